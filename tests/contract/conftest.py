@@ -1,4 +1,4 @@
-"""S3 servers that live for a whole test session; for a test, a store and an empty database of each kind."""
+"""S3 servers for a whole test session; a store and an empty database of each kind for each test."""
 
 from collections.abc import Iterator
 from pathlib import Path

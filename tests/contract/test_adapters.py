@@ -1,4 +1,4 @@
-"""Contract of adapters in an object store: published, fetched, and applied to a base that lies there too."""
+"""Contract of adapters in an object store: published, fetched, and applied to a base in the same store."""
 
 from pathlib import Path
 from uuid import uuid4
@@ -34,7 +34,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def upload(store: ObjectStore, directory: Path, prefix: str) -> None:
-    """Put a model there as its owner does, without a manifest."""
+    """Upload a model as its owner would, without a manifest."""
     for path in directory.iterdir():
         store.upload_file(path, f"{prefix}/{path.name}")
 

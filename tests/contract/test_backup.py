@@ -1,4 +1,4 @@
-"""Backup and restore, from each kind of database into the other: everything comes back, or nothing does."""
+"""Backup and restore, from each kind of database into the other: everything is restored, or nothing is."""
 
 import shutil
 from contextlib import closing
@@ -40,7 +40,7 @@ def fresh(tmp_path: Path, empty_database: Path) -> Database:
 
 
 def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
-    """A job with a model that is deployed and promoted; returns the ids of job and deployment."""
+    """Store a job whose model is deployed and promoted; return the ids of job and deployment."""
     jobs, registry = JobRepository(database), Registry(database)
     job = store(jobs, make_job(metadata={"team": "blau-grün"}), key="once")
     worker = FakeWorker(objects, job.id)
@@ -159,14 +159,14 @@ def test_an_interrupted_restore_is_repeated(
     back_up(sqlite_database, objects, tmp_path / "backup")
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     done = next(objects.list(""))
-    elsewhere.put_bytes(done.key, b"x" * done.size)  # half-way, with an object that is not the backup's
+    elsewhere.put_bytes(done.key, b"x" * done.size)  # a partial restore, with an object that differs from the backup's
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
     assert elsewhere.get_bytes(done.key) == objects.get_bytes(done.key)
 
 
 class Vanishing(InMemoryObjectStore):
-    """A store of which something is deleted between the listing and the copy."""
+    """A store in which the object `b` is deleted between the listing and the copy."""
 
     def download_file(self, key: str, path: Path) -> None:
         if key == "b":

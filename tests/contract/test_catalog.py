@@ -102,7 +102,7 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(
     assert catalog.get_deployment(after.id, tenant=TENANT) == changed
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=after)
     assert catalog.get_deployment(after.id, tenant=TENANT).state.status is DeploymentStatus.RUNNING
-    assert catalog.change_deployment(after.id, change, tenant=TENANT).version == 2, "nothing else is wanted of it"
+    assert catalog.change_deployment(after.id, change, tenant=TENANT).version == 2, "an equal change is no new version"
     with pytest.raises(NotFoundError):
         catalog.change_deployment(after.id, change, tenant="other")
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.DELETING))
@@ -145,7 +145,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
     with database.reading() as session:
         kept = session.execute(text("SELECT spec FROM deployments")).scalar_one()
     kept = json.loads(kept) if isinstance(kept, str) else kept
-    assert (kept["colour"], kept["max_replicas"]) == ("red", 7), "the newer version finds what it has stored"
+    assert (kept["colour"], kept["max_replicas"]) == ("red", 7), "a newer version finds the fields that it stored"
 
 
 def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
@@ -243,7 +243,7 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
 def test_whether_a_file_is_used_is_known_without_reading_a_spec(
     files: FileRepository, jobs: JobRepository, database: Database
 ) -> None:
-    """Reading all live specs while others wait to write answered them with 503."""
+    """The check reads no specs: reading all live ones would keep writers waiting until they fail with 503."""
     file, statements = files.add(make_file()), list[str]()
     store(jobs, make_job())
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL with a standby that takes over: an address that names both leads to whichever takes writes."""
+"""A PostgreSQL with a standby that takes over: an address that names both connects to the one that takes writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.requirements import required_module
 
 
 class Server:
-    """One server of a pair, in a directory of its own. PostgreSQL does not run as root: `user` is who else runs it."""
+    """A server of a pair, in a directory of its own. `user`: who runs it if the tests run as root, which it refuses."""
 
     def __init__(self, directory: Path, programs: Path, user: str | None) -> None:
         self.directory, self.port = directory, free_port()
@@ -40,7 +40,7 @@ class Server:
         self.run("pg_ctl", "-w", "-l", f"{self.directory}.log", "-o", options, *arguments)
 
     def demote(self) -> None:
-        """Take no more writes, and keep all connections."""
+        """Make the server refuse writes and keep its connections."""
         import psycopg
 
         with psycopg.connect(f"host=127.0.0.1 port={self.port} user=postgres", autocommit=True) as connection:
@@ -48,12 +48,12 @@ class Server:
             connection.execute("SELECT pg_reload_conf()")
 
     def freeze(self) -> None:
-        """Answer nothing more; the machine acknowledges packets."""
+        """Suspend the server: it answers nothing, but packets are still acknowledged."""
         for process in self._processes():
             process.suspend()
 
     def kill(self) -> None:
-        """Harmless for one that does not run."""
+        """Kill the server, if it runs."""
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
             for process in self._processes():
                 process.kill()
@@ -65,7 +65,7 @@ class Server:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Server, Server]]:
-    """A primary, and its standby."""
+    """A primary and its standby, both running."""
     pgserver = required_module("pgserver")
     programs, user = Path(pgserver.__file__).parent / "pginstall" / "bin", None
     directory = Path(tempfile.mkdtemp(prefix="pg-"))
@@ -93,14 +93,14 @@ def pair() -> Iterator[tuple[Server, Server]]:
 
 
 def write(database: Database) -> Any:
-    """Write something; returns the port of the server that took it."""
+    """Write a row; return the port of the server that took it."""
     with database.writing() as session:
         session.execute(text("INSERT INTO key_uses VALUES ('key', 1) ON CONFLICT DO NOTHING"))
         return session.execute(text("SELECT inet_server_port()")).scalar_one()
 
 
 def keep_checking(database: Database) -> None:
-    """Returns never: a server takes a moment to read its settings again."""
+    """Check until a check raises: a server takes a moment to reload its settings."""
     while True:
         database.check()
 
@@ -110,7 +110,7 @@ def keep_checking(database: Database) -> None:
 def test_the_standby_serves_once_it_takes_writes(
     pair: tuple[Server, Server], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readiness alone finds out, with connections to the primary in the pool, and without a write that is refused."""
+    """The readiness check alone notices it, with pooled connections to the primary and before any write is refused."""
     primary, standby = pair
     monkeypatch.setattr(postgresql, "_GRACE_S", 0.0)
     hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in pair)

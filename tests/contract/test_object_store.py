@@ -80,7 +80,7 @@ def test_if_absent_keeps_what_is_there(store: ObjectStore) -> None:
     assert store.get_bytes("k") == b"first"
 
 
-# rclone ignores If-None-Match, which moto and SeaweedFS obey: there a race may have two winners (see bucket_store).
+# rclone ignores If-None-Match, so that a race may have two winners there (see bucket_store); moto and SeaweedFS obey.
 @pytest.mark.parametrize("store", ["local", "memory", *S3[1:], *OTHERS], indirect=True)
 def test_of_many_writers_at_once_one_creates_the_object(store: ObjectStore) -> None:
     barrier = threading.Barrier(8)
@@ -136,7 +136,7 @@ def test_lists_in_key_order_below_a_directory(store: ObjectStore) -> None:
 def test_seaweedfs_lists_a_directorys_own_objects_in_key_order(
     seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the platform's logs and events need. Of whole trees it lists `b/1` before `b-1`, which S3 does not."""
+    """Logs and events need no other order. In whole trees it lists `b/1` before `b-1`, unlike S3."""
     store = open_store(use(seaweedfs_server, monkeypatch))
     names = ["b/0", "b/1", "b/1-0", "b/1.5", "b/10", "b/9"]
     put_all(store, *reversed(names))
@@ -147,7 +147,7 @@ def test_seaweedfs_lists_a_directorys_own_objects_in_key_order(
     assert sorted(keys(store.list(""))) == ["b-1", *names]
 
 
-# SeaweedFS names a directory that has been emptied until it has cleaned up, some time later.
+# SeaweedFS lists a directory that is empty until it cleans up, some time later.
 @pytest.mark.parametrize("store", ["local", "memory", *S3[:2], *OTHERS], indirect=True)
 def test_names_the_directories_that_hold_something(store: ObjectStore) -> None:
     put_all(store, "top", "r/10/x", "r/9/x/y", "r/file", "r/gone/x")

@@ -1,5 +1,5 @@
-"""Outages under a control plane whose jobs run and end meanwhile: an S3 that answers 503, a PostgreSQL that restarts, a
-full disk. Nothing crashes, and what was accepted or said is there afterwards.
+"""Outages while jobs run and end: an S3 that answers 503, a PostgreSQL that restarts, a full disk. Nothing crashes, and
+accepted jobs and reported events are there afterwards.
 """
 
 import itertools
@@ -30,11 +30,11 @@ from tests.s3_servers import Front, client_environment, run_moto
 from tests.unit.control_plane.routes.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
-"""Length of an outage of the store by the control plane's clock."""
+"""Length of a store's outage in seconds of the control plane's clock."""
 
 
 ROUNDS = 6
-"""Rounds of the control plane during an outage, at least; each waits seconds for the store's client to try again."""
+"""Least number of rounds of the control plane in an outage; each waits seconds for the store's client to retry."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def serving_jobs(parts: Components, home: Path) -> Iterator[Server]:
 
 
 def begin(server: Server, name: str) -> str:
-    """Id of a job that runs."""
+    """Submit a job and let it run; return its id."""
     job_id: str = server.submit(name=name)["id"]
     server.tick()
     server.worker(job_id).say("status", status="running")
@@ -71,7 +71,7 @@ def status(server: Server, job_id: str) -> str:
 
 
 def settle(server: Server, *job_ids: str) -> None:
-    """Turn the loop until the jobs have succeeded, at their first attempt."""
+    """Run the loops until the jobs have succeeded; check that their first attempt did."""
     for _ in range(50):
         server.tick()
         server.wait(60.0)
@@ -90,11 +90,11 @@ def steps(server: Server, job_id: str) -> list[int]:
 def through_an_outage(
     server: Server, *, begin_outage: Callable[[], object], end_outage: Callable[[str], object], lasting_s: float = 0.0
 ) -> None:
-    """Have one job end and another say more while the object store is away; nothing is given up, and nothing lost.
+    """While the object store is away, end one job and let another report more; check that nothing is given up or lost.
 
     Args:
-        end_outage: is given the id of the job that runs.
-        lasting_s: what the outage takes in real seconds, at least.
+        end_outage: called with the id of the running job.
+        lasting_s: how long the outage lasts in real seconds, at least.
     """
     ending, running = begin(server, "ending"), begin(server, "running")
     server.worker(ending).artifact()
@@ -114,7 +114,7 @@ def through_an_outage(
             break
         server.tick()
         server.wait(OUTAGE_S / ROUNDS)
-        assert status(server, ending) == status(server, running) == "running", "nothing is given up"
+        assert status(server, ending) == status(server, running) == "running", "no job is given up"
     assert status(server, waiting) in {"queued", "starting"}
     assert server.client.get("/readyz/object_store").status_code == 503
     assert server.client.get("/readyz/database").status_code == 200
@@ -167,7 +167,7 @@ def test_jobs_go_on_when_postgresql_restarts(tmp_path: Path) -> None:
 
 def _through_restarts(server: Server, postgres: Any) -> None:
     running = begin(server, "running")
-    for number, mode in enumerate(("fast", "immediate")):  # the second one as a crash
+    for number, mode in enumerate(("fast", "immediate")):  # the second is like a crash
         _control(postgres, "stop", "-m", mode)
         key = {"Idempotency-Key": f"job-{number}"}
         refused = server.client.post("/jobs", json=SPEC, headers=key)
@@ -190,7 +190,7 @@ def _through_restarts(server: Server, postgres: Any) -> None:
 
 
 def _control(postgres: Any, *arguments: str) -> None:
-    """`pg_ctl`, with the server's own directory and its user."""
+    """Run `pg_ctl` with the server's own directory and user."""
     pgserver = required_module("pgserver")
     log = Path(postgres.pgdata) / "log"
     options = ["-o", f"-h '' -k {postgres.pgdata}"] if arguments[0] == "start" else []
@@ -219,7 +219,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> Path:
-    """Leave no byte on the disk of `directory`."""
+    """Fill the disk of `directory` to the last byte; return the file that does."""
     filler = directory / "filler"
     with filler.open("ab", buffering=0) as file, suppress(OSError):
         while True:
@@ -247,7 +247,7 @@ def test_nothing_accepted_is_lost_when_the_databases_disk_is_full(
                 break
             accepted.append(answer.json()["id"])
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True), answer.text
-        assert status(server, running) == "running", "what is there can be read"
+        assert status(server, running) == "running", "stored rows can still be read"
         server.worker(running).step(1, time=1000.0)
         with suppress(DatabaseUnavailableError):
             server.tick()

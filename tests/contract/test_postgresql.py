@@ -1,4 +1,4 @@
-"""PostgreSQL that is silent, slow or read-only: nothing waits for ever, and nothing that cannot write looks ready."""
+"""PostgreSQL that is silent, slow or read-only: nothing waits for ever, and without writes it is not ready."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.control_plane.routes.conftest import SPEC, control_plane
 
 
 class Wire:
-    """A way to the server that can be cut: packets are acknowledged still, and nothing is forwarded."""
+    """A proxy before the server that can be cut: packets are still acknowledged, but nothing is forwarded."""
 
     def __init__(self, url: str) -> None:
         parsed = make_url(url)
@@ -74,7 +74,7 @@ def ask(database: Database, between: Callable[[], None] = lambda: None) -> None:
 
 
 def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the pool, in a transaction and while it is made; once packets come through again, all is well."""
+    """A silent connection is given up in the pool, in a transaction and while connecting; later ones work again."""
     monkeypatch.setattr(postgresql, "_GRACE_S", 0.0)
     with closing(Database(wire.url, Timeouts(connect_s=2, statement_s=0.5))) as database:
         ask(database)
@@ -84,7 +84,7 @@ def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pyte
             ask(database)
         wire.forwards.set()
         ask(database)
-        wire.forwards.clear()  # with a connection in the pool, which is asked first
+        wire.forwards.clear()  # the pool has a connection, which is checked first
         with pytest.raises(DatabaseUnavailableError):
             ask(database)
         wire.forwards.set()
@@ -105,7 +105,7 @@ def test_a_statement_ends_in_time_and_a_migration_takes_its_own(postgres_url: st
 def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server ends the connection, with an error that the driver counts among mistakes of the caller."""
+    """The server ends the connection with an error that the driver takes for a mistake of the caller."""
     monkeypatch.setattr(postgresql, "_LONGEST_IDLE_S", 0.05)
     with closing(Database(postgres_url)) as database:
         with pytest.raises(DatabaseUnavailableError, match="idle-in-transaction"):
@@ -114,7 +114,7 @@ def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
 
 
 def test_a_pooler_may_give_each_transaction_another_connection(postgres_url: str) -> None:
-    """PgBouncer in transaction mode: what was prepared on one is not on the next, or is another's of the same name."""
+    """Behind PgBouncer in transaction mode prepared statements would be missing or another's, so none is prepared."""
     with closing(Database(postgres_url)) as database:
         for _ in range(20):
             with database.writing() as session:
@@ -142,7 +142,7 @@ def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -
 
 
 def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    """A primary that is demoted while it is in use: reads are answered, and writes are refused with 503."""
+    """Once a primary is demoted, reads are answered, writes are refused with 503, and readiness fails."""
     demoted = threading.Event()
 
     def begin(connection: Connection) -> None:
@@ -164,14 +164,14 @@ def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp
             for path in ("/readyz", "/readyz/database"):
                 answer = client.get(path)
                 assert (answer.status_code, "read-only" in answer.text) == (503, True)
-            assert client.get("/healthz").status_code == 200, "a restart does not help"
+            assert client.get("/healthz").status_code == 200, "a restart would not help"
 
 
 @pytest.mark.parametrize("number", [1, 3, 8, 13])
 def test_a_migration_that_meets_a_read_only_server_changes_nothing_and_can_be_repeated(
     postgres_url: str, number: int
 ) -> None:
-    """From its first, third, ... new table, index or column on, writes are refused."""
+    """Writes are refused from the `number`-th CREATE or ALTER on."""
     with closing(Database(emptied(postgres_url))) as database:
         database.downgrade("0005")
         statements = 0
@@ -187,7 +187,7 @@ def test_a_migration_that_meets_a_read_only_server_changes_nothing_and_can_be_re
         with pytest.raises(DatabaseUnavailableError, match="read-only"):
             database.upgrade()
         event.remove(database._engine, "before_cursor_execute", demote)
-        assert statements == number, "nothing was asked after that"
+        assert statements == number, "no statement followed"
         with database.reading() as session:
             assert current_revision(session.connection()) == "0005"
         database.upgrade()

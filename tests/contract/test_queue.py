@@ -1,4 +1,4 @@
-"""Contract of a database for its schema, the queue and leases: places given once. SQLite and PostgreSQL alike."""
+"""Contract of a database for its schema, the queue and leases: no place is given twice. SQLite and PostgreSQL alike."""
 
 import random
 import tarfile
@@ -49,12 +49,12 @@ def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:
 
 
 def at_most(limit: int) -> Claim:
-    """Let a tenant have that many jobs."""
+    """Rule that lets each tenant hold up to `limit` jobs."""
     return lambda _tenant, held, demand: held.jobs + demand.jobs <= limit
 
 
 def random_jobs(jobs: JobRepository, number: int) -> list[Job]:
-    """Jobs of three tenants in every status, with demands of their own."""
+    """Store jobs of three tenants in random statuses, with different demands."""
     rng, made = random.Random(7), []
     for _ in range(number):
         resources = {"num_workers": rng.randint(1, 4), "gpus_per_worker": rng.choice([0, 1]), "cpus_per_worker": 2}
@@ -94,7 +94,7 @@ def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
 
 
 def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobRepository) -> None:
-    """Each wants other jobs, as planes do whose views of the queue differ."""
+    """Each claims another job, like control planes with different views of the queue."""
     waiting = [store(jobs, make_job(tenant=f"t{number % 2}")) for number in range(16)]
     claims = at_once(partial(jobs.claim, starting([job]), most=6, fits=at_most(4)) for job in waiting)
     claimed = [job for found in claims for job in found]
@@ -127,9 +127,9 @@ def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Datab
     assert not leases.take("jobs", "b", now=104.0, until=109.0)
     assert leases.take("jobs", "a", now=104.0, until=109.0), "renewed"
     assert not leases.take("jobs", "b", now=108.0, until=113.0)
-    assert leases.take("jobs", "b", now=109.0, until=114.0), "run out"
+    assert leases.take("jobs", "b", now=109.0, until=114.0), "the lease of a has run out"
     leases.give_up("jobs", "a")
-    assert not leases.take("jobs", "a", now=110.0, until=115.0), "not its own to give up"
+    assert not leases.take("jobs", "a", now=110.0, until=115.0), "another's lease cannot be given up"
     leases.give_up("jobs", "b")
     takers = [partial(leases.take, "jobs", str(number), now=110.0, until=115.0) for number in range(8)]
     assert sum(token is not None for token in at_once(takers)) == 1
@@ -175,7 +175,7 @@ def test_upgrade_makes_the_schema_that_the_tables_declare_and_can_be_repeated(da
 
 @pytest.mark.parametrize("table", Base.metadata.sorted_tables, ids=str)
 def test_every_foreign_key_leads_an_index(table: Table) -> None:
-    """A row that is deleted is looked for in every table that refers to it: without an index, all of it is read."""
+    """Deleting a row searches every table that refers to it: without an index, the whole table is read."""
     indexes = [list(index.columns) for index in table.indexes] + [
         list(constraint.columns)
         for constraint in table.constraints
@@ -212,7 +212,7 @@ def test_two_who_migrate_at_once_take_turns(postgres_url: str) -> None:
 
 
 def columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
-    """(type, whether null is accepted, whether it may be left out) of each table's columns."""
+    """(type, whether it is nullable, whether an INSERT may leave it out) of the columns of each table."""
     with database.reading() as session:
         found = inspect(session.connection())
         return {
@@ -231,19 +231,19 @@ def unique_indexes(database: Database, tables: Iterable[str]) -> set[str | None]
 
 
 def test_programs_of_the_last_release_can_go_on_writing_after_the_upgrade(database: Database) -> None:
-    """In a roll the old control planes run beside the new schema: nothing they write is gone, and nothing is added that
-    they would have to write. Where a migration cannot keep to that, it begins the next thousand (`can_use`)."""
+    """During a rolling upgrade old control planes write to the new schema: it keeps the columns that they write, and
+    requires no new ones. A migration that cannot keep to that begins the next thousand (`can_use`)."""
     database.downgrade(RELEASE)
     before = columns(database)
     unique = unique_indexes(database, before)
     database.upgrade()
     after = columns(database)
-    # Null of imported models alone, which they do not make.
+    # Null only for imported models, which old control planes do not make.
     before["models"]["job_id"] = (before["models"]["job_id"][0], True, True)
     for name, old in before.items():
         assert old.items() <= after[name].items(), name
         assert {key for key in after[name].keys() - old.keys() if not after[name][key][2]} == set(), name
-    # A second promotion of the same alias by 0.1.0 is refused while the roll lasts: it numbers none.
+    # During the upgrade a second promotion of an alias by 0.1.0 is refused, since 0.1.0 writes no version.
     assert unique_indexes(database, before) - unique == {"ix_promotions_tenant_alias_version"}
 
 
@@ -342,7 +342,7 @@ def test_who_uses_what_is_known_of_jobs_from_before_the_table(database: Database
         with database.reading() as session:
             assert list(live_users(session, [parent.id], limit=9, without=parent.id)) == [child.id]
             assert list(live_users(session, [model], limit=9)) == sorted([parent.id, *([damaged.id] * back)])
-            assert list(live_users(session, [file_id], limit=9)) == [damaged.id] * back, "read as it is stored"
+            assert list(live_users(session, [file_id], limit=9)) == [damaged.id] * back, "found in the stored text"
 
 
 def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Database) -> None:

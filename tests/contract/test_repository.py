@@ -177,7 +177,7 @@ def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(
     [*_, job] = jobs.list(Page(), tenant=TENANT).items
     jobs.update(replace(job, status=JobStatus.CANCELLED))
     outcome = at_once([submit])[0]
-    assert isinstance(outcome, QuotaExceededError) == (field == "max_stored_jobs"), "one that has ended is kept still"
+    assert isinstance(outcome, QuotaExceededError) == (field == "max_stored_jobs"), "ended jobs still count as stored"
 
 
 def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(
@@ -210,7 +210,7 @@ def measured(*steps: int, attempt: int = 1, loss: float | None = None) -> list[M
 
 
 def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: JobRepository) -> None:
-    """Those that no series holds stay in their event."""
+    """Points that are in no series stay in their event."""
     job = store(jobs, make_job())
     first, second, said, kept = told(job, 1, 2), told(job, 3), message(job, "hello"), told(job, 4, 5)
     jobs.update(job, events=[first, said, second, kept], points=measured(1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""Contract of rows that are kept for a time: SQLite and PostgreSQL alike."""
+"""Contract of rows that are deleted after a time: SQLite and PostgreSQL alike."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ def rows(database: Database) -> RetainedRows:
 
 
 def ended(jobs: JobRepository, *, now: int = 100, model: Model | None = None, **spec: Any) -> Job:
-    """A job that has failed at `now`, or succeeded with a model."""
+    """Store a job that failed at `now` or, with a model, succeeded."""
     job = store(jobs, make_job(**spec))
     if model is None:
         failed, event = transition(job, JobStatus.FAILED, now=now)
@@ -90,7 +90,7 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     job = store(jobs, make_job(), key="once")
     outbox = Outbox(database)
     [delivery] = outbox.claim(now=101, until=102, limit=1)
-    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it has yet to be delivered"
+    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it is not delivered yet"
     outbox.delivered(delivery.sequence, 101)
     assert rows.remove_deliveries(before=99, limit=9, dry_run=False) == 0
     assert rows.remove_deliveries(before=200, limit=9, dry_run=True) == 1
@@ -115,7 +115,7 @@ def test_an_alias_keeps_what_it_can_be_rolled_back_to(
         service.promote(model, "production", tenant=TENANT, by="ann", reason="better")
     service.rollback("production", tenant=TENANT, by="ann", reason="worse")
     service.promote(models[4], "production", tenant=TENANT, by="ann", reason="better")
-    assert rows.trim_promotions(before=99, keep=2, dry_run=False) == 0, "not old"
+    assert rows.trim_promotions(before=99, keep=2, dry_run=False) == 0, "they are not old enough"
     assert rows.trim_promotions(before=100, keep=2, dry_run=True) == 2
     assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 2
     assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 0

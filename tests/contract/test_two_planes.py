@@ -34,7 +34,7 @@ SPEC = {"name": "test", "model": {"name_or_path": "org/teacher"}}
 
 
 class InstantCluster(FakeCluster):
-    """Runs every submission to its end at once, and remembers every call, also a second one under the same id."""
+    """A cluster that ends every submission at once and records every call, also a second one with the same id."""
 
     def __init__(self, objects: LocalObjectStore) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_every_key_is_one_job_and_every_job_is_submitted_once(ground: Ground) ->
 
 
 def submit(clients: list[Client], number: int) -> str:
-    """The job of one key, sent three times at once to either control plane."""
+    """Submit one job three times at once, with one key, to either control plane; return its only id."""
     order = random.Random(number).choices(clients, k=3)
 
     def send(client: Client) -> str:
@@ -105,7 +105,7 @@ def submit(clients: list[Client], number: int) -> str:
 
 
 def read_pages(url: str, stop: threading.Event) -> int:
-    """Walk through the list over and over; returns how often. What a walk has seen, the next one sees as well."""
+    """Page through the list of jobs until `stop`; return how often. Each walk must see all jobs of the one before."""
     walks, before = 0, set[str]()
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
         while not stop.is_set():
@@ -116,14 +116,14 @@ def read_pages(url: str, stop: threading.Event) -> int:
                 seen += [job["id"] for job in page["data"]]
                 if not page["has_more"]:
                     break
-            assert seen == sorted(set(seen)), "a job twice, or out of order"
-            assert before <= set(seen), "a job has gone from the list"
+            assert seen == sorted(set(seen)), "a job is listed twice or out of order"
+            assert before <= set(seen), "a job is missing from the list"
             before, walks = set(seen), walks + 1
     return walks
 
 
 def test_leadership_passes_on_when_a_control_plane_stops(ground: Ground) -> None:
-    """The one that is left goes on with the jobs of both; a key that both are sent is one job."""
+    """The remaining control plane continues the jobs of both; a key that is sent to both makes one job."""
     with ground.plane() as second, Client(second) as client:
         with ground.plane() as first, Client(first) as leaving:
             ids = [submit([client, leaving], number) for number in range(6)]

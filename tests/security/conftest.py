@@ -1,4 +1,4 @@
-"""Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once; issuers."""
+"""Control planes with keys and tenants, behind a socket, for many threads at once; issuers of tokens."""
 
 import threading
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ __all__ = ["parts", "short_logs", "start"]
 
 @dataclass
 class DeploymentPlane:
-    """One control plane; every tenant gets its key when it is first named."""
+    """A control plane in which every tenant gets a key when it is first named."""
 
     url: str
     parts: Components
@@ -45,7 +45,7 @@ class DeploymentPlane:
         self._tokens: dict[str, str] = {}
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """A key of the tenant that opens everything; none where the control plane has no keys."""
+        """Headers with an admin key of the tenant; empty if the control plane has no keys."""
         path = self.settings.api_keys_file
         if path is None:
             return {}
@@ -61,9 +61,9 @@ class DeploymentPlane:
         return self.client.request(method, path, json=body, headers={**self.headers(tenant), **(headers or {})})
 
     def model(self, tenant: str) -> str:
-        """Id of a model that the tenant has distilled."""
+        """Store a model that the tenant has distilled; return its id."""
         assert isinstance(self.parts.jobs, JobRepository)
-        job = store(self.parts.jobs, replace(make_job(tenant=tenant), status=JobStatus.SUCCEEDED))  # nobody starts it
+        job = store(self.parts.jobs, replace(make_job(tenant=tenant), status=JobStatus.SUCCEEDED))  # it never starts
         model = make_model(job)
         self.parts.jobs.update(job, model=model)
         return model.id
@@ -82,10 +82,10 @@ class DeploymentPlane:
 def deployment_plane(
     directory: Path, database: Database, *, tenants: str | None = None, keys: bool = True, **settings: Any
 ) -> Iterator[DeploymentPlane]:
-    """A control plane on the database, whose loops turn once and sleep, where `settings` do not say otherwise.
+    """Run a control plane on the database. Unless `settings` say otherwise, its loops turn once and then sleep.
 
     Args:
-        tenants: what the tenants file says.
+        tenants: text of the tenants file.
     """
     objects = LocalObjectStore(directory / "store")
     parts = make_components(database, objects)

@@ -1,5 +1,5 @@
 """Directories, cards, links and models that try to run code, to read what lies outside of a tenant's root, or to reach
-a socket. Every payload is laid out below `Stage.root`, which the tenant may read; what it must not touch lies beside.
+a socket. Every payload is laid out below `Stage.root`, which the tenant may read; files it must not touch are outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CANARY = "CANARY-of-another-tenant"
 
 @dataclass
 class Listener:
-    """A socket of the loopback interface that answers everything with a row, and counts who came."""
+    """A loopback socket that answers every request with a row of data, and records the requests."""
 
     port: int
     connections: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ def listening() -> Iterator[Listener]:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
 
     def serve() -> None:
-        with suppress(OSError):  # closed: the test is over
+        with suppress(OSError):  # closed at the end of the test
             while True:
                 connection, _ = server.accept()
                 with connection:
@@ -58,18 +58,18 @@ def listening() -> Iterator[Listener]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where payloads are laid out."""
+    """Directories in which payloads are laid out."""
 
     root: Path
     """Open to the tenant."""
     outside: Path
-    """Another tenant's: its files hold the canary."""
+    """Another tenant's directory, whose files hold the canary."""
     marker: Path
     """Exists once a payload's code has run."""
     url: str
     """URL of the listening socket."""
     teacher: Path
-    """A sound model that models of payloads are copied from."""
+    """A sound model, of which hostile ones are modified copies."""
 
     @classmethod
     def build(cls, directory: Path, url: str, teacher: Path) -> Stage:
@@ -92,7 +92,7 @@ def write_rows(path: Path, text: str, count: int = 8) -> None:
 
 
 def _card(directory: Path, data_files: str, *, info: dict[str, Any] | None = None, **config: Any) -> Path:
-    """A directory laid out as on the hub, whose card names its data files; `own.jsonl` is the innocent one."""
+    """Lay a directory out as on the hub, with a card that names its data files; `own.jsonl` is an innocent file."""
     write_rows(directory / "own.jsonl", "own")
     card = {"configs": [{"config_name": "default", "data_files": data_files, **config}], "dataset_info": info}
     text = "".join(f"{name}: {json.dumps(value)}\n" for name, value in card.items() if value is not None)
@@ -101,7 +101,7 @@ def _card(directory: Path, data_files: str, *, info: dict[str, Any] | None = Non
 
 
 class Exploit:
-    """Pickled, it writes the marker when it is read."""
+    """An object whose pickle writes the marker when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -124,7 +124,7 @@ CARDS: dict[str, Callable[[Stage], dict[str, str]]] = {
     "chained": lambda stage: {"data_files": f"zip://*.jsonl::{stage.url}/rows.zip"},
     "data-dir": lambda stage: {"data_files": "*.jsonl", "data_dir": str(stage.outside)},
 }
-"""Places that a card names, by the directory's name."""
+"""Data files that a hostile card names, by the name of its directory."""
 
 
 def hostile_card(name: str, stage: Stage) -> Path:
@@ -132,7 +132,7 @@ def hostile_card(name: str, stage: Stage) -> Path:
 
 
 def card_beside_the_card(stage: Stage) -> Path:
-    """`.huggingface.yaml` replaces what the card says."""
+    """A `.huggingface.yaml`, which replaces the configurations of the card."""
     directory = _card(stage.directory("standalone"), "own.jsonl")
     configs = [{"config_name": "default", "data_files": str(stage.outside / "canary.jsonl")}]
     (directory / ".huggingface.yaml").write_text(json.dumps({"configs": configs}))
@@ -140,7 +140,7 @@ def card_beside_the_card(stage: Stage) -> Path:
 
 
 def card_with_pictures(stage: Stage) -> Path:
-    """Rows whose column is declared a picture: `datasets` opens the path in it, or fetches the URL."""
+    """Rows with a column declared as an image: `datasets` opens the path in it, or fetches the URL."""
     features = [{"name": "text", "dtype": "string"}, {"name": "image", "dtype": "image"}]
     directory = _card(stage.directory("pictures"), "own.jsonl", info={"features": features})
     rows = [{"text": "own", "image": {"bytes": None, "path": f"{stage.url}/picture.png"}}] * 4
@@ -174,7 +174,7 @@ def linked_directory(stage: Stage) -> Path:
 
 
 def saved_with_a_parent(stage: Stage) -> Path:
-    """`save_to_disk`, its state naming another tenant's file."""
+    """A `save_to_disk` directory whose state names another tenant's file."""
     directory = _saved(stage, "saved", stage.root / "saved")
     state = json.loads((directory / "state.json").read_text())
     state["_data_files"] = [{"filename": f"../../other/saved/{state['_data_files'][0]['filename']}"}]
@@ -190,7 +190,7 @@ def saved_splits_with_a_parent(stage: Stage) -> Path:
 
 
 def _saved(stage: Stage, theirs: str, own: Path) -> Path:
-    """Save another tenant's rows, and rows of the tenant itself to `own`, which is returned."""
+    """Save another tenant's rows to `theirs`, and the tenant's own rows to `own`; return `own`."""
     import datasets
 
     datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / theirs)
@@ -213,7 +213,7 @@ DATA: dict[str, Callable[[Stage], Path]] = {
 
 
 def lay_out_hub_data(stage: Stage, cache: Path, name: str = "evil/rows") -> str:
-    """A data set of the hub as its cache keeps it, whose card names a URL; returns its id."""
+    """Lay out a hub data set as in the cache, with a card that names a URL; return its id."""
     snapshot = _snapshot(cache, "datasets", name)
     _card(snapshot, f"{stage.url}/rows.jsonl")
     return name
@@ -258,7 +258,7 @@ def model_with_a_linked_template(stage: Stage) -> Path:
 
 
 def model_with_a_tokenizer_outside(stage: Stage) -> Path:
-    """The configuration's own `tokenizer_file` wins over the one beside it."""
+    """A model whose `tokenizer_file` is outside; it goes before the file in the directory."""
     directory = _copied(stage, "tokenizer-outside")
     shutil.copy(stage.teacher / "tokenizer.json", stage.outside / "tokenizer.json")
     _edit(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
@@ -283,14 +283,14 @@ def model_with_custom_code(stage: Stage) -> Path:
 
 
 def model_with_an_adapter(stage: Stage) -> Path:
-    """`from_pretrained` would read the model that the adapter names."""
+    """A model with an adapter file; `from_pretrained` would read the base model that it names."""
     directory = _copied(stage, "adapter")
     _edit(directory / "adapter_config.json", base_model_name_or_path=str(stage.outside), peft_type="LORA")
     return directory
 
 
 def model_with_a_kernel(stage: Stage) -> Path:
-    """A repository of code in the place of an attention implementation."""
+    """A model whose attention implementation is a repository of code."""
     directory = _copied(stage, "kernel")
     _edit(directory / "config.json", attn_implementation="evil/kernel")
     return directory
@@ -310,7 +310,7 @@ MODELS = (
 
 
 def lay_out_hub_model(stage: Stage, cache: Path, name: str = "evil/teacher") -> str:
-    """A model of the hub as its cache keeps it, its chat template a link that leaves the cache; returns its id."""
+    """Lay out a hub model as in the cache, with a chat template that is a link out of the cache; return its id."""
     snapshot = _snapshot(cache, "models", name)
     for path in stage.teacher.iterdir():
         if path.name != "chat_template.jinja":
@@ -333,7 +333,7 @@ def _snapshot(cache: Path, kind: str, name: str) -> Path:
 
 
 def write_task(path: Path, stage: Stage) -> Path:
-    """A task's file under any name: its template runs a command, and so does the function that it names."""
+    """Write a task's file, of any name, whose template runs a command, as does the function that it names."""
     data = stage.root / "task-rows.jsonl"
     data.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
     (path.parent / "evil_task.py").write_text(f"open({str(stage.marker)!r}, 'w').close()\ndef run(docs): return docs\n")

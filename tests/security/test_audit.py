@@ -1,4 +1,4 @@
-"""The audit trail: what was changed by whom, and who was refused; with the change or not at all, and bounded."""
+"""The audit trail: changes and refusals with their callers, stored in the same transaction, and bounded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ ADMIN = frozenset({Scope.ADMIN})
 
 @dataclass
 class House:
-    """A control plane with keys of two tenants, and of an operator."""
+    """A control plane with keys of two tenants and of an operator."""
 
     start: Start
     keys: Path
@@ -42,7 +42,7 @@ class House:
         return list(SqlAudit(self.server.parts.database).list(Page(None, 1000, "asc"), AuditFilter()).items)
 
     def told(self, *names: str) -> list[tuple[Any, ...]]:
-        """These fields of all entries."""
+        """The values of these fields of all entries, oldest first."""
         return [tuple(getattr(each, name) for name in names) for each in self.entries()]
 
 
@@ -104,7 +104,7 @@ def test_what_was_refused_and_who_signed_in_is_told(house: House) -> None:
 
 
 def test_the_entry_is_a_part_of_the_change(house: House) -> None:
-    """Where the entry cannot be written, nothing is changed; and no transaction of its own is needed."""
+    """If the entry cannot be written nothing is changed, and the entry takes no transaction of its own."""
     client, ann = house.plane(), house.as_("ann")
     database = house.server.parts.database
     with database.writing() as session:
@@ -129,7 +129,7 @@ def test_the_entry_is_a_part_of_the_change(house: House) -> None:
 def test_the_address_is_a_trusted_proxys_word(house: House) -> None:
     for trusted, forwarded, address in (
         ("testclient", "192.0.2.7", "192.0.2.7"),
-        ("10.0.0.1", "192.0.2.7", "testclient"),  # anyone's word
+        ("10.0.0.1", "192.0.2.7", "testclient"),  # the peer is not trusted
         ("testclient", "a\tb'; DROP TABLE audit --" + "x" * 100, None),
     ):
         client = house.plane(trusted_proxies=(trusted,))
@@ -147,7 +147,7 @@ def test_a_flood_of_refusals_writes_a_few_entries(house: House) -> None:
     client.get("/jobs", headers=wrong)
     assert house.told("left_out") == [(0,)] * 20 + [(80,)]
     client.get("/jobs", headers={**wrong, "x-forwarded-for": "192.0.2.7"})
-    assert house.entries()[-1].address == "192.0.2.7", "another address has room of its own"
+    assert house.entries()[-1].address == "192.0.2.7", "another address has its own limit"
     throttled = house.plane(requests_per_minute=30)
     for _ in range(60):
         throttled.post("/jobs/job_x/cancel", headers=house.as_("ann"))
@@ -172,7 +172,7 @@ def test_an_operator_sees_all_tenants_and_others_their_own(house: House, start: 
     assert client.get("/audit", headers=house.as_("reader")).status_code == 403
     theirs = client.get("/audit", params={"tenant": "other"}, headers=house.as_("root")).json()["last_id"]
     assert client.get("/audit", params={"after": theirs}, headers=house.as_("ann")).status_code == 422
-    local = start().client  # without keys the local caller is told, and sees all
+    local = start().client  # without keys the caller is `local`, and sees all
     job = local.post("/jobs", json=SPEC).json()["id"]
     assert local.post("/jobs", json=SPEC, headers={"origin": "https://evil.example"}).status_code == 403
     refused, made = local.get("/audit", params={"limit": 2}).json()["data"]

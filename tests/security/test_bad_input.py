@@ -1,5 +1,5 @@
-"""Bodies, queries, paths and headers that no caller sends in good faith: each is refused with a 4xx that names what it
-refuses, and nothing of it is stored.
+"""Bodies, queries, paths and headers that no caller sends in good faith: each is refused with a 4xx that names the
+cause, and nothing of it is stored.
 """
 
 import json
@@ -34,7 +34,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "resources.num_workers": ("100000000", "1000000000000"),
     "tracking.wandb.project": (LONG,),
 }
-"""Values that are refused, as JSON, by the field that the refusal is to name."""
+"""Refused values, as JSON, by the field that the refusal must name."""
 SECTIONS = (
     (r'"metadata": {"\ud800": "a"}', r"metadata.\ud800"),
     (r'"metadata": {"x\u0000y": "a"}', r"metadata.x\x00y"),
@@ -49,12 +49,12 @@ SECTIONS = (
     ('"resources": {"num_workers": {"min": 1, "max": 100000000}}', "resources.num_workers.max"),
     ('"resources": {"num_workers": {"min": 1, "max": 2, "zzz": 1}}', "resources.num_workers.zzz"),
 )
-"""Keys that are refused and what stands in lists, with the field."""
+"""Sections with refused keys or list items, with the field that the refusal must name."""
 BODIES = (b"[" * 10_000 + b"]" * 10_000, b'{"name": "\xed\xa0\x80"}', rb'"\ud800"')
 
 
 def bad_bodies() -> Iterator[tuple[bytes, str]]:
-    """Bodies that no job may have, with the field that the refusal is to name."""
+    """Yield bodies that no job may have, each with the field that the refusal must name."""
     start = '{"name": "test", "model": {"name_or_path": "org/teacher"}, '
     for field, values in VALUES.items():
         *outer, name = field.split(".")
@@ -71,23 +71,23 @@ def bad_bodies() -> Iterator[tuple[bytes, str]]:
 
 @pytest.fixture
 def server(start: Start) -> Server:
-    """A control plane that answers a bug with 500, as a caller would see it."""
+    """A control plane that answers 500 where it has a bug, instead of raising into the test."""
     server = start(max_request_bytes=1 << 20)
     server.client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
     return server
 
 
 def refused(response: httpx.Response, *statuses: int) -> list[dict[str, Any]]:
-    """The errors of a refusal."""
+    """Check that the request was refused, in a short answer; return its errors."""
     assert response.status_code in (statuses or (422,)), (response.status_code, response.text[:500])
     assert response.headers["content-type"] == "application/problem+json"
-    assert len(response.content) < 8192, "a refusal does not repeat all it was sent"
+    assert len(response.content) < 8192, "a refusal does not repeat the whole request"
     errors: list[dict[str, Any]] = response.json()["errors"]
     return errors
 
 
 def check_untouched(server: Server) -> None:
-    """Nothing was stored, and the list can be read."""
+    """Check that nothing was stored and that the list of jobs can be read."""
     assert server.get("/jobs")["data"] == []
     assert not any(server.parts.jobs.count_by_status().values())
 
@@ -180,7 +180,7 @@ def test_a_change_whose_answer_cannot_be_written_is_not_made(server: Server, mon
 
 
 LONG = "def f(x):\n    return {'a': [x]}  # NaN\n" * 400_000
-"""16 MB of a prompt, with brackets."""
+"""A prompt of 16 MB, with brackets."""
 
 
 @pytest.mark.parametrize("padding", ["", "x" * (2 << 20)], ids=["small", "large"])
@@ -234,7 +234,7 @@ def test_a_large_body_that_needs_a_look_is_walked_by_values_not_characters(monke
         hostile_json, "check_text", lambda text, *rest, **named: (seen.append(len(text)), real(text, *rest, **named))
     )
     load_json(json.dumps({"prompt": LONG, "ids": list(range(1_000_000))}).encode())
-    assert len(seen) == 3, "two keys and a string; a million integers are compared at once"
+    assert len(seen) == 3, "two keys and a string, but not a million integers"
 
 
 @pytest.mark.parametrize("piece", [2, 3, 7, 1 << 18])
@@ -242,7 +242,7 @@ def test_a_large_body_that_needs_a_look_is_walked_by_values_not_characters(monke
 def test_values_are_counted_as_a_parser_would_count_them(
     part: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a string of commas and brackets, which are none, and wherever a piece of the body ends."""
+    """Commas and brackets in strings do not count, and it does not matter where a piece of the body ends."""
     monkeypatch.setattr(hostile_json, "_PIECE_BYTES", piece)
     body = f'["{"[,{" * 1000}", {", ".join([part] * 500)}]'.encode()
     values = [len(found) for found in _kinds(json.loads(body))]
@@ -252,7 +252,7 @@ def test_values_are_counted_as_a_parser_would_count_them(
 
 
 def _kinds(value: Any) -> tuple[list[Any], list[Any]]:
-    """Strings, keys among them, and all other values."""
+    """Strings, including keys, and all other values."""
     strings, others, pending = [], [], [value]
     while pending:
         match item := pending.pop():
@@ -301,4 +301,4 @@ async def test_a_replica_refuses_in_its_own_words_and_openais_clients_in_theirs(
             yield b"x" * (1 << 20)
 
     grown = await replica.post("/generate", content=pieces(), headers=JSON)
-    assert grown.status_code == 413, "a body that grows too large"
+    assert grown.status_code == 413, "the body grows too large while it is read"

@@ -1,4 +1,4 @@
-"""Connections, and answers that go on for long: bounded for each key, each tenant and all; none is silent for long."""
+"""Connections and long answers are bounded for each key, each tenant and all; none may be silent for long."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def short(_request: Request) -> Response:
 
 
 class Endless:
-    """Answers until its client is gone."""
+    """An application that answers until its client is gone."""
 
     async def __call__(self, _scope: ASGIScope, receive: Receive, send: Send) -> None:
         async def leave() -> None:
@@ -61,7 +61,7 @@ def served(tmp_path: Path, either_parser: None) -> Iterator[tuple[ExitStack, Set
 
 
 def begin(served: tuple[ExitStack, Settings], **settings: float) -> str:
-    """Address of a small application behind the server with the product's own options."""
+    """Start a small application with the product's own server options; return its address."""
     stack, chosen = served
     app = Starlette(routes=[Route("/short", short), Route("/endless", Endless())])
     return stack.enter_context(serving(app, **server_options(chosen.model_copy(update=settings))))
@@ -103,7 +103,7 @@ def test_pieces_of_a_head_win_no_time(served: tuple[ExitStack, Settings]) -> Non
 
 @pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
 def either_parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn takes the second one where the first one's library is missing."""
+    """Both HTTP parsers of uvicorn, which uses the second where the first is not installed."""
     monkeypatch.setattr(server, "AutoHTTPProtocol", request.param)
 
 
@@ -188,11 +188,11 @@ def test_long_answers_are_bounded_for_each_key_each_tenant_and_all(start: Start,
             refused = client.request(method, path, json={}, headers=tokens["ann"])
             assert (refused.status_code, "key 'ann' would have 2 streams" in refused.text) == (429, True), path
             assert int(refused.headers["retry-after"]) >= 1
-        assert client.get(f"/jobs/{jobs['ann']}/events", headers=tokens["ann"]).status_code == 200, "no stream"
+        assert client.get(f"/jobs/{jobs['ann']}/events", headers=tokens["ann"]).status_code == 200, "not a stream"
         assert [follow("al", jobs["al"]), follow("bob", jobs["bob"]), follow("cy", jobs["cy"])] == [200, 200, 429]
         on.close()
         deadline = time.monotonic() + PATIENCE_S
         while app.state.streams.taken:
-            assert time.monotonic() < deadline, "who leaves makes room"
+            assert time.monotonic() < deadline, "a client that left still holds a stream"
             time.sleep(0.01)
         assert follow("ann", jobs["ann"]) == 200

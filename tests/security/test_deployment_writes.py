@@ -1,4 +1,4 @@
-"""Changes of deployments and aliases that are made at once: none is lost, and what contradicts another is refused."""
+"""Concurrent changes of deployments and aliases: none is lost, and conflicting ones are refused."""
 
 from collections import Counter
 from functools import partial
@@ -27,7 +27,7 @@ FIELDS: list[dict[str, Any]] = [
     {"engine": {"stream_interval_s": 0.0}},
     {"engine": {"seed": 5}},
 ]
-"""Changes of as many different fields; the model's name is put in by the test."""
+"""Changes, each of another field; the test fills in the model."""
 
 
 def patch(plane: DeploymentPlane, deployment: str, body: Any, if_match: str | None = None) -> httpx.Response:
@@ -54,7 +54,7 @@ def test_changes_of_different_fields_all_take_effect(plane: DeploymentPlane) -> 
             for name, value in change.items():
                 told = found[name] if not isinstance(value, dict) else {key: found[name][key] for key in value}
                 assert told == value, name
-        assert found["candidate"]["model"] == other, "a share replaces no model"
+        assert found["candidate"]["model"] == other, "a change of the share keeps the model"
         assert found["version"] == 1 + len(changes)
 
 
@@ -78,7 +78,7 @@ def test_a_null_takes_an_engine_option_back(plane: DeploymentPlane) -> None:
     assert patch(plane, deployment, {"engine": {"seed": 1}}).json()["engine"] == {"max_num_seqs": 3, "seed": 1}
     assert patch(plane, deployment, {"engine": None}).json()["engine"] == {}
     for body in ({"candidate": {"share": 0.5}}, {"shadow": {"share": 0.5}}):
-        refusal(patch(plane, deployment, body))  # there is none to change
+        refusal(patch(plane, deployment, body))  # there is no candidate or shadow to change
 
 
 def promote(plane: DeploymentPlane, model: str, if_match: str | None = None) -> httpx.Response:

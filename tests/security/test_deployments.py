@@ -1,4 +1,4 @@
-"""Routes of deployments: no tenant takes, shadows or learns of another's, and a proxied prompt never ends in a 5xx."""
+"""Routes of deployments: no tenant takes, shadows or discovers another's, and a proxied prompt never ends in a 5xx."""
 
 import ssl
 import time
@@ -28,7 +28,7 @@ def test_a_tenants_routes_live_below_its_own(plane: DeploymentPlane) -> None:
         deployed = plane.deployed("acme", **({} if asked is None else {"route_prefix": asked}))
         assert (deployed["route_prefix"], deployed["url"]) == (given, f"http://127.0.0.1:8001{given}")
     for prefix in ("/", "/t/acme"):
-        assert plane.deploy("acme", route_prefix=prefix).status_code == 409, "that is /t/acme too"
+        assert plane.deploy("acme", route_prefix=prefix).status_code == 409, "both mean /t/acme, which is taken"
 
 
 def test_no_tenant_deploys_below_anothers(plane: DeploymentPlane) -> None:
@@ -67,9 +67,9 @@ def test_a_chat_template_is_the_operators_to_grant(tmp_path: Path, sqlite_databa
             assert plane.deploy("acme", chat_template=wrong).status_code == 422
     with deployment_plane(tmp_path, sqlite_database, tenants="default: {}\n") as plane:
         changed = plane.ask("acme", "PATCH", f"/deployments/{granted['id']}", {"max_replicas": 2})
-        assert changed.status_code == 200, "what was granted before stays"
+        assert changed.status_code == 200, "a template granted earlier stays"
     with deployment_plane(tmp_path, sqlite_database, keys=False) as plane:
-        assert plane.deployed("default", **template)["chat_template"] == "{{ messages }}", "without keys, no grant"
+        assert plane.deployed("default", **template)["chat_template"] == "{{ messages }}", "no grant without keys"
 
 
 @pytest.mark.parametrize("keys", [True, False])
@@ -81,7 +81,7 @@ def test_no_deployment_takes_requests_of_another(tmp_path: Path, sqlite_database
             refused = plane.deploy("default", route_prefix=pair[1])
             assert refusal(refused, 409)["field"] == "route_prefix"
             assert holder["id"] in refused.text, "its own deployment may be named"
-            other = plane.deployed("default", route_prefix="/a/b")  # takes nothing of either
+            other = plane.deployed("default", route_prefix="/a/b")  # conflicts with neither
             for gone in (holder, other):
                 plane.parts.deployments.remove_deployment(gone["id"])
 
@@ -130,7 +130,7 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(tmp_path: Path, 
 def test_certificates_are_read_once_for_all_answers(
     tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take a tenth of a second of the event loop."""
+    """Reading the CA certificates blocks the event loop for a tenth of a second."""
     read: list[object] = []
     original = ssl.SSLContext.load_verify_locations
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *asked: (read.append(1), original(*asked)))
@@ -202,7 +202,7 @@ def test_deployments_hold_what_they_may_grow_to(granted: DeploymentPlane) -> Non
     assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 429
     assert granted.deploy("other", route_prefix="/b", max_replicas=9).status_code == 201
     granted.ask("acme", "DELETE", path)
-    assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 429, "its replicas have yet to go"
+    assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 429, "its replicas still run"
     granted.parts.deployments.remove_deployment(path.rpartition("/")[2])
     assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 201
 
@@ -222,7 +222,7 @@ def test_of_many_deployments_at_once_no_more_pass_than_the_quota_holds(granted: 
 def test_a_tenants_replicas_are_counted_whatever_they_hold(tmp_path: Path, sqlite_database: Database) -> None:
     granted = "default: {max_replicas: 3}\n"
     with deployment_plane(tmp_path, sqlite_database, tenants=granted, max_deployment_replicas=2) as plane:
-        assert plane.deploy("acme", route_prefix="/a", max_replicas=3).status_code == 422, "of one deployment"
+        assert plane.deploy("acme", route_prefix="/a", max_replicas=3).status_code == 422, "for a single deployment"
         plane.deployed("acme", route_prefix="/a", max_replicas=2)
         refused = plane.deploy("acme", route_prefix="/b", max_replicas=2)
         assert (refused.status_code, refused.json()["errors"][0]["field"]) == (429, "max_replicas")
@@ -238,7 +238,7 @@ def test_a_tenants_replicas_are_counted_whatever_they_hold(tmp_path: Path, sqlit
             (second, {"min_replicas": 1, "max_replicas": 1}, 200),
         ):
             answer = plane.ask("acme", "PATCH", f"/deployments/{deployment['id']}", change)
-            assert answer.status_code == status, "what a lower quota finds stays, and may shrink"
+            assert answer.status_code == status, "under a lower quota it stays, and may shrink"
 
 
 def test_a_job_waits_while_deployments_hold_its_gpus(tmp_path: Path, sqlite_database: Database) -> None:
@@ -265,5 +265,5 @@ def submit(plane: DeploymentPlane, tenant: str) -> str:
 def wait_for_start(plane: DeploymentPlane, tenant: str, job: str) -> None:
     deadline = time.monotonic() + 30
     while plane.ask(tenant, "GET", f"/jobs/{job}").json()["status"] == "queued":
-        assert time.monotonic() < deadline, "it was never started"
+        assert time.monotonic() < deadline, "the job never started"
         time.sleep(0.05)

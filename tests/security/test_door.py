@@ -1,4 +1,4 @@
-"""Steps before a body is parsed, at both applications: the caller, its rate, the size and the number of values."""
+"""Checks before a body is parsed, in both applications: the caller, its rate, the size and the number of values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def unread(read: list[int]) -> AsyncIterator[bytes]:
 
 
 def routes(app: FastAPI) -> list[tuple[str, str, APIRoute]]:
-    """Method and path of all that is documented, and its route."""
+    """Method, path and route of every documented operation."""
     found = [context.original_route for context in iter_route_contexts(app.routes)]
     return [(method, route.path, route) for route in found if isinstance(route, APIRoute) for method in route.methods]
 
@@ -132,7 +132,7 @@ async def test_what_has_too_many_values_is_not_parsed(house: House, body: bytes)
 
 
 async def test_bodies_under_way_are_bounded(house: House) -> None:
-    """Slow bodies of one key take its share; probes are answered, and their ends free what they held."""
+    """Slow bodies of one key take only its share; probes are answered meanwhile; bodies that end free their bytes."""
     go_on = asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -186,4 +186,4 @@ def test_places_bound_each_key_each_tenant_and_all() -> None:
         assert places.taken == 4
     assert places.taken == 0
     with Places("bytes", Share(1, 2, 100)).place("a", "1", 50) as place, pytest.raises(OverloadedError):
-        place.grow(1)  # the first is let in at any size, and no other beside it
+        place.grow(1)  # the first is let in at any size, but no second one

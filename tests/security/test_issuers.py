@@ -37,7 +37,7 @@ def test_callers_with_known_keys_do_not_wait_for_an_issuer_that_hangs(
     verifier.authenticate(issuer.token())
     issuer.held = threading.Event()
     clock.now += 3600.0
-    assert verifier.authenticate(issuer.token()).name == "corp:alice", "answered from what is known"
+    assert verifier.authenticate(issuer.token()).name == "corp:alice", "answered from cached keys"
     with ThreadPoolExecutor(32) as threads:
         storm = [
             threads.submit(verifier.authenticate, issuer.token(headers={"kid": f"made-up-{number}"}))
@@ -81,7 +81,7 @@ def test_a_key_that_the_issuer_rotates_to_is_fetched_and_a_withdrawn_one_holds_n
     assert verifier.authenticate(issuer.token("second")).name == "corp:alice"
     del issuer.published[0]
     clock.now += 3600.0
-    verifier.authenticate(issuer.token())  # begins the fetch
+    verifier.authenticate(issuer.token())  # starts the fetch
 
     def still_holds() -> bool:
         with suppress(UnauthenticatedError):

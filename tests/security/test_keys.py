@@ -1,4 +1,4 @@
-"""Key and tenants files that break while a server runs, the time that keys are good for, and their last uses."""
+"""Key and tenants files that break while a server runs, expiry of keys, and their last uses."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def missing(path: Path) -> None:
 
 
 def unreadable(path: Path) -> None:
-    """A directory in its place; root reads whatever its mode."""
+    """Put a directory in its place, since root could read a file of any mode."""
     path.unlink()
     path.mkdir()
 
@@ -48,7 +48,7 @@ def no_text(path: Path) -> None:
 
 
 def other_shape(path: Path) -> None:
-    """A hash that is too short: the refusal of the whole names the value."""
+    """Write a hash that is too short, whose error names its value."""
     path.write_text(json.dumps({"keys": [{"name": "ann", "scopes": ["admin"], "sha256": "cafebabe" * 7}]}))
 
 
@@ -81,16 +81,16 @@ def test_a_key_file_that_breaks_serves_on_as_it_was(start: Start, path: Path, to
         for told in ("private-place", "keys.json", "cafebabe", "sha256"):
             assert told not in answer.text
     [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "private-place" in str(warning), "the operator's log says which file, once"
+    assert "private-place" in str(warning), "the log names the file, once"
     assert "cafebabe" not in str(warning)
     request = Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers, "state": {}})
     assert replica.admit(request).tenant == "acme"
     with pytest.raises(InvalidInputError, match="private-place") as caught:
-        KeyRing(path)  # at the start it is the operator's error
+        KeyRing(path)  # at startup the operator sees the error
     assert not any(told in str(caught.value) for told in (token, "cafebabe"))
     if path.is_dir():
         path.rmdir()
-    path.write_bytes(kept)  # mended
+    path.write_bytes(kept)  # repaired
     revoke_key(path, "ann")
     assert client.get("/jobs", headers={"authorization": f"Bearer {token}"}).status_code == 401
 
@@ -172,7 +172,7 @@ def test_a_use_is_written_once_a_minute(start: Start, tmp_path: Path) -> None:
     for token in (second, first, "skv_unknown"):
         server.client.get("/jobs", headers={"authorization": f"Bearer {token}"})
     assert uses.all() == {old.id: began + 60, new.id: began + 60}
-    KeyUses(uses, lambda: clock.now + 59.0).note(new)  # of another control plane
+    KeyUses(uses, lambda: clock.now + 59.0).note(new)  # as noted by another control plane
     assert uses.all()[new.id] == began + 60
 
 

@@ -1,4 +1,4 @@
-"""Logs of any length: read in pieces, kept within a bound, and followed by reading what is new."""
+"""Logs of any length: read in pieces, stored up to a bound, and followed without reading them again."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 MIB = 1 << 20
 
 LONG_MIB = 2048 if "SWIFTKV_SOAK" in os.environ else 100
-"""Length of a log that must not be held in memory."""
+"""Length in MiB of a log that must not be held in memory."""
 
 PATIENCE_S = 30.0
 
@@ -47,13 +47,13 @@ def kept(directory: Path, attempt: int = 1) -> bytes:
 
 @dataclass
 class House(Server):
-    """A control plane whose Ray keeps real logs, behind a real HTTP server."""
+    """A control plane whose Ray serves real logs over HTTP."""
 
     ray: FakeRayLogs = field(kw_only=True)
     url: str = field(kw_only=True)
 
     def running(self, text: bytes = b"") -> tuple[Job, RayLog]:
-        """A job on the cluster, and what its driver prints."""
+        """Start a job; return it and the log of its driver."""
         job_id = self.submit()["id"]
         self.tick()
         log = self.ray.logs[f"{job_id}-1"] = RayLog(text)
@@ -62,7 +62,7 @@ class House(Server):
         return job, log
 
     def end(self, job: Job) -> None:
-        """The driver ends, its log is saved, and the job is cancelled."""
+        """End the driver, whose log is saved, and cancel the job."""
         name = f"{job.id}-1"
         self.cluster.stop(name)
         self.ray.logs[name].ended = True
@@ -77,7 +77,7 @@ class House(Server):
 
     @contextmanager
     def following(self, job: Job, **params: Any) -> Iterator[bytearray]:
-        """Yield what a follower has been sent so far; at the end the stream has ended by itself."""
+        """Yield what a follower has been sent so far; at the end, check that the stream has ended by itself."""
         received, address = bytearray(), f"{self.url}/jobs/{job.id}/logs"
 
         def follow() -> None:
@@ -93,7 +93,7 @@ class House(Server):
 
 
 class RayWithRealLogs:
-    """Submissions that a test commands, and the logs of a dashboard."""
+    """A cluster whose submissions a test commands and whose logs come from a real dashboard client."""
 
     def __init__(self, commanded: Any, real: RayJobs) -> None:
         self._commanded, self._real = commanded, real
@@ -115,7 +115,7 @@ def house(ray: FakeRayLogs, start: Start, monkeypatch: pytest.MonkeyPatch) -> It
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
 
 
@@ -128,11 +128,11 @@ def test_followers_are_sent_what_is_new(house: House) -> None:
         until(lambda: len(received) == log.size)
         house.end(job)
     assert bytes(received) == log.text
-    assert log.sent < 3 * log.size, "once for the follower, once for the store; not the whole for every look"
+    assert log.sent < 3 * log.size, "sent once to the follower and once to the store, not again for every look"
 
 
 def test_a_log_that_is_out_is_not_read_again(house: House) -> None:
-    """Until the job is settled, which may take long while the store is away, a follower waits for its end alone."""
+    """Once the log has ended, a follower only waits for the job to be settled, which may take long."""
     job, log = house.running(LINE)
     with house.following(job) as received:
         until(lambda: len(received) == log.size)
@@ -150,7 +150,7 @@ def test_a_follower_sees_every_byte_once_over_a_restart_of_ray(house: House) -> 
     with house.following(job) as received:
         until(lambda: len(received) == log.size)
         house.ray.logs[f"{job.id}-1"] = moved = RayLog(log.text + b"more\n")
-        log.ended = True  # the old connection ends
+        log.ended = True  # ends the old connection
         until(lambda: bytes(received).endswith(b"more\n"))
         house.end(job)
     assert bytes(received) == moved.text
@@ -202,10 +202,10 @@ except StorageError as error:
 
 
 def test_logs_are_kept_without_being_held_in_memory(ray: FakeRayLogs, tmp_path: Path) -> None:
-    """A process of its own: its peak may grow neither by what passes through it nor by what it keeps.
+    """The peak memory of another process grows neither by the log that passes through nor by what is kept of it.
 
-    Of the log of `LONG_MIB`, 16 MiB are kept; of one of 290 MiB 128, half of them the end, which is not known before
-    the log's end. A full disk is a store that fails: the job waits for it, where another error would give the job up.
+    Of a log of `LONG_MIB`, 16 MiB are kept; of one of 290 MiB, 128 MiB, half of them its end, which is known only once
+    the log ends. A full disk is a `StorageError`, for which the job waits; other errors would give the job up.
     """
     ray.logs["job_1-small"] = RayLog(LINE, ended=True)
     ray.logs["job_1-large"] = large = RayLog(LINE * (MIB // len(LINE)), repeats=LONG_MIB, ended=True)
@@ -220,7 +220,7 @@ def test_logs_are_kept_without_being_held_in_memory(ray: FakeRayLogs, tmp_path: 
     assert (log.startswith(LINE), log.endswith(LINE)) == (True, True)
     [notice] = [line for line in log.splitlines() if b"left out" in line]
     left_out = next(int(word) for word in notice.split() if word.isdigit())
-    assert left_out == large.size - (len(log) - len(notice) - 1), "head, tail and what is left out are the whole"
+    assert left_out == large.size - (len(log) - len(notice) - 1), "head, tail and the part left out are the whole log"
     log = kept(tmp_path, 3)
     assert 120 * MIB < len(log) <= 128 * MIB
     assert (log.startswith(b"line 000000 "), log.endswith(b"line 000299 \n")) == (True, True)
@@ -229,7 +229,7 @@ def test_logs_are_kept_without_being_held_in_memory(ray: FakeRayLogs, tmp_path: 
 
 
 def test_a_range_of_a_log_is_read_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a log costs a block or two, of Ray's or of the store's."""
+    """Reading the end of a log reads a block or two, from Ray or from the store."""
     lines = [b"line %06d\n" % number for number in range(100_000)]
     job, log = house.running(b"".join(lines))
     whole, read, stream = b"".join(lines), [0], house.parts.objects.stream
@@ -258,7 +258,7 @@ def test_a_range_of_a_log_is_read_alone(house: House, monkeypatch: pytest.Monkey
 
 
 def test_a_follower_of_a_long_log_is_told_what_was_left_out(tmp_path: Path) -> None:
-    """From where it was, in the log as it was printed, to the end of what was kept."""
+    """The follower goes on from its offset in the printed log to the end of what is kept."""
     attempts = AttemptStore(LocalObjectStore(tmp_path), max_log_bytes=64 * 1024)
     lines = [b"line %06d\n" % number for number in range(100_000)]
     whole = b"".join(lines)

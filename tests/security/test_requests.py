@@ -1,4 +1,4 @@
-"""Hostile requests to a replica: refused by their size, before they are tokenized and beside the engine's thread."""
+"""Hostile requests to a replica: refused by size before they are tokenized, and never in the engine's thread."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def text_of_many(count: int, role: str = "user") -> list[dict[str, str]]:
 
 @dataclass
 class Threads:
-    """Names of the threads in which texts were tokenized and token ids made text, one entry a call."""
+    """Names of the threads that tokenized text or decoded token ids, one for each call."""
 
     encoded: list[str] = field(default_factory=list)
     decoded: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Threads:
 
 @pytest.fixture
 def threads(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Threads:
-    """The tokenizer itself is the real one."""
+    """Record the threads that use the tokenizer, which is the real one."""
     threads = Threads()
     for method, names in (("_encode_plus", threads.encoded), ("_decode", threads.decoded)):
         original = getattr(PreTrainedTokenizerFast, method)
@@ -131,12 +131,12 @@ async def test_what_is_too_large_is_refused_before_it_is_tokenized(
         assert response.status_code in (400, 422), response.text[:500]
         answer = response.json()
         found = answer["error"]["param"] if "error" in answer else answer["errors"][0]["field"]
-        # What is nested too deeply is named by a place inside.
+        # Nesting that is too deep is reported at a place inside of the field.
         assert f"{found}.".startswith(f"{field_name}."), response.text[:500]
-        assert len(response.content) < 4096, "a refusal does not send back what it was sent"
+        assert len(response.content) < 4096, "a refusal does not repeat the request"
     for raw in (b'{"prompt": [' + b"1," * 450_000 + b"1]}", b'{"a": [' + b'"",' * 300_000 + b'""]}', b" " * (8 << 20)):
         response = await client.post("/generate", content=raw, headers=JSON)
-        assert response.status_code == 413, "too many values, or bytes, for a model of this context: it is not parsed"
+        assert response.status_code == 413, "too long for this context: it is not parsed"
     assert threads.encoded == threads.decoded == []
     assert engine.num_requests == 0
     padded = b'{"prompt": [1], "max_tokens": 1' + b" " * 500_000 + b"}"
@@ -176,7 +176,7 @@ async def test_texts_are_read_beside_the_engine_and_the_event_loop(client: httpx
 async def test_the_engine_steps_on_while_a_text_is_read(
     engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer stands still until another caller's answer has ended."""
+    """While the tokenizer blocks on one caller's text, another caller's answer ends."""
     may_read, original = threading.Event(), PreTrainedTokenizerFast._encode_plus
 
     def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ async def test_a_refusal_is_not_free(keyed: Keyed) -> None:
         assert (await client.post("/generate", json={"prompt": [1]}, headers=headers)).status_code == 429
         response = await client.post("/generate", json={"prompt": "x" * 200, "max_tokens": 1}, headers=read)
         assert (response.status_code, "200 tokens" in response.json()["detail"]) == (422, True)
-        assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951, "what was read costs its tokens"
+        assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951, "the tokens that were read are charged"
 
 
 async def test_what_is_served_is_shown_to_its_tenant_alone(keyed: Keyed, current: Current) -> None:
@@ -233,7 +233,7 @@ async def test_what_is_served_is_shown_to_its_tenant_alone(keyed: Keyed, current
         whole = (await client.get("/health", headers=own)).json()
         assert (whole["model"], whole["swap"]["message"]) == (MODEL, "ModelError: secret")
         wanted = {REVISION_HEADER: "0123456789abcdef"}
-        assert (await client.get("/health", headers=wanted)).json() == whole, "the control plane's question"
+        assert (await client.get("/health", headers=wanted)).json() == whole, "asked as the control plane asks"
         assert (await client.get("/metrics", headers=own)).text.startswith("#")
         for headers, status in (({}, 401), (other, 403), ({"Authorization": "Bearer skv_x"}, 401)):
             for asked in ({}, {REVISION_HEADER: ""}, {REVISION_HEADER: "0123456789abcde"}, {REVISION_HEADER: "é"}):

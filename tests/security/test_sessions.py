@@ -1,4 +1,4 @@
-"""The dashboard's sessions: an opaque id in the cookie, nothing that opens anything in the database."""
+"""The dashboard's sessions: an opaque id in the cookie, and no secret in the database."""
 
 import json
 import sqlite3
@@ -22,7 +22,7 @@ LIFETIME_S = 3600
 
 @dataclass
 class House:
-    """One database and key file; control planes are built on them."""
+    """A database and a key file, on which control planes are built."""
 
     start: Start
     keys: Path
@@ -44,7 +44,7 @@ class House:
         return answer
 
     def status(self, client: TestClient | None = None) -> int:
-        """Answer's status to what needs a session."""
+        """Status of a request that needs a session."""
         return (client or self.client).get("/jobs").status_code
 
 
@@ -63,7 +63,7 @@ def test_the_cookie_says_nothing_and_ends(house: House) -> None:
     assert house.client.get("/session").json() == {"session": None, "reads_audit": False}
     first, second = (cookie(house.sign_in())[SESSION_COOKIE] for _ in range(2))
     assert first.value != second.value
-    assert len(first.value) >= 43, "256 bits"
+    assert len(first.value) >= 43, "at least 256 bits"
     for part in (house.token, house.token.removeprefix("skv_")):
         assert part not in first.value
     assert (first["httponly"], first["secure"], first["samesite"].lower(), first["path"]) == (True, True, "strict", "/")
@@ -74,7 +74,7 @@ def test_the_cookie_says_nothing_and_ends(house: House) -> None:
 
 
 def test_the_database_opens_nothing_and_ended_sessions_are_swept_from_it(house: House, tmp_path: Path) -> None:
-    """A reader of the database (of a backup, say) holds neither session ids nor keys."""
+    """The database, and so a backup of it, holds neither session ids nor keys."""
     for _ in range(3):
         session = cookie(house.sign_in())[SESSION_COOKIE].value
         house.clock.now += LIFETIME_S
@@ -107,7 +107,7 @@ def test_signing_out_ends_the_session_on_the_server(house: House) -> None:
     left = house.client.delete("/session")
     assert left.status_code == 204
     assert cookie(left)[SESSION_COOKIE]["max-age"] == "0"
-    house.client.cookies.set(SESSION_COOKIE, session)  # a thief's copy
+    house.client.cookies.set(SESSION_COOKIE, session)  # a stolen copy
     assert house.status() == 401
     assert house.client.delete("/session").status_code == 204, "signing out twice is no error"
 
@@ -118,10 +118,10 @@ def test_the_end_of_a_key_ends_its_sessions_for_good(house: House) -> None:
     revoke_key(house.keys, "ann")
     assert house.status() == 401
     house.keys.write_bytes(before)
-    assert house.status() == 401, "the session was ended, not suspended"
+    assert house.status() == 401, "the session has ended for good"
     admin = frozenset({Scope.ADMIN})
     house.token = create_key(house.keys, name="bob", tenant="acme", scopes=admin, expires_at=1100)
-    assert int(cookie(house.sign_in())[SESSION_COOKIE]["max-age"]) <= 100, "no longer than its key"
+    assert int(cookie(house.sign_in())[SESSION_COOKIE]["max-age"]) <= 100, "the cookie lasts no longer than the key"
     assert house.status() == 200
     house.clock.now = 1100.0
     assert house.status() == 401
@@ -140,8 +140,8 @@ def test_every_control_plane_knows_every_session(house: House) -> None:
     [
         ("https://swiftkv.example", "10.1.2.3", None, True),
         ("http://swiftkv.example", "10.1.2.3", None, False),
-        ("http://swiftkv.example", "10.1.2.3", "https", True),  # a trusted proxy's word
-        ("http://swiftkv.example", "192.0.2.7", "https", False),  # anyone else's
+        ("http://swiftkv.example", "10.1.2.3", "https", True),  # told by a trusted proxy
+        ("http://swiftkv.example", "192.0.2.7", "https", False),  # told by another peer
         ("https://swiftkv.example", "192.0.2.7", "http", True),
     ],
 )
@@ -160,7 +160,7 @@ def test_guessing_is_slowed_down(house: House) -> None:
     assert (answers[0].status_code, answers[-1].status_code) == (401, 429)
     assert int(answers[-1].headers["retry-after"]) >= 1
     refused = house.client.post("/session", json={"api_key": house.token})
-    assert refused.status_code == 429, "a good guess is not told from a bad one"
+    assert refused.status_code == 429, "a right guess gets the same answer as a wrong one"
     headers = {"authorization": f"Bearer {house.token}"}
     assert house.client.get("/jobs", headers=headers).status_code == 200
     house.clock.now += 60.0
@@ -175,7 +175,7 @@ def test_no_key_of_any_shape_is_an_error_of_ours(house: House) -> None:
         assert house.client.get("/jobs", headers=headers).status_code == 401
     without_keys = house.plane("http://127.0.0.1:8000", api_keys_file=None)
     answer = without_keys.post("/session", json={"api_key": "skv_anything"})
-    assert (answer.status_code, "set-cookie" in answer.headers) == (204, False), "there is nothing to sign in to"
+    assert (answer.status_code, "set-cookie" in answer.headers) == (204, False), "without keys there are no sessions"
 
 
 FOREIGN = [
@@ -211,10 +211,10 @@ def test_another_origins_page_changes_nothing_with_the_cookie(house: House, head
         refused = house.client.request(method, path, headers=headers, **content)
         assert (refused.status_code, "origin_not_allowed" in refused.text) == (403, True), (path, refused.text)
     signed_in = house.client.post("/session", json={"api_key": house.token}, headers=headers)
-    assert signed_in.status_code == 403, "nor does it sign a browser in as another"
+    assert signed_in.status_code == 403, "a foreign page cannot sign a browser in"
     assert house.client.get("/jobs").json()["data"] == house.client.get("/v1/files").json()["data"] == []
     key = {"authorization": f"Bearer {house.token}", **headers}
-    assert house.client.post("/jobs", json=SPEC, headers=key).status_code == 201, "a key in a header is no browser's"
+    assert house.client.post("/jobs", json=SPEC, headers=key).status_code == 201, "browsers send no key by themselves"
 
 
 @pytest.mark.parametrize(

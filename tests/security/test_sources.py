@@ -51,7 +51,7 @@ def access(stage: Stage) -> Access:
 
 
 def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
-    """Everything that a job of the tenant reads of a source, once its spec is accepted."""
+    """Return the text of all rows that a job of the tenant reads from a source, once its spec is accepted."""
     source = DataSourceSpec(name_or_path=str(name), **options)
     spec = JobSpec.model_validate({"name": "t", "data": {"sources": [source]}})
     access(stage).check(spec)
@@ -75,7 +75,7 @@ def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
 def test_a_source_neither_leaves_the_root_nor_runs_code(stage: Stage, listener: Listener, name: str) -> None:
     directory = DATA[name](stage)
     for streaming in (False, True):
-        if name == "pictures":  # its text may be read, its pictures may not
+        if name == "pictures":  # its text may be read, but not its pictures
             assert "own" in read_rows(stage, directory, streaming=streaming)
         else:
             with pytest.raises(SwiftKVError) as caught:
@@ -111,7 +111,7 @@ def test_what_is_sound_is_read(stage: Stage, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache of a machine that cannot reach the hub."""
+    """The hub's cache on a machine that cannot reach the hub."""
     import huggingface_hub.constants
     import transformers.utils.hub
 
@@ -152,7 +152,7 @@ def accept(quiet: Stage, spec: JobSpec) -> None:
 
 
 def answer(quiet: Stage, spec: JobSpec) -> None:
-    """Run the tasks of a spec as a worker does, whoever accepted it."""
+    """Run the tasks of a spec as a worker does, without checking that it was accepted."""
     student = convert(quiet.teacher, num_key_value_layers=3)
     run_tasks(
         student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), EvaluationSpec(task_batch_size=1, task_limit=1)
@@ -185,7 +185,7 @@ def test_a_worker_opens_no_file_that_is_called_like_a_task(quiet: Stage, monkeyp
     monkeypatch.chdir(quiet.root)
     for name in ("innocent", "teacher"):
         write_task(quiet.root / name, quiet)
-        accept(quiet, job(name))  # the name alone is plain
+        accept(quiet, job(name))  # as a name it is accepted
         with pytest.raises(SwiftKVError, match="no task of that name") as caught:
             answer(quiet, job(name))
         assert caught.value.field == "evaluation.tasks"
@@ -194,7 +194,7 @@ def test_a_worker_opens_no_file_that_is_called_like_a_task(quiet: Stage, monkeyp
 
 @pytest.mark.slow("the harness takes seconds to import and to read its index")
 def test_templates_of_the_harness_are_rendered_in_a_sandbox(quiet: Stage) -> None:
-    """Templates of a task's own file, where the operator lets such a file run."""
+    """Templates of a task's file run in a sandbox even where the operator allows such files."""
     file = write_task(quiet.root / "task.yaml", quiet)
     text = "".join(line for line in file.read_text().splitlines(keepends=True) if "!function" not in line)
     file.write_text(text)
@@ -241,7 +241,7 @@ RUNS_CODE = re.compile(
 
 @pytest.mark.slow("the harness takes seconds to import and to read its index")
 def test_tasks_are_trusted_by_what_their_scorers_import() -> None:
-    """The harness marks few of those that run text as code."""
+    """The harness itself marks only a few of the tasks that run text as code."""
     from swiftkv_platform.evaluation.harness.tasks import task_manager
 
     found = {name: why_untrusted(name, task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}

@@ -1,4 +1,4 @@
-"""Names that nothing could have, organisations of the hub and sizes that the operator limits are refused by field."""
+"""Impossible names, and hub organisations and sizes beyond the operator's limits, are refused by field."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_impossible_names_are_answered_with_422(server: Server) -> None:
     for revision in ("../../other", "a/../../b", "x" * 5000, "\0", "", "/etc/passwd"):
         model = {"name_or_path": "org/teacher", "revision": revision}
         error = refusal(server.client.post("/jobs", json={"name": "t", "model": model}))
-        assert error["field"] == "model.revision", "a revision stays within the cache"
+        assert error["field"] == "model.revision", "a revision must not leave the cache"
     assert server.get("/jobs")["data"] == []
     with pytest.raises(InvalidInputError, match="cannot be encoded") as caught:
         parse_source("/data/\ud800", field="f")
@@ -71,7 +71,7 @@ def test_impossible_names_are_answered_with_422(server: Server) -> None:
 
 
 def test_what_cannot_be_opened_is_the_callers_to_put_right(server: Server, tmp_path: Path) -> None:
-    """A pipe would block the control plane for ever; a loop of links leads nowhere."""
+    """A pipe, which would block the control plane for ever, and a loop of links are refused."""
     root = tmp_path / "acme"
     (root / "teacher").mkdir(parents=True)
     os.mkfifo(root / "rows.jsonl")
@@ -146,7 +146,7 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
 
 
 def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Server) -> None:
-    """Every number in it is within bounds, and so is the body."""
+    """It is refused although all its numbers and the body are within bounds."""
     fits, long = ({"tasks": [f"{at}_" + length * "x" for at in range(1000)]} for length in (200, 300))
     for path in ("/jobs/validate", "/jobs"):
         asked = [server.client.post(path, json={**SPEC, "evaluation": tasks}) for tasks in (fits, long)]

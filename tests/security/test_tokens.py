@@ -1,4 +1,4 @@
-"""Tokens of an issuer, over HTTP from a real one: who is let in, and what attackers send."""
+"""Tokens of a real issuer, over HTTP: which are accepted, and which forged ones are refused."""
 
 import base64
 import hashlib
@@ -127,12 +127,12 @@ def by_hand(issuer: Issuer, header: dict[str, Any], sign: Callable[[bytes], byte
 
 
 def signer(issuer: Issuer) -> Callable[[bytes], bytes]:
-    """A good signature with the issuer's own key."""
+    """Sign with the issuer's own key."""
     return lambda signed: jwt.get_algorithm_by_name("ES256").sign(signed, issuer.keys["first"][1])
 
 
 def hmac_with_the_public_key(issuer: Issuer) -> str:
-    """Algorithm confusion: the published key is the secret of an HMAC."""
+    """A token for algorithm confusion: the published key is used as the secret of an HMAC."""
     pem = issuer.keys["first"][1].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     header = {"alg": "HS256", "kid": "first"}
     return by_hand(issuer, header, lambda signed: hmac.new(pem, signed, hashlib.sha256).digest())
@@ -151,7 +151,7 @@ def tampered(issuer: Issuer) -> str:
 
 
 def signed_by_hand(**header: Any) -> Craft:
-    """A good signature under a header of one's own."""
+    """A token with a good signature and any header."""
     return lambda issuer: by_hand(issuer, {"alg": "ES256", **header}, signer(issuer))
 
 
@@ -225,7 +225,7 @@ def test_secrets_weak_keys_and_keys_for_other_purposes_are_not_believed(issuer: 
     for key_id in ("weak", "encrypts", "other"):
         with pytest.raises(UnauthenticatedError, match="signing key"):
             verifier.authenticate(issuer.token(key_id))
-    with pytest.raises(UnauthenticatedError, match="RS256"):  # an algorithm that the operator does not list
+    with pytest.raises(UnauthenticatedError, match="RS256"):  # its algorithm is not one that the operator lists
         verifier.authenticate(issuer.token())
 
 
@@ -257,7 +257,7 @@ def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     assert not verifier.is_usable
     write_issuers(oidc_file, issuer.config(name="mended"))
     assert verifier.authenticate(issuer.token()).name == "mended:alice"
-    assert issuer.asked.count("/keys") == 1, "what is known of its keys stays"
+    assert issuer.asked.count("/keys") == 1, "cached keys are kept"
     write_issuers(oidc_file, issuer.config(issuer="https://other.example"))
     with pytest.raises(UnauthenticatedError, match="not trusted"):
         verifier.authenticate(issuer.token())

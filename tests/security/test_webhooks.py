@@ -1,4 +1,4 @@
-"""Receivers of webhooks that do not play along: none delays another's deliveries, and each has a bounded time."""
+"""Misbehaving receivers of webhooks: none delays deliveries to another, and each delivery has a deadline."""
 
 import socket
 import threading
@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0
-"""Longest wait for something that happens at once where nothing is wrong."""
+"""Longest wait for what happens at once unless something is wrong."""
 
 GOOD = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -30,7 +30,7 @@ Answer = Callable[[socket.socket, threading.Event], None]
 
 @dataclass
 class Receiver:
-    """An HTTP server below the level of HTTP: `answer` has the connection, and ends when `over` is set."""
+    """A server of raw connections: `answer` handles each one, and ends when `over` is set."""
 
     answer: Answer
     url: str = ""
@@ -40,7 +40,7 @@ class Receiver:
     changed: threading.Condition = field(default_factory=threading.Condition)
     open: int = 0
     most_open: int = 0
-    """Connections held at one time."""
+    """Most connections that were open at one time."""
 
     def wait_for(self, count: int) -> bool:
         with self.changed:
@@ -95,7 +95,7 @@ def silent(_connection: socket.socket, over: threading.Event) -> None:
 
 
 def dripping(connection: socket.socket, over: threading.Event) -> None:
-    """A header that never ends, a byte at a time: no single read waits long."""
+    """Send a header that never ends, a byte at a time, so that no single read waits long."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Drip: ")
     while not over.wait(0.05):
         connection.sendall(b"a")
@@ -103,7 +103,7 @@ def dripping(connection: socket.socket, over: threading.Event) -> None:
 
 @dataclass
 class Post:
-    """Jobs whose changes are told, and the loop that tells."""
+    """Jobs with a webhook, and the loop that delivers their changes."""
 
     jobs: JobRepository
     outbox: Outbox
@@ -167,18 +167,18 @@ def test_a_receiver_that_hangs_delays_no_other_and_takes_a_few_connections(
         assert slow.wait_for(1)
         for _ in range(3):
             post.tell(other)
-        assert other.wait_for(3), "told while the first one still hangs; forty older deliveries do not stand before it"
+        assert other.wait_for(3), "delivered although forty older deliveries hang"
         assert 1 <= slow.most_open <= 8
 
 
 @pytest.mark.parametrize("body", [b"{}", b"x" * (64 << 20)])
 def test_a_delivery_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    """However its answer drips, and where the sender waits to write: the body is larger than the buffers between."""
+    """The deadline holds for an answer that drips, and for a body larger than the buffers, whose write blocks."""
     monkeypatch.setattr(sender, "_DEADLINE_S", 0.5)
     with receiving(dripping if len(body) == 2 else silent) as slow:
         with pytest.raises(ConnectionError):
             send_webhook(slow.url, {}, body)
-        assert not slow.over.is_set(), "given up by the sender, not ended by the receiver"
+        assert not slow.over.is_set(), "the sender gave up, before the receiver ended"
 
 
 def test_an_unexpected_failure_is_told_again_later(post: Post, secrets: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_submission_repeated_after_a_broken_connection_carries_the_same_key(sc
     client.jobs.create({"name": "tiny"}, idempotency_key="mine")
     first, again, second, own = (request.headers["idempotency-key"] for request in script.sent("POST", "/jobs"))
     assert (job.id, first == again, first != second, own) == ("job_1", True, True, "mine")
-    assert script.requests[0].body == spec, "it is sent as it was written"
+    assert script.requests[0].body == spec, "the spec is sent as it was written"
 
 
 # Errors

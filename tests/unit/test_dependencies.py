@@ -25,11 +25,11 @@ SERVICES = {
     *("aiohttp", "alembic", "fastapi", "obstore", "psycopg", "ray", "sqlalchemy"),
     *("starlette", "torch", "uvicorn"),
 }
-"""Distributions that no light installation brings."""
+"""Distributions that a light installation must not bring."""
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """The distributions that an installation of `requirements` brings, as the metadata of those installed here say."""
+    """Distributions that installing `requirements` brings, by the metadata of those installed here."""
     found: set[tuple[str, str]] = set()
     todo = [Requirement(text) for text in requirements]
     while todo:
@@ -49,7 +49,7 @@ def graph_of_imports() -> grimp.ImportGraph:
 
 
 def upstream(*packages: str) -> set[str]:
-    """Packages outside of ours that a package's modules import, anywhere in a file and over any number of files."""
+    """External packages that modules of these packages import, directly or through other modules of ours."""
     graph = graph_of_imports()
     todo = [module for module in graph.modules if module.startswith(packages)]
     seen: set[str] = set()
@@ -64,7 +64,7 @@ def upstream(*packages: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def owners() -> Mapping[str, set[str]]:
-    """The distributions that hold a top-level module."""
+    """Distributions by the top-level modules that they provide."""
     return {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
 
 

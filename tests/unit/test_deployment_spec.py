@@ -1,4 +1,4 @@
-"""Each field of the deployment spec is in every form that derives from it, with the same bounds."""
+"""Each field of the deployment spec is in every schema and command derived from it, with the same bounds."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def document() -> dict[str, Any]:
 
 
 def resolved(schema: Any, document: dict[str, Any]) -> Any:
-    """A schema with what it refers to in place of the references, and without words and defaults."""
+    """A schema with its references resolved, without titles, descriptions and defaults."""
     if isinstance(schema, list):
         return [resolved(item, document) for item in schema]
     if not isinstance(schema, dict):
@@ -36,7 +36,7 @@ def resolved(schema: Any, document: dict[str, Any]) -> Any:
 
 
 def form(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """The properties of a body of `/deployments`, or of its answer."""
+    """Properties of the body of POST or PATCH on `/deployments`, or of the answer."""
     if name == "PATCH":
         part = document["paths"]["/deployments/{deployment_id}"]["patch"]["requestBody"]
     else:
@@ -48,7 +48,7 @@ def form(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def present(name: str, fields: Any) -> list[str]:
-    """Fields of the spec that a form has, and those that it lacks on purpose, if it has none of these."""
+    """Fields of the spec among `fields`, and those that this form lacks on purpose and really does not have."""
     absent = {field for form_name, field in ABSENT if form_name == name}
     return sorted((set(fields) & set(FIELDS)) | (absent - set(fields)))
 
@@ -75,8 +75,8 @@ def test_every_field_is_in_the_interface_with_the_bounds_and_description_of_the_
             continue
         wanted, changed = (form(document, name)[field] for name in ("POST", "PATCH"))
         assert changed["description"].startswith(wanted["description"])
-        assert "default" not in changed, "what a patch leaves out stays"
-        if field in ("engine", "candidate", "shadow"):  # of objects, parts
+        assert "default" not in changed, "fields left out of a patch keep their values"
+        if field in ("engine", "candidate", "shadow"):  # objects, whose parts change alone
             assert {"type": "null"} in changed["anyOf"]
         else:
             assert resolved(changed, document) == resolved(wanted, document)

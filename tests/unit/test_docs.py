@@ -1,4 +1,4 @@
-"""The documentation and the shape of the code: the site builds, trails lead on, docstrings stand alone, no circles."""
+"""The documentation and the shape of the code: the site builds, trails are connected, no import is circular."""
 
 import ast
 import os
@@ -27,7 +27,7 @@ MADE_BY_THE_READER = {"infra/.env", "infra/kubernetes/production/values.env", "j
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A link or anchor that leads nowhere is a warning, and warnings are errors."""
     directory = tmp_path_factory.mktemp("site")
-    # A request to the network is refused by a proxy that does not exist.
+    # The proxy does not exist, so that every request to the network fails.
     environment = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     built = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -88,7 +88,7 @@ def test_pages_name_files_and_programs_that_exist() -> None:
 
 
 def test_pictures_are_of_one_run_and_each_is_shown() -> None:
-    """`make pictures` writes its commit into each and onto the page of them all."""
+    """`make pictures` writes its commit into each picture and onto the page that shows them."""
     said = re.search(r"at commit (\w+)", (DOCS / "dashboard.md").read_text())
     assert said is not None
     named = re.findall(r"\]\(pictures/([\w-]+\.png)\)", "".join(page.read_text() for page in DOCS.glob("*.md")))
@@ -119,7 +119,7 @@ PAGES = {
 }
 
 FIGURES = [
-    # The row and column of README's table, then the page that is the figure's home: row, column, number in the cell.
+    # Row and column of README's table, then the figure's home page, row, column, and index of the number in the cell.
     ("half the layers skipped", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 0),
     ("the same: projections calibrated", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 1),
     ("the same: distilled, 0.4 M", "KL to", "performance.md", "g = 2 (the demo)", "distilled", 0),
@@ -146,7 +146,7 @@ FIGURES = [
 ]
 
 STATEMENTS = {
-    # Patterns of every statement of a figure, on any page; of two numbers their quotient is the figure.
+    # Patterns that find a figure on any page; where a pattern has two numbers, their quotient is the figure.
     "our dense engine over vLLM": (
         r"dense engine reads prompts ([\d.]+) times",
         r"\| dense \| \d+ ms \| ([\d.]+)x",
@@ -156,7 +156,7 @@ STATEMENTS = {
         r"makes it ([\d.]+) times",
         r"\| dense \| (\d+) ms .*? \| SwiftKV, g = 2 \| (\d+) ms",
     ),
-    # vLLM's time stands behind ours in a row, and is looked for first.
+    # vLLM's time comes after ours in a row, but the pattern captures it first.
     "our engine over vLLM on SmolLM2, least": (
         r"our engine is ([\d.]+) to [\d.]+ times as fast as vLLM",
         r"\| 1024 tokens \|(?=(?:[^|]*\|){4} (\d+) ms)[^|]*\| (\d+) ms",
@@ -196,7 +196,7 @@ def cell(page: str, row: str, column: str) -> list[str]:
 
 
 def agree(one: str, other: str) -> bool:
-    """Whether two numbers are one figure, rounded to the digits of the shorter."""
+    """Whether two numbers are equal when rounded to the digits of the shorter one."""
     digits = min(len(text.partition(".")[2]) for text in (one, other))
     return abs(float(one) - float(other)) <= 0.5001 * 10.0**-digits
 
@@ -219,7 +219,7 @@ CAPTION = re.compile(r"Samples: .+\. Seeds: .+\. Interval[ :].+\.")
 
 
 def tables_of_quality(text: str) -> dict[str, str]:
-    """Tables with three figures or more of what a model loses, by their first line, with the paragraph below each."""
+    """Tables with three or more figures of model quality: the paragraph below each, by its first line."""
     blocks = [block.strip("\n") for block in re.split(r"\n\s*\n", text)]
     found = {}
     for before, table, below in zip(["", *blocks], blocks, [*blocks[1:], ""], strict=False):
@@ -252,7 +252,7 @@ def test_every_table_of_quality_says_samples_seeds_and_interval() -> None:
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "hours": 3600, "days": 86400}
 DEFAULT = re.compile(r"`([A-Za-z_.-]+)` \((\d[\d.]*)(?: (KiB|MiB|GiB|hours|days|s))?[;,)]")
-"""A name with its default behind it, as in `max_rollbacks` (3)."""
+"""Pattern of a name followed by its default, as in `max_rollbacks` (3)."""
 
 
 def test_a_default_is_the_same_on_every_page_and_in_the_code() -> None:
@@ -287,7 +287,7 @@ def modules() -> dict[str, Path]:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            if package != "swiftkv_platform":  # a link below it leads there
+            if package != "swiftkv_platform":  # swiftkv_platform has a link to it
                 parts = ("swiftkv_platform", *parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -300,7 +300,7 @@ def parsed(path: Path) -> list[ast.AST]:
 
 
 def imports(path: Path, names: dict[str, Path]) -> set[str]:
-    """Modules of ours that a file imports, wherever in the file, those for type checkers included."""
+    """Our modules that a file imports anywhere, imports for type checkers included."""
     found = set()
     for node in parsed(path):
         if isinstance(node, ast.Import):
@@ -313,7 +313,7 @@ def imports(path: Path, names: dict[str, Path]) -> set[str]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Files that import each other, the first one again at the end; none where there is no circle."""
+    """Modules that import each other, with the first one again at the end; empty if there is no circle."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -323,7 +323,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}, "one would be found"
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}, "a circle is found"
     names = modules()
     assert circle({name: imports(path, names) - {name} for name, path in names.items()}) == []
 
@@ -336,7 +336,7 @@ def trail(heading: str) -> list[str]:
 
 
 def test_each_file_of_the_trail_leads_to_the_next() -> None:
-    """From a submitted attempt on: the entrypoint's command is the one step that no import shows."""
+    """From the attempt's entrypoint on, each file is imported by an earlier one; no import shows the step before."""
     for heading in ("From POST /jobs to an optimizer step", "From POST /generate to a token"):
         assert len(trail(heading)) >= 5
         assert [file for file in trail(heading) if not (ROOT / file).is_file()] == []
@@ -354,11 +354,11 @@ def test_each_file_of_the_trail_leads_to_the_next() -> None:
 
 
 FRAGMENT = re.compile(r"(Of|Whose|By which|As|What|Which|Who|That|How)\s")
-"""Beginning of a docstring that does not stand alone."""
+"""Matches the beginning of a docstring that does not stand alone."""
 
 
 VAGUE = re.compile(r"\b(nobody|somebody|so many)\b", re.IGNORECASE)
-"""Words for which there is a name or a number."""
+"""Matches words that should be a name or a number."""
 
 
 @cache
@@ -374,7 +374,7 @@ def docstrings() -> list[tuple[str, str]]:
 
 
 def test_docstrings_stand_alone_and_say_who_and_how_many() -> None:
-    """A docstring is read in a tooltip or a reference, far from the name that it would continue."""
+    """Docstrings are read in tooltips and references, away from the name that they would continue."""
     assert [place for place, text in docstrings() if FRAGMENT.match(text)] == []
     pages = [(page.name, page.read_text(encoding="utf-8")) for page in (ROOT / "docs").rglob("*.md")]
     assert [place for place, text in (*docstrings(), *pages) if VAGUE.search(text)] == []

@@ -44,7 +44,7 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
             assert not unknown
             for name, value in {**values, "AWS_ENDPOINT_URL": ""}.items():
                 monkeypatch.setenv(name, value)
-            if "SWIFTKV_API_KEYS_FILE" in values:  # mounted from a secret there
+            if "SWIFTKV_API_KEYS_FILE" in values:  # in the pod it is mounted from a secret
                 keys = tmp_path / "keys.json"
                 create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
                 monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", str(keys))
@@ -58,7 +58,7 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
 
 
 def test_ray_hides_gpus_that_are_not_reserved_wherever_it_runs() -> None:
-    """`device: auto` takes what it sees, and a quota counts what is reserved."""
+    """`device: auto` uses every GPU that it sees, but a quota counts only reserved ones."""
     wanted = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     assert list(HIDE_UNRESERVED.items()) == [wanted]
     assert wanted in compose()["services"]["ray-head"]["environment"].items()
@@ -97,7 +97,7 @@ def test_compose_services_find_each_other_on_the_shared_loopback() -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -> None:
-    """A release changes the code, so dependencies are a layer below it: what comes after the code is pulled anew."""
+    """Dependencies are a layer below the code: a release changes the code, and later layers are pulled again."""
     text = path.read_text().replace("\\\n", " ")
     copies = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
     sources = [source for line in copies for source in line.split()[:-1]]
@@ -118,7 +118,7 @@ def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -
     assert re.search(r"^COPY swiftkv_platform", build, re.MULTILINE)
     steps = [image.index("COPY --from=dependencies"), image.index("pip install --no-cache-dir --no-deps /wheels")]
     assert steps == sorted(steps)
-    assert image.count("COPY") == 1, "our code comes as a wheel"
+    assert image.count("COPY") == 1, "our code is installed from a wheel"
 
 
 def test_the_control_plane_image_installs_no_torch() -> None:
@@ -140,7 +140,7 @@ def test_images_have_versions_and_ours_the_package_version() -> None:
         images += [container["image"] for container in containers(template)]
     for image in images:
         base = BASE_IMAGE.fullmatch(image)
-        if base is not None:  # a production overlay names where it is
+        if base is not None:  # a production overlay names the registry
             assert (INFRA / "docker" / f"Dockerfile.{base[1].removeprefix('swiftkv-')}").exists()
             continue
         name, _, tag = image.partition(":")

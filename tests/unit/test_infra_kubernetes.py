@@ -1,4 +1,4 @@
-"""Manifests in infra/kubernetes agree with the schemas of what reads them, and with the code. Nothing is started."""
+"""Manifests in infra/kubernetes agree with their readers' schemas and with the code. Nothing is started."""
 
 import importlib.util
 from pathlib import Path
@@ -33,7 +33,7 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 def test_addresses_name_services_that_exist() -> None:
-    """Names are KubeRay's rule: `-head-svc` for the head, `-serve-svc` for what serves."""
+    """KubeRay names services `-head-svc` for the head and `-serve-svc` for serving."""
     settings = environments()["ConfigMap-swiftkv-control-plane"]
     for setting, cluster, service, port in (
         ("SWIFTKV_RAY_DASHBOARD_URL", "swiftkv-ray", "head", "dashboard"),
@@ -62,7 +62,7 @@ def test_kustomizations_list_every_file() -> None:
 
 
 def test_network_policies_close_what_nobody_needs() -> None:
-    """All pods are selected, everything else is open, and DNS alone may be link-local (a cache on the node)."""
+    """Link-local addresses are closed to all pods, except for DNS (a cache on the node); all others are open."""
     policies = [document["spec"] for document in objects("NetworkPolicy")]
     [egress] = [policy for policy in policies if "Egress" in policy["policyTypes"]]
     assert egress["podSelector"] == {}
@@ -74,11 +74,11 @@ def test_network_policies_close_what_nobody_needs() -> None:
     [rule] = named("NetworkPolicy", "swiftkv-redis")["spec"]["ingress"]
     [source] = rule["from"]
     keepers = {"key": "ray.io/node-type", "operator": "In", "values": ["head", "redis-cleanup"]}
-    assert source["podSelector"]["matchExpressions"] == [keepers], "Redis is open to what keeps its state there"
+    assert source["podSelector"]["matchExpressions"] == [keepers], "Redis is open only to pods that keep state there"
 
 
 def test_pods_follow_the_restricted_standard() -> None:
-    """Kustomize's renderings of them are held to their schema in test_infra_rendering.py."""
+    """test_infra_rendering.py checks the rendered pods against their schema."""
     for template in pod_templates().values():
         assert template["spec"]["securityContext"]["runAsNonRoot"]
         assert template["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -90,17 +90,16 @@ def test_pods_follow_the_restricted_standard() -> None:
 
 
 def test_references_lead_somewhere() -> None:
-    """Config maps and accounts exist; secrets are those that infra/README.md tells to create, with their keys.
+    """Config maps and accounts exist; secrets and their keys are those that infra/README.md says to create.
 
-    Where pods have a role of the cloud there is no secret of the store; without a database there is nowhere to keep
-    jobs.
+    The store's secret is optional, since pods may have a role in the cloud; that of the database is not.
     """
     readme = (INFRA / "README.md").read_text()
     accounts = {document["metadata"]["name"] for document in objects("ServiceAccount")}
     optional: dict[str, set[bool]] = {}
     for name, template in pod_templates().items():
         spec = template["spec"]
-        if not name.endswith("-head"):  # KubeRay's own account, by which the autoscaler changes the cluster
+        if not name.endswith("-head"):  # KubeRay's own account, with which the autoscaler changes the cluster
             assert spec.get("serviceAccountName") in {*accounts, None}
             assert spec["automountServiceAccountToken"] is False, name
         for volume in spec.get("volumes", []):
@@ -150,7 +149,7 @@ def test_pods_have_a_priority_and_jobs_are_not_moved_but_preempted_first() -> No
 
 
 def test_quotas_are_a_file_that_changes_under_the_control_plane() -> None:
-    """Under the name that is mounted, without a hash, and not by `subPath`, whose file stays as it was."""
+    """Its name has no hash, and it is not mounted by `subPath`, which would never see a change."""
     [generator] = [each for each in kustomizations()["base"]["configMapGenerator"] if "files" in each]
     assert generator["options"] == {"disableNameSuffixHash": True}
     pod = pod_templates()["swiftkv-control-plane"]["spec"]
@@ -160,7 +159,7 @@ def test_quotas_are_a_file_that_changes_under_the_control_plane() -> None:
     assert "subPath" not in mount
     assert environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_TENANTS_FILE"] == path
     quotas = Tenants(KUBERNETES / "base" / generator["files"][0])
-    assert quotas.policy("acme") == NO_LIMITS.policy("acme"), "until there are some"
+    assert quotas.policy("acme") == NO_LIMITS.policy("acme"), "no limits until some are set"
 
 
 def test_an_ingress_leads_to_services_that_exist() -> None:
@@ -184,7 +183,7 @@ def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
 
 
 def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
-    """Kubernetes cannot tell how many pods a RayCluster wants: maxUnavailable and percentages fail there."""
+    """Kubernetes does not know how many pods a RayCluster wants, so maxUnavailable and percentages fail."""
     labels = {
         "swiftkv-control-plane": pod_templates()["swiftkv-control-plane"]["metadata"]["labels"],
         "swiftkv-serve-workers": {"ray.io/node-type": "worker"},  # KubeRay sets it
@@ -208,7 +207,7 @@ def test_selectors_find_pods() -> None:
 
 def test_the_base_names_no_bucket_and_the_example_no_value() -> None:
     assert config_maps()["swiftkv-control-plane"]["SWIFTKV_STORAGE_URI"] == NO_BUCKET
-    with pytest.raises(InvalidInputError, match="names no bucket"):  # with it, no control plane starts
+    with pytest.raises(InvalidInputError, match="names no bucket"):  # so that no control plane starts with it
         open_store(NO_BUCKET)
     example = KUBERNETES / "production" / "values.example.env"
     assert variables(example) == {}
@@ -257,13 +256,13 @@ def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     assert f"def {function}(" in Path(spec.origin).read_text()
     arguments = ServeArgs.model_validate(application.args)
     group = ray_cluster(service)["workerGroupSpecs"][0]
-    assert arguments.max_replicas <= group["maxReplicas"], "one GPU a replica, one GPU a worker"
+    assert arguments.max_replicas <= group["maxReplicas"], "each replica and each worker has one GPU"
     assert arguments.artifact_uri is not None
-    assert arguments.artifact_uri.startswith(f"{NO_BUCKET}/"), "to be given, as the model's id"
+    assert arguments.artifact_uri.startswith(f"{NO_BUCKET}/"), "a placeholder, as the model's id is"
 
 
 def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray drains for its own 30 s whatever the pod's grace is, unless it is told; after the grace all is killed."""
+    """Unless told otherwise, Ray drains for 30 s; once the pod's grace period is over, everything is killed."""
     for template in pod_templates().values():
         spec = template["spec"]
         if spec["containers"][0]["name"].startswith("ray-"):
@@ -272,7 +271,7 @@ def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(monkeypatch: pytest.Mon
             assert drain + 30 <= spec["terminationGracePeriodSeconds"]
             ports = {port["name"] for port in container["ports"]}
             if {"serve", "api-keys"} <= ports | {volume["name"] for volume in spec.get("volumes", [])}:
-                assert drain >= DRAIN_TIMEOUT_S + 30, "a replica finishes what it has begun, and its proxy drains too"
+                assert drain >= DRAIN_TIMEOUT_S + 30, "replica and proxy finish what they have begun"
     monkeypatch.setenv(DRAIN, "271.5")  # Ray reads it
     constants = importlib.util.find_spec("ray._private.ray_constants")
     assert constants is not None
@@ -283,7 +282,7 @@ def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(monkeypatch: pytest.Mon
 
 
 def test_replicas_are_reached_where_their_proxy_answers_and_ask_for_keys() -> None:
-    """KubeRay's Service leads to every ready pod of the cluster, so one that serves nothing must not be ready."""
+    """KubeRay's Service selects every ready pod of the cluster, so pods that do not serve must not be ready."""
     for group in named("RayCluster", "swiftkv-serve")["spec"]["workerGroupSpecs"]:
         [container] = group["template"]["spec"]["containers"]
         assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}

@@ -1,6 +1,6 @@
-"""The shipped RayClusters have a place for every recipe and for large deployments, in the eyes of Ray's own autoscaler.
+"""The shipped RayClusters have room for every recipe and for large deployments, according to Ray's own autoscaler.
 
-Requests come from the code that asks Ray for them. Nothing is started.
+The requests for resources come from the code that sends them to Ray. Nothing is started.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def autoscaling(name: str) -> AutoscalingConfig:
 
 
 def scheduler(name: str) -> Schedule:
-    """Ray's scheduler of nodes over the groups of a shipped cluster, none of which has a node yet.
+    """Return a function that asks Ray's autoscaler which nodes of a shipped cluster to launch, starting from none.
 
     Its arguments are the bundles of a placement group, and the resources of single tasks and actors.
     """
@@ -67,7 +67,7 @@ def workers(spec: JobSpec) -> list[Resources]:
 
 
 def driver() -> Resources:
-    """The driver of a job, as the control plane of the cluster submits it."""
+    """Resources of a job's driver, as the control plane of the cluster requests them."""
     settings = environments()["ConfigMap-swiftkv-control-plane"]
     cpus, memory = (settings[f"SWIFTKV_ENTRYPOINT_{name}"] for name in ("NUM_CPUS", "MEMORY"))
     return resources_from_ray_options({"num_cpus": float(cpus), "memory": int(memory)})
@@ -92,7 +92,7 @@ def infeasible(reply: SchedulingReply) -> list[str]:
 
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
-    """Nodes of the cluster of jobs."""
+    """The scheduler of the cluster that runs jobs."""
     return scheduler("swiftkv-ray")
 
 
@@ -103,13 +103,13 @@ def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule,
     # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
     assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
     assert infeasible(schedule(workers(spec), [driver()])) == []
-    if not recipe.stem.startswith("builtin-") and spec.resources.num_workers > 1:  # one GPU's has its machine alone
+    if not recipe.stem.startswith("builtin-") and spec.resources.num_workers > 1:  # one GPU: a machine to itself
         assert task["memory"] == workers(spec)[0]["memory"] == spec.resources.memory_per_worker
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_finds_its_disk_on_the_nodes_that_it_gets(schedule: Schedule, recipe: Path) -> None:
-    """`scratch`, which is all that a job writes to, is what a node must have free, and what the planner is told."""
+    """Jobs write only to the volume `scratch`: nodes have room, the planner knows its size, recipes fit in it."""
     groups = {
         group["groupName"]: group["template"]["spec"]
         for group in named("RayCluster", "swiftkv-ray")["spec"]["workerGroupSpecs"]
@@ -136,7 +136,7 @@ def gibibytes(quantity: str) -> int:
 
 
 def test_the_control_plane_knows_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are in two files; a recipe is not kept waiting for ever by the difference."""
+    """The groups are listed in two files; if the lists differed, a recipe could wait for ever."""
     monkeypatch.setenv("SWIFTKV_NODE_GROUPS", environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_NODE_GROUPS"])
     groups = Settings(_env_file=None).node_groups
     configs = autoscaling("swiftkv-ray").get_node_type_configs()
@@ -150,7 +150,7 @@ def test_the_control_plane_knows_the_groups(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_drivers_and_replicas_get_their_nodes(schedule: Schedule) -> None:
-    """Drivers leave the head; a replica without GPU takes no node with one; what no group has is infeasible."""
+    """Drivers do not run on the head, a CPU replica gets a CPU node, and resources that no group has are infeasible."""
     assert [launch.instance_type for launch in schedule([], [driver()]).to_launch] == ["cpu"]
     serving = scheduler("swiftkv-serve")
     for size in (1, 2, 8):

@@ -1,4 +1,4 @@
-"""Renderings of infra/kubernetes by kustomize follow the schemas of what reads them. Nothing is applied."""
+"""Manifests that kustomize renders from infra/kubernetes follow their readers' schemas. Nothing is applied."""
 
 import copy
 import functools
@@ -35,16 +35,16 @@ what is below `openAPIV3Schema` of the definitions in `ray-operator/config/crd/b
 `config/components/crd/bases` of Kueue (Apache License 2.0), by version of the API, without descriptions."""
 
 CRDS = os.environ.get("SWIFTKV_CRDS")
-"""Directory with the definitions of other versions, as their repositories have them, to be used instead."""
+"""Directory with definitions of other versions, as in their repositories, to use instead."""
 
 CUSTOM = ("ray.io", "kueue.x-k8s.io")
-"""Groups whose schemas are there."""
+"""API groups with schemas in `SCHEMAS`."""
 
 ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue")
 """Components that add objects."""
 
 RENDERINGS = ("base", "components")
-"""Renderings whose every object is looked at; production's own are among those with components."""
+"""Renderings of which every object is checked; "components" includes all of production."""
 
 
 def kubectl() -> str:
@@ -58,7 +58,7 @@ def render(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def copy_of_infra(directory: Path, values: dict[str, str] | None) -> Path:
-    """A copy of our kustomizations with these values; returns the production overlay."""
+    """Copy our kustomizations, with these values; return the production overlay of the copy."""
     shutil.copytree(INFRA, directory / "infra", ignore=shutil.ignore_patterns("values.env", ".env"))
     production = directory / "infra" / "kubernetes" / "production"
     if values is not None:
@@ -67,7 +67,7 @@ def copy_of_infra(directory: Path, values: dict[str, str] | None) -> Path:
 
 
 def production(directory: Path, components: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Objects of a copy of the production overlay, in which the lines of these components are not commented out."""
+    """Objects of a copy of the production overlay in which the lines of these components are uncommented."""
     overlay = copy_of_infra(directory, VALUES)
     text = (overlay / "kustomization.yaml").read_text()
     for line in ("components:", *(f"  - {name}" for name in components)) if components else ():
@@ -95,7 +95,7 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
 
 @functools.cache
 def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
-    """The schema of a custom kind, which also refuses fields that the API server would drop without a word."""
+    """Schema of a custom resource, made strict: it also refuses fields that the API server would silently drop."""
     group, version = api_version.split("/")
     name = f"{group}_{kind.lower()}s"
     if CRDS is None:
@@ -154,7 +154,7 @@ def test_core_objects_and_pods_follow_their_schema(renderings: dict[str, list[di
         if "configMapRef" in source
     }
     assert wanted <= there
-    assert all(re.fullmatch(r"swiftkv-[a-z-]+-[a-z0-9]{10}", name) for name in wanted), "by a name with a hash"
+    assert all(re.fullmatch(r"swiftkv-[a-z-]+-[a-z0-9]{10}", name) for name in wanted), "config map names carry a hash"
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
@@ -174,12 +174,12 @@ def test_queues_follow_kueues_schema(renderings: dict[str, list[dict[str, Any]]]
     assert [document["kind"] for document in (*queues, *quotas)].count("ClusterQueue") == len(queues) == 3
     assert [errors_of(document) for document in (*queues, *quotas)] == [[]] * 9
     for broken in copy.deepcopy((queues[0], *of_kind(quotas, "ClusterQueue"))):
-        broken["spec"]["cohort"] = "shared"  # its name in v1beta1
+        broken["spec"]["cohort"] = "shared"  # the name of the field in v1beta1
         assert len(errors_of(broken)) == 1
 
 
 def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str, list[dict[str, Any]]]) -> None:
-    """It admits pod by pod: a job whose pods were not all admitted would hold what others wait for."""
+    """Quotas cover every pod that can start: a job with only some of its pods admitted would block others."""
     quotas = rendered(KUBERNETES / "kueue-quotas")
     queues, flavors = (
         {document["metadata"]["name"]: document["spec"] for document in of_kind(quotas, kind)}
@@ -188,7 +188,7 @@ def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str
     leads = {each["metadata"]["name"]: each for each in of_kind(renderings["components"], "LocalQueue")}
     clusters = {each["metadata"]["name"]: each for each in of_kind(renderings["components"], "RayCluster")}
     cluster = clusters["swiftkv-ray"]
-    assert "labels" not in cluster["metadata"], "Kueue would suspend it as a whole"
+    assert "labels" not in cluster["metadata"], "Kueue would suspend the whole cluster"
     for group in cluster["spec"]["workerGroupSpecs"]:
         local = leads[group["template"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]]
         assert group["groupName"] in local["metadata"]["name"]
@@ -199,7 +199,7 @@ def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str
         [flavor] = resources["flavors"]
         pod = group["template"]["spec"]
         [requests] = [container["resources"]["requests"] for container in containers(group["template"])]
-        assert {*requests} == {*resources["coveredResources"]}, "Kueue admits no pod that asks for anything else"
+        assert {*requests} == {*resources["coveredResources"]}, "Kueue refuses a pod with a resource that has no quota"
         assert resources["coveredResources"] == [quota["name"] for quota in flavor["resources"]]
         for quota in flavor["resources"]:
             amount, unit = re.fullmatch(r"(\d+)(\w*)", requests[quota["name"]]).groups()  # type: ignore[union-attr]
@@ -258,14 +258,14 @@ def test_production_outlives_one_control_plane(renderings: dict[str, list[dict[s
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
     [container] = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["livenessProbe"], "the overlay adds to the base's container"
+    assert container["livenessProbe"], "the overlay must keep the base's container"
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_models_are_kept_in_a_volume_larger_than_their_cache(
     renderings: dict[str, list[dict[str, Any]]], rendering: str
 ) -> None:
-    """A pod that outgrows its volume is evicted, and copies that are being loaded may be beyond the cache's bytes."""
+    """A pod that outgrows its volume is evicted, and copies that are being loaded may exceed the cache's limit."""
     serving = [
         template["spec"]
         for name, template in templates_of(renderings[rendering]).items()
@@ -284,7 +284,7 @@ def test_models_are_kept_in_a_volume_larger_than_their_cache(
 
 
 def test_ray_is_upgraded_beside_the_cluster_that_answers(tmp_path: Path) -> None:
-    """The steps of docs/operations.md: the control plane moves to the other cluster, then clients do; later, back."""
+    """The steps of docs/operations.md: move the control plane to the other cluster, then clients, and later back."""
     first, second = "swiftkv-serve", "swiftkv-serve-b"
     before = production(tmp_path / "0")
     [known] = [each for each in of_kind(before, "RayCluster") if each["metadata"]["name"] == first]
@@ -305,7 +305,7 @@ def test_ray_is_upgraded_beside_the_cluster_that_answers(tmp_path: Path) -> None
         assert settings["SWIFTKV_SERVE_URL"] == f"http://{serves}-serve-svc:8001"
         [serving] = [each for each in of_kind(documents, "RayCluster") if each["metadata"]["name"] != "swiftkv-ray"]
         assert serving["metadata"].pop("name") == serves
-        assert serving == known, "with the same images, on the same nodes"
+        assert serving == known, "the other cluster has the same images and nodes"
         assert of_kind(documents, "NetworkPolicy", "PodDisruptionBudget") == kept
     listed = [line.strip() for line in yaml.safe_dump_all(kept).splitlines()]
-    assert listed.count(f"- {first}") == listed.count(f"- {second}") >= 3, "what holds for the one holds for the other"
+    assert listed.count(f"- {first}") == listed.count(f"- {second}") >= 3, "policies and budgets name both clusters"

@@ -1,4 +1,4 @@
-"""Alerts, dashboards and what Prometheus scrapes name metrics, labels and ports that the code has."""
+"""Alerts, dashboards and scrape jobs name only metrics, labels and ports that the code has."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where, expression) of every rule and every panel."""
+    """Yield (where, expression) of every rule and every panel."""
     for rule in rules():
         yield rule["alert"], rule["expr"]
     for path in DASHBOARDS:
@@ -50,7 +50,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def names_on(page: str) -> set[str]:
-    """Names that the page's metrics have, or will have once there is something to tell."""
+    """Names that samples of the page have, or will have once there are values."""
     found = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
         found |= {f"{name}{suffix}" for suffix in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
@@ -68,7 +68,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> 
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(model, EngineConfig(max_num_seqs=2)))
     metrics = Metrics()
     metrics.follow(lambda: engine, lambda: "mdl_1", "one")
-    # Ray puts its own prefix before a name, and takes no colon in it (serve/metrics_export.py).
+    # Ray adds its own prefix to a name, which may have no colon (serve/metrics_export.py).
     replica = {name.replace("swiftkv:", "ray_swiftkv_") for name in names_on(metrics.text().decode())}
     asyncio.run(engine.aclose())
     return control_plane | replica
@@ -123,7 +123,7 @@ def test_pod_monitors_select_pods_by_ports_that_they_have() -> None:
     monitors = {each["metadata"]["name"]: each["spec"] for each in documents(MONITORING / "pod-monitors.yaml")}
     assert monitors.keys() == {"swiftkv-control-plane", "swiftkv-ray"}
     pods = {"swiftkv-control-plane": [templates["swiftkv-control-plane"]], "swiftkv-ray": ray}
-    assert len(pods["swiftkv-ray"]) == len(templates) - 2, "all but the control plane and Redis"
+    assert len(pods["swiftkv-ray"]) == len(templates) - 2, "all pods but the control plane and Redis"
     for name, spec in monitors.items():
         [endpoint] = spec["podMetricsEndpoints"]
         for template in pods[name]:

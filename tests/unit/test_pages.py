@@ -14,7 +14,7 @@ from swiftkv_platform.web.swagger import add_docs
 
 
 class Links(HTMLParser):
-    """Addresses that a page loads as it opens."""
+    """A parser that collects the addresses that a page loads when it opens."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Links(HTMLParser):
 
 
 def prefixed() -> FastAPI:
-    """An application behind a route prefix, as Ray Serve puts one there."""
+    """An application behind a route prefix, as in Ray Serve."""
     served, outer = FastAPI(docs_url=None, redoc_url=None), FastAPI(docs_url=None, redoc_url=None)
     add_docs(served)
     outer.mount("/dep_1", served)
@@ -54,7 +54,7 @@ def test_a_page_and_all_it_loads_come_from_its_own_server(make_app: Callable[[],
         "'self'", "'unsafe-inline'", "data:", "frame-ancestors", "'none'",
     }  # fmt: skip
     links = Links(page.text)
-    assert links.inline_scripts == 0, "the policy lets none run"
+    assert links.inline_scripts == 0, "the policy allows no inline script"
     assert len(links.addresses) > 1
     for address in links.addresses:
         loaded = client.get(urljoin(str(page.url), address))

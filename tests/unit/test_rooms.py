@@ -1,4 +1,4 @@
-"""Rooms of the control plane meet through the modules that their `__all__` names, and through no others."""
+"""Rooms of the control plane import from each other only the modules that a room lists in `__all__`."""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ ROOMS = sorted(path.parent.name for path in HOUSE.glob("*/__init__.py"))
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, names of modules as well as of what is in them."""
+    """Yield the dotted names that a file imports; for `from a import b`, `a.b`."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from (f"{node.module}.{name.name}" for name in node.names)
@@ -22,7 +22,7 @@ def imports(file: Path) -> Iterator[str]:
 
 
 def meetings() -> Iterator[tuple[str, str, str]]:
-    """File, room and module of each import of a room's module from another room."""
+    """Yield (file, imported room, imported module) of each import from one room into another."""
     for file in HOUSE.rglob("*.py"):
         room = file.relative_to(HOUSE).parts[0]
         if room not in ROOMS:
@@ -40,13 +40,13 @@ def test_rooms_meet_through_the_modules_that_they_name() -> None:
 
 
 def test_no_room_names_a_module_that_nobody_meets() -> None:
-    """A reader takes `__all__` for the list of modules that other rooms depend on."""
+    """A room's `__all__` lists exactly the modules that other rooms import."""
     named = {(room, module) for room in ROOMS for module in import_module(f"{NAME}.{room}").__all__}
     assert named == {(room, module) for _, room, module in meetings()}
 
 
 def test_migrations_import_nothing_of_this_project() -> None:
-    """An old migration does to rows the same as ever, however rules and specs change."""
+    """An old migration must keep doing the same to rows when rules and specs change."""
     files = sorted((HOUSE / "database" / "migrations" / "versions").glob("*.py"))
     found = [(file.name, name) for file in files for name in imports(file) if name.startswith("swiftkv_platform")]
     assert files

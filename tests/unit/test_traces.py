@@ -64,7 +64,7 @@ def test_submission_queue_and_the_attempts_phases_are_one_trace(
 
     spans = receiver.by_name()
     name_of_post = f"POST {route}"
-    assert spans.keys() == {name_of_post, "queue wait", "submit", "prepare"}, "one of each phase, the first worker's"
+    assert spans.keys() == {name_of_post, "queue wait", "submit", "prepare"}, "one for each phase, by the first worker"
     post = spans[name_of_post]
     assert post.parent_id == CALLER
     assert request.traceparent == f"00-{TRACE}-{post.span_id}-01"

@@ -1,4 +1,4 @@
-"""The ways through the code that docs/architecture.md shows: a real request enters the files that the page names."""
+"""Trails through the code in docs/architecture.md: a real request enters the files that the page names, in order."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ MOST_FILES_TO_A_STEP = 20
 
 
 def passed(page: str) -> set[str]:
-    """Files of the parts that a request passes on its way."""
+    """Files that the page lists as parts that a request passes on its way."""
     return set(re.findall(r"`([^`]+\.py)`", page.split("Parts that ", 1)[1].split("\n\n", 1)[0]))
 
 
@@ -47,17 +47,17 @@ def tables(page: str) -> list[list[str]]:
 
 @cache
 def file_of_ours(path: str) -> str | None:
-    """Path of a program's file from the top of the repository; None for a test's or a library's."""
+    """Path of a source file from the top of the repository; None for a file of a test or a library."""
     resolved = Path(path).resolve()
     ours = resolved.is_file() and any(resolved.is_relative_to(ROOT / room) for room in ROOMS)
     return str(resolved.relative_to(ROOT)) if ours else None
 
 
 class Entered:
-    """Files of ours whose functions run while `recording`, by their first call."""
+    """Our files whose functions run while `recording`, in the order of their first call."""
 
     def __init__(self, until: str) -> None:
-        """`until`: `FILE:FUNCTION` with whose return the recording ends."""
+        """`until`: the `FILE:FUNCTION` whose return ends the recording."""
         self.files: dict[str, None] = {}
         self.recording = False
         self._until = until
@@ -73,7 +73,7 @@ class Entered:
 
 @contextmanager
 def traced(entered: Entered) -> Iterator[None]:
-    """Tell `entered` of every call in this thread, and in those that begin meanwhile."""
+    """Report every call in this thread, and in threads that begin meanwhile, to `entered`."""
     sys.setprofile(entered)
     threading.setprofile(entered)
     try:
@@ -84,7 +84,7 @@ def traced(entered: Entered) -> Iterator[None]:
 
 
 async def test_generate_trail(tmp_path: Path) -> None:
-    """The first request imports what is imported when it is needed, so the second one is traced."""
+    """The second request is traced, since the first one runs imports that are made on demand."""
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(save_swiftkv(tmp_path), EngineConfig(kv_cache_bytes=4 << 20)))
     client = asgi_client(application(version_of(engine)))
     entered = Entered(until="swiftkv_platform/engine/sampler.py:choose")
@@ -104,8 +104,8 @@ async def test_generate_trail(tmp_path: Path) -> None:
 
 
 def test_submission_trail(tmp_path: Path, empty_database: Path) -> None:
-    """The second job is traced: its request, then a round of the reconciler, to the request that Ray's dashboard gets.
-    From there on it is `tests/unit/jobs/test_trail.py`'s."""
+    """The second job is traced: its request, then a round of the reconciler, to the request to Ray's dashboard.
+    `tests/unit/jobs/test_trail.py` has the rest."""
     ray = Script()
     ray.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": [{"state": "ALIVE"}]}}}))
     ray.on("POST", "/api/jobs/", json_answer({"submission_id": "s"}))

@@ -39,7 +39,7 @@ def test_a_process_of_vllms_ends_with_a_frontend_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", FRONTEND], stdout=subprocess.PIPE, text=True) as frontend:
         assert frontend.stdout is not None
         follower = os.pidfd_open(int(frontend.stdout.readline()))
-        assert not select.select([follower], [], [], 0.5)[0], "it follows nobody who has ended"
+        assert not select.select([follower], [], [], 0.5)[0], "the follower runs as long as its frontend"
         frontend.kill()
         select.select([follower], [], [])
     os.close(follower)

@@ -76,7 +76,7 @@ def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytes
     points = json.loads(report.read_text())["points"]
     assert {point: len(seeds) for point, seeds in points.items()} == {"2:1": 2, "2:2": 2, "2:1:shared": 2}
     counted = [points[point][0]["end"]["positions"] for point in ("2:1", "2:1:shared")]
-    assert counted[0] < counted[1], "a text is read in part where deep tokens keep K and V of their own"
+    assert counted[0] < counted[1], "with own K and V of deep tokens, part of a text is a prompt"
     assert points["2:2"][0]["swiftkv"]["own_output_projection"]
     assert points["2:1"][0]["end"]["kl"] != points["2:1"][1]["end"]["kl"]
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("*-steps-*.json")}

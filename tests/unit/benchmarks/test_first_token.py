@@ -1,4 +1,4 @@
-"""`benchmarks.first_token` on a tiny student: a row a length, a figure for either mode."""
+"""`benchmarks.first_token` on a tiny student: one row for each length, a figure for each mode."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run for a GPU, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
+"""The GPU benchmark, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_att
 VLLM_PYTHON = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 EXACT = Scores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
 OWN = replace(EXACT, chosen=EXACT.chosen + torch.tensor([0.01, -0.01, 0.01]))
-"""Root mean square error 0.01."""
+"""Scores with a root mean square error of 0.01."""
 
 
 def answered(*errors: float) -> list[Answer]:
@@ -53,7 +53,7 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")
 
 
-@pytest.mark.slow  # thirteen models answer, and PyTorch reads their answers twice
+@pytest.mark.slow  # runs thirteen models, and scores their answers twice in PyTorch
 def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None:
     main(["--device", "cpu", "--tiny", "--agreement", "--output-dir", str(tmp_path)])
     rows = json.loads((tmp_path / "agreement.json").read_text())["own"]
@@ -62,13 +62,13 @@ def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None
 
 
 Call = tuple[bool, bool, int, int, int]
-"""Whether heads are grouped and there is a window; most queries of a run, runs, and most keys."""
+"""(grouped heads, window, most queries of a run, number of runs, most keys)."""
 
 
 @contextmanager
 def upstream_fault() -> Iterator[set[Call]]:
-    """An operator that divides keys wherever it may and combines the parts as pytorch/pytorch#194167 says; yields the
-    calls."""
+    """Use an operator with the fault of pytorch/pytorch#194167: it splits keys where allowed and combines the parts
+    wrongly. Yields its calls."""
     calls = set[Call]()
 
     def attend(query: torch.Tensor, key: torch.Tensor, *others: Any, num_splits: int | None, **options: Any) -> Any:
@@ -88,10 +88,10 @@ def upstream_fault() -> Iterator[set[Call]]:
         yield calls
 
 
-@pytest.mark.slow  # six small models answer
+@pytest.mark.slow  # runs six small models
 @pytest.mark.parametrize("shape", SMALL)
 def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp_path: Path) -> None:
-    """Rows agree with the engine's rule and none does without it, in steps of every kind that the fault is in."""
+    """With the engine's rule all rows agree and without it none does, in every kind of step that the fault affects."""
     few = patch.object(steps, "NUM_TOKENS", 12)
     with few, patch.dict(SMALL, {shape: SMALL[shape]}, clear=True), upstream_fault() as calls:
         found = steps.agreements(tmp_path / "ruled", torch.bfloat16, "cpu")

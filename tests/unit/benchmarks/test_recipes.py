@@ -1,4 +1,4 @@
-"""Tables of docs/recipes.md: what the planner says now, beside the dry runs that are stored."""
+"""Tables of docs/recipes.md hold what the planner says now and the stored dry runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The serving benchmark: what is pure of it, and its parts on a tiny model."""
+"""The serving benchmark: its pure functions, and its parts on a tiny model."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def test_scaling_keeps_rhythm_and_ratio() -> None:
     requests = [Request(0.0, 1000, 40), Request(1.0, 2, 2), Request(4.0, 100, 20)]
     short = scaled(requests, 0.25)
     assert [(r.num_input_tokens, r.num_output_tokens) for r in short] == [(250, 10), (1, 1), (25, 5)]
-    faster = at_rate(short, 4.0)  # two intervals in half a second
+    faster = at_rate(short, 4.0)  # scales two intervals to half a second
     assert [r.arrival for r in faster] == pytest.approx([0.0, 0.125, 0.5])
     assert [r.arrival for r in at_rate(short, float("inf"))] == [0.0, 0.0, 0.0]
     assert [r.num_input_tokens for r in faster] == [250, 1, 25]
@@ -104,7 +104,7 @@ def test_figures_in_the_fields_names() -> None:
     assert found["total_token_throughput"] == 11.0
     assert found["mean_ttft_ms"] == pytest.approx(2000)
     assert found["p99_ttft_ms"] == pytest.approx(2980)
-    assert found["mean_tpot_ms"] == found["p99_tpot_ms"] == pytest.approx(1000)  # of the one that has a second token
+    assert found["mean_tpot_ms"] == found["p99_tpot_ms"] == pytest.approx(1000)  # only one has a second token
     assert found["median_itl_ms"] == pytest.approx(1000)
     assert found["p99_itl_ms"] == pytest.approx(1490)
     assert found["mean_e2el_ms"] == pytest.approx(3000)
@@ -183,6 +183,6 @@ def test_every_part_runs_and_says_how_its_figures_came_about(
     shown = capsys.readouterr().out
     assert f"| SwiftKV, g = 2 | 1 | {blocks['swiftkv_g2']} |" in shown
     printed = [float(number) for number in re.findall(r"\| dense \| ([0-9.]+) \|", shown)]
-    rate = sustained["results"]["dense"]["sustained_request_rate"]  # rounded once more than what is printed
+    rate = sustained["results"]["dense"]["sustained_request_rate"]  # rounded once more than the printed value
     assert any(number == pytest.approx(rate, abs=0.011) for number in printed)
     assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"lengths.svg", "memory.svg"}

@@ -209,7 +209,7 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
         result = run("jobs", "submit", "-f", str(tmp_path / "bad.yaml"))
         assert (result.exit_code, "bad.yaml" in result.stderr) == (1, True)
     error = json.loads(run("jobs", "get", "job_9", "--json").stderr)["error"]
-    assert (error["code"], error["status"]) == ("not_found", 404), "as JSON where JSON was asked for"
+    assert (error["code"], error["status"]) == ("not_found", 404), "with --json, errors are JSON"
     for environment, command, named in (
         ({"SWIFTKV_URL": f"http://127.0.0.1:{free_port()}"}, ["jobs", "list"], "swiftkv up"),
         ({"SWIFTKV_PORT": "many"}, ["status"], "many"),

@@ -50,7 +50,7 @@ def test_prompts_bypass_layers(tiny_teacher: Path, tmp_path: Path) -> None:
     assert planned["prefill_layers"] == [0, 1, 3]
     asked = run("plan", tiny_teacher, "-l", "3", "--prefill-layers", "0-1,3")
     assert "l = 4 (0-1,3), g = 1: " in asked.output
-    assert asked.output.count("l = 3, g = 1") == 2, "a row and a sentence"
+    assert asked.output.count("l = 3, g = 1") == 2, "once in a row and once in a sentence"
 
 
 def header_bytes(path: Path) -> int:

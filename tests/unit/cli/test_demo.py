@@ -1,4 +1,4 @@
-"""The parts of the demo that need no cluster: its spec, its home, its report, and its failing in order."""
+"""Parts of the demo that need no cluster: its spec, home and report, and how it fails."""
 
 import io
 import sys
@@ -98,9 +98,9 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
         splits = [(source.split, source.is_held_out) for source in spec.data.sources]
         assert splits == [("train", False), ("held_out", True)]
         assert all(source.complete is not None for source in spec.data.sources)
-        assert spec.distillation.trainable == "qkv", "the artifact has both modes"
+        assert spec.distillation.trainable == "qkv", "so that the artifact has both modes"
     assert (full.training.max_steps, short.training.max_steps) == (200, 2)
-    assert llm_spec()["metadata"] == llm_spec()["metadata"] != llm_spec(short=True)["metadata"], "it is found again"
+    assert llm_spec()["metadata"] == llm_spec()["metadata"] != llm_spec(short=True)["metadata"], "it identifies the job"
 
 
 def test_the_short_form_is_the_real_models_alone() -> None:

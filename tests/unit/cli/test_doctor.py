@@ -1,4 +1,4 @@
-"""`swiftkv doctor` on real faults: each is named, with what to do, and a machine without one has no failure."""
+"""`swiftkv doctor` on real faults: each is named with its remedy, and a machine without faults has no failure."""
 
 import json
 import os
@@ -36,18 +36,18 @@ ROOT = Path(__file__).parents[3]
 PROJECT_VARIABLES = re.compile(r'"(SWIFTKV_[A-Z0-9_]*[A-Z0-9])"')
 
 EXAMINE_S = "120"
-"""Seconds that a machine with other work may take."""
+"""Time limit in seconds that a busy machine keeps."""
 
 DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
     "packages": lambda: tuple(sys.path),
     "compiler": lambda: (os.environ.get("PATH"), os.environ.get("CXX")),
 }
-"""Conditions of what costly checks find: one compiles, and one reads the metadata of every package."""
+"""By costly check, what its finding depends on: one compiles, one reads the metadata of every package."""
 
 
 @pytest.fixture(scope="module")
 def checks() -> tuple[Check, ...]:
-    """All checks. A costly one looks once at each environment, not once for every test of another check."""
+    """All checks. A costly one examines each environment once, not again in every test of another check."""
     found: dict[tuple[str, Hashable], Finding] = {}
 
     def remembering(check: Check) -> Check:
@@ -64,7 +64,7 @@ def checks() -> tuple[Check, ...]:
 
 @pytest.fixture
 def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]) -> Examine:
-    """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
+    """Return a function that runs the command with these variables and returns the findings by check."""
     monkeypatch.setattr("swiftkv_platform.cli.doctor.CHECKS", checks)
     for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def only_failure(findings: Findings, name: str) -> Finding:
 
 
 def distribution(directory: Path, name: str, version: str) -> None:
-    """An installed distribution, as importlib finds one."""
+    """Write the metadata of an installed distribution, for importlib to find."""
     folder = directory / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -209,11 +209,11 @@ def program(path: Path, script: str) -> None:
 
 
 Told = dict[str, tuple[str, str, str]]
-"""Status of checks, and parts of what they say and of what they advise."""
+"""By check: its status, and a part of its message and of its advice."""
 
 
 def check(findings: Findings, told: Told) -> None:
-    """All findings that are told, and no other failure."""
+    """Check that the findings are those in `told`, without any other failure."""
     failed = {name for name, finding in findings.items() if finding.status == "failed"}
     assert failed == {name for name, (status, *_) in told.items() if status == "failed"}, findings
     for name, (status, message, advice) in told.items():
@@ -296,7 +296,7 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeyp
 
 @contextmanager
 def ray_and_wandb(nodes: list[Any], *, viewer: Any, version: str | None = None) -> Iterator[dict[str, str]]:
-    """A Ray and a W&B that answer; yields the variables that name them."""
+    """Stand-ins for Ray and W&B that answer; yields the environment variables that name them."""
     import ray
 
     script = Script()
@@ -345,7 +345,7 @@ def test_servers_that_take_connections_and_say_nothing(doctor: Examine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         environment = {
-            **client_environment(free_port()),  # and one that takes none
+            **client_environment(free_port()),  # a port that takes no connections
             "SWIFTKV_STORAGE_URI": "s3://bucket/prefix",
             "SWIFTKV_DATABASE_URL": f"postgresql+psycopg://swiftkv@127.0.0.1:{port}/swiftkv",
             "SWIFTKV_RAY_DASHBOARD_URL": f"http://127.0.0.1:{port}",
@@ -364,7 +364,7 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     for name, value in moto_server.environment.items():
         monkeypatch.setenv(name, value)
     bucket = open_store(moto_server.uri(""))
-    others = list(bucket.list(""))  # the server is that of other tests too
+    others = list(bucket.list(""))  # other tests use the server too
     findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
     assert "takes, gives back, lists and deletes" in findings["object store"].message
     assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message

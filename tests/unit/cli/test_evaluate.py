@@ -55,7 +55,7 @@ def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: P
 
     result = run(student, *arguments, "--html", page, "--json")
 
-    assert result.exit_code == 1, "five samples cannot tell whether a point is lost"
+    assert result.exit_code == 1, "five samples cannot decide about one point"
     report = json.loads(result.stdout)
     assert report["distilled"]["kl"] > 0
     assert (report["rewired"], report["tokens_trained"]) == (None, None)
@@ -70,7 +70,7 @@ def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: P
 
 
 def _artifact(student: Path, directory: Path, data: dict[str, Any], lineage: dict[str, Any] | None = None) -> Path:
-    """The student as a job's artifact."""
+    """Lay the student out as a job's artifact."""
     directory.mkdir()
     for file in student.iterdir():
         (directory / file.name).hardlink_to(file)
@@ -93,7 +93,7 @@ def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp
 
 
 def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path, tmp_path: Path) -> None:
-    """Rows keep to the context like the job's, whose `max_length` is 8,192 by default."""
+    """Rows are limited to the model's context, as in a job, although `max_length` is 8,192 by default."""
     config = json.loads((student / "config.json").read_text())
     whole = _artifact(student, tmp_path / "whole", {"sources": [{"name_or_path": str(corpus)}]})
     fitting = {"sources": [{"name_or_path": str(corpus)}], "max_length": config["max_position_embeddings"]}
@@ -108,7 +108,7 @@ def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path,
 def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
     student: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """The student is one that `trainable: all` leaves, with layers < l of its own; its job names the teacher."""
+    """Such a student, left by `trainable: all`, has changed layers < l; its job's lineage names the teacher."""
     save_teacher(tmp_path / "teacher")
     save_teacher(tmp_path / "other", seed=1)
     trained = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True)
@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
     artifact = _artifact(student, tmp_path / "artifact", {"sources": [source]})
     for directory, arguments, message in (
         (student, (), "name text to measure on with --data"),
-        (artifact, (), "name text to measure on with --data"),  # a job does not keep what its teacher has written
+        (artifact, (), "name text to measure on with --data"),  # a job does not keep the texts that its teacher wrote
         (student, ("--data", "/nowhere.txt"), "/nowhere.txt"),
         (tmp_path / "dense", ("--data", corpus), "holds a llama model, which has no student"),
         (tmp_path / "empty", ("--data", corpus), "there is no config.json"),

@@ -1,4 +1,4 @@
-"""From one's own model and file to an answer: `swiftkv distill --model`, `serve`, `recipes`."""
+"""From a user's own model and file to an answer: `swiftkv distill --model`, `serve`, `recipes`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first_answer(url: str, server: subprocess.Popen[str]) -> httpx.Response:
         try:
             return httpx.get(url, timeout=60.0)
         except httpx.ConnectError:
-            assert server.poll() is None, "it has ended"
+            assert server.poll() is None, "the server has ended"
             time.sleep(0.02)
 
 
@@ -46,7 +46,7 @@ def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         probe = first_answer(f"http://127.0.0.1:{port}/health", server)
-        assert (probe.status_code, probe.json()["code"]) == (503, "loading"), "a model takes longer"
+        assert (probe.status_code, probe.json()["code"]) == (503, "loading"), "it answers before it has loaded"
         assert httpx.head(f"http://127.0.0.1:{port}/health/").status_code == 503
         waiting = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=120.0)
         url = json.loads(server.stdout.readline())["url"]
@@ -112,7 +112,7 @@ def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch
     assert saved.data.max_length == min(context, 512)
     assert saved.data.sources[0].name_or_path == str(tmp_path / "chats.jsonl")
 
-    assert run(*base, "-l", "2", "--set", "training.seed=3").exit_code == 0  # the same again
+    assert run(*base, "-l", "2", "--set", "training.seed=3").exit_code == 0  # an equal spec
     refused = run(*base, "-l", "1")
     assert (refused.exit_code, "is another spec" in refused.stderr) == (1, True)
     assert run("distill", "--file", "my student.yaml", "--set", "training.seed=4", "-o", "b").exit_code == 0

@@ -35,7 +35,7 @@ RECIPE = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
 
 
 def test_what_the_samples_of_tasks_can_exclude_is_told_before_a_job(tmp_path: Path) -> None:
-    """Also where the teacher is on the hub, and of a limit that is too narrow for the samples how many it takes."""
+    """The plan says so for a hub teacher too, and how many samples a limit needs that is too narrow for these."""
     narrow = tmp_path / "narrow.yaml"
     narrow.write_text(RECIPE.read_text().replace("max_drop: 4.0", "max_drop: 1.0"))
     rows = [line.split() for line in run(narrow).output.splitlines()]
@@ -62,7 +62,7 @@ def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
     document = json.loads(run("builtin:python-5m", "-g", "1", "-g", "3", "--json").output)
     assert [each["num_kv_cache_layers"] for each in document["plans"]] == [12, 8]
     (tmp_path / "config.json").write_text(LLAMA_70B.read_text())
-    assert run(tmp_path, "--json").output == run(LLAMA_70B, "--json").output, "a directory"
+    assert run(tmp_path, "--json").output == run(LLAMA_70B, "--json").output, "a directory works as well"
 
 
 def test_a_model_that_is_not_there() -> None:
@@ -74,7 +74,7 @@ def test_a_model_that_is_not_there() -> None:
         result = run(name)
         assert (result.exit_code, message in result.stderr) == (1, True)
         assert "Traceback" not in result.output + result.stderr
-    assert "--config" in run(RECIPE).stdout, "a hub teacher needs its configuration"
+    assert "--config" in run(RECIPE).stdout, "a hub teacher needs --config"
 
 
 def test_a_job_spec_is_planned_phase_by_phase() -> None:

@@ -1,4 +1,4 @@
-"""Every route of the control plane's OpenAPI document has a method of the client and a command, which reach it."""
+"""Every route of the control plane's OpenAPI document is reached by a method of the client and by a command."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -135,12 +135,12 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /audit": (lambda own, _: own.audit(status=201), "audit --status 201"),
     "GET /quota": (lambda own, _: own.quota(), "quota"),
 }
-"""By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""
+"""By route: the client's method and the command. None: only probes, Prometheus or OpenAI's clients use the route."""
 
 
 @dataclass
 class Recorder:
-    """Remembers which routes were reached, and answered without an error."""
+    """Records which routes were reached and answered without an error."""
 
     app: ASGIApp
     reached: set[str] = field(default_factory=set)
@@ -206,8 +206,8 @@ def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platfo
 def test_the_client_reaches_every_route(platform: Platform) -> None:
     paths: dict[str, dict[str, Any]] = httpx.get(f"{platform.url}/openapi.json").json()["paths"]
     routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
-    assert routes - CALLS.keys() == set(), "without client and command"
-    assert CALLS.keys() - routes == set(), "no longer there"
+    assert routes - CALLS.keys() == set(), "routes without a client method and a command"
+    assert CALLS.keys() - routes == set(), "routes that no longer exist"
     with platform.client() as client:
         for route, (call, _) in CALLS.items():
             if call is not None:

@@ -1,4 +1,4 @@
-"""Input of editors and shells, and commands of the documentation: schema files, completion, what pages show."""
+"""Schema files for editors, completion for shells, and the commands that the documentation shows."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_completion_does_not_wait_for_a_control_plane_that_hangs(monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ctx = typer.Context(COMMAND)
         ctx.params["url"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert context.complete_job(ctx, "") == []  # the client itself would wait for a minute
+        assert context.complete_job(ctx, "") == []  # without a timeout of its own, the client would wait a minute
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -77,7 +77,7 @@ COMMAND = typer.main.get_command(app)
 
 
 def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
-    """Words that bash offers for the last one of a line."""
+    """Words that bash offers to complete the last word of a line."""
     monkeypatch.setenv("SWIFTKV_URL", url)
     _, *words, last = typed.split(" ")
     completion = BashComplete(COMMAND, {}, "swiftkv", "_SWIFTKV_COMPLETE")
@@ -85,7 +85,7 @@ def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str
 
 
 def test_shells_complete_commands_options_and_ids(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "TIMEOUT_S", 60.0)  # a machine with other work
+    monkeypatch.setattr(context, "TIMEOUT_S", 60.0)  # the machine may be busy
     with serve(script) as url:
         for typed, offered in (
             ("swiftkv jo", ["jobs"]),
@@ -146,7 +146,7 @@ APP: Any = typer.main.get_command(app)
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that words lead to, and the words behind it. `a|b` stands for either of two commands."""
+    """The command that `words` name, and the words after it. `a|b` names either of two commands."""
     command, rest = APP, list(words)
     while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
         alternatives = [command.commands[name] for name in rest.pop(0).split("|")]
@@ -156,7 +156,7 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 def check_accepted(place: str, command: str) -> None:
     parsed, arguments = command_of(shlex.split(command.replace("\\\n", ""), comments=True)[1:])
-    assert not isinstance(parsed, TyperGroup), f"{place}: {command} is no whole command"
+    assert not isinstance(parsed, TyperGroup), f"{place}: {command} is a group, not a command"
     try:
         parsed.make_context(parsed.name, arguments)
     except typer.BadParameter as refused:
@@ -172,7 +172,7 @@ def unknown_options(span: str) -> list[str]:
 
 
 def test_sentences_name_commands_options_and_targets_that_exist() -> None:
-    """Commands within a sentence may leave arguments out."""
+    """Commands in sentences may lack arguments, so only their names, options and targets are checked."""
     pages = [*PAGES, Path("CONTRIBUTING.md"), Path("SECURITY.md"), Path("CHANGELOG.md")]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     targets = set(re.findall(r"^([a-z-]+):", Path("Makefile").read_text(encoding="utf-8"), re.MULTILINE))

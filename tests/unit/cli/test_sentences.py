@@ -51,7 +51,7 @@ SPEC: dict[str, Any] = {"name": "tiny", "training": {"max_steps": 100}, "data": 
 
 
 def lines(result: Result) -> dict[str, str]:
-    """Output of `print_fields`, by name."""
+    """Lines printed by `print_fields`, by field name."""
     assert result.exit_code == 0, result.output
     pairs = (line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
     return {name: text.strip() for name, text in pairs}
@@ -181,7 +181,7 @@ def test_a_watched_job_says_when_what_it_waits_for_has_changed(
     script.on("GET", "/jobs/job_1", *map(json_answer, [*rows, {**JOB, "status": "cancelled"}]))
 
     def ends(_: Request) -> Answer:
-        """The stream says nothing while the job waits."""
+        """A stream that is silent while the job waits."""
         while len(script.sent("GET", "/jobs/job_1")) <= len(rows):
             time.sleep(0.001)
         return event_stream()

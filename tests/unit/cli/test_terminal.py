@@ -1,4 +1,4 @@
-"""A job on a terminal and in a log file, and identifiers that no width of a terminal or pipe breaks or cuts."""
+"""Output of a job on a terminal and in a log file; identifiers are neither broken nor cut at any width."""
 
 import io
 import re
@@ -23,7 +23,7 @@ def event(kind: str, message: str, *, level: str = "info", at: int = 1, **data: 
 
 
 def metrics(step: int, total_steps: int = 100) -> JobEvent:
-    """Two seconds a step."""
+    """A metrics event of a run with two seconds a step."""
     point = {"step": step, "loss": 2.0 / step, "tokens_per_second": 3456.7}
     return event("metrics", f"step {step}", at=1000 + 2 * step, points=[point], total_steps=total_steps)
 
@@ -65,14 +65,14 @@ def test_metrics_that_lack_figures_are_no_obstacle() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_time_left_goes_by_when_steps_were_done_not_by_when_they_are_shown(terminal: bool) -> None:
-    """A watcher who comes late is told all steps at once."""
+    """A watcher that connects late gets all steps at once, so the time left goes by the times of the steps."""
     text = shown([metrics(step) for step in range(10, 90, 10)], terminal=terminal)
     assert "ETA 40 s" in text[text.rindex("80/100") :]  # 20 steps of 2 s
     assert "ETA" not in shown([metrics(1)], terminal=terminal)
     trials = [metrics(step) for step in range(10, 90, 10)]
     for each in trials:
         each.data["points"][0]["trial"] = 0
-    assert "ETA" not in shown(trials, terminal=terminal), "a calibration and a measurement lie between two trials"
+    assert "ETA" not in shown(trials, terminal=terminal), "between two trials there is other work"
 
 
 JOB, MODEL = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl"))
@@ -85,7 +85,7 @@ COMMANDS = {
     f"jobs get {JOB}": JOB,
     f"models lineage {MODEL}": MODEL,
 }
-"""One command for each form of output: a line, a table, fields, and fields that hold objects."""
+"""A command for each form of output (a line, a table, fields, nested fields), with an identifier that it prints."""
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_narrow_terminal_breaks_no_id(script: Script, tmp_path: Path) -> None:
 def test_what_is_printed_is_not_styled_by_what_it_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names come from servers and other users: brackets in them are text."""
+    """Names come from servers and other users, so brackets in them are text and not markup."""
     monkeypatch.setenv("COLUMNS", "20")
     output.say("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
     assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"
@@ -135,5 +135,5 @@ def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.
     assert (max(map(cell_len, lines)), len(lines)) == (50, 6)
     assert "[bold]" in " ".join(lines)
     narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
-    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "whole where they do not fit"
-    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "a line a row in a pipe"
+    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "ids are never cut"
+    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "one line for each row in a pipe"

@@ -1,4 +1,4 @@
-"""Events of attempts, reason codes and keys: stored, so they have one form for all versions."""
+"""Events of attempts, reason codes and keys: they are stored, so their form is the same in all versions."""
 
 import json
 from typing import Any

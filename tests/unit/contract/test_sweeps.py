@@ -1,4 +1,4 @@
-"""Trials, frontier and choice of a sweep from given figures, and the autoscaling policy on what Serve hands it."""
+"""Trials, frontier and choice of a sweep from given figures, and the autoscaling policy on metrics from Serve."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ def test_without_a_point_within_the_budget_none_is_taken() -> None:
 
 
 def replicas(*loads: tuple[float, float], running: int | None = None, requests: float = 1.0) -> int:
-    """Replicas that the policy wants for (steps of prompts that wait, share of the cache in use) by replica."""
+    """Replicas that the policy wants, given (steps of waiting prompts, share of the cache in use) of each replica."""
     metrics = {
         WAITING_STEPS: {number: waiting for number, (waiting, _) in enumerate(loads)},
         KV_CACHE_USAGE: {number: usage for number, (_, usage) in enumerate(loads)},
@@ -126,7 +126,7 @@ def replicas(*loads: tuple[float, float], running: int | None = None, requests: 
     [
         ([(0.0, 0.1)], 1),
         ([(4.0, 0.1)], 1),
-        ([(8.0, 0.1)], 2),  # twice as many prompt tokens wait as one replica should have
+        ([(8.0, 0.1)], 2),  # twice the waiting prompt tokens that one replica should have
         ([(0.0, 0.9)], 2),  # nothing waits, but the cache is nearly full
         ([(6.0, 0.1), (6.0, 0.1)], 3),
         ([(0.0, 0.1), (0.0, 0.1)], 1),

@@ -26,13 +26,13 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Writes the last turn unlike the others, as Qwen3's does."""
+"""A template that renders the last turn differently, like Qwen3's."""
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
 )
 FORGETFUL = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
-"""Leaves out every assistant turn but the last."""
+"""A template that leaves out every assistant turn but the last."""
 DATED = "{{ date_string if date_string is defined else strftime_now('%c') }} {{ messages[0].content }}"
 
 FORGETS_THOUGHTS = (
@@ -43,7 +43,7 @@ FORGETS_THOUGHTS = (
     "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Takes the thoughts out of every turn but the last, as Qwen3's does, and brings a system prompt of its own."""
+"""A template that drops the thoughts of every turn but the last, like Qwen3's, and adds a system prompt."""
 THOUGHT = {"role": "assistant", "content": "<think>two and two</think> 4"}
 SAID_AT_LAST = f"{THOUGHT['content']}<|im_end|>\n"
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {}}}]

@@ -1,4 +1,4 @@
-"""The built-in teacher answers prompts: the same ones from every writer, and never twice."""
+"""The built-in teacher answers prompts: the same answers whichever worker writes them, and each written once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,10 +27,10 @@ SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 
 
 class InMemoryAnswers(dict[str, bytes]):
-    """An `AnswerStore`."""
+    """An `AnswerStore` that refuses to overwrite."""
 
     def put(self, key: str, data: bytes) -> None:
-        assert key not in self, "nothing is written twice"
+        assert key not in self, "an answer is written twice"
         self[key] = data
 
 
@@ -49,7 +49,7 @@ Prompts = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def prompts(write: Write) -> Prompts:
-    """Writes rows of prompts, and returns the source that has them completed."""
+    """Return a function that writes rows of prompts and returns a source that has them completed."""
     return lambda rows, **settings: {"name_or_path": write(rows), "complete": {**SETTINGS, **settings}}
 
 
@@ -94,7 +94,7 @@ def test_answers_depend_on_the_seed_and_on_nothing_around_them(prompts: Prompts,
     assert answers == answered(ROWS)
     assert sorted(answers, key=lambda a: a.text) == sorted(backwards, key=lambda a: a.text)
     assert {a.token_ids for a in answers} != {a.token_ids for a in others}
-    assert answers[0].token_ids != answers[1].token_ids, "answers to one prompt are draws of their own"
+    assert answers[0].token_ids != answers[1].token_ids, "answers to one prompt are drawn independently"
 
 
 def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: Prompts, engine: LLMEngine) -> None:
@@ -198,7 +198,7 @@ def test_prompts_without_room_for_an_answer_are_dropped_and_counted(
 def test_built_in_requests_are_measured_on_the_split_that_says_so(
     name: str, other: str, engine: LLMEngine, tmp_path: Path
 ) -> None:
-    """The side is the recipe's: one source of each split, nothing held out by chance."""
+    """The recipe chooses the sides by split, one source for each, so nothing is held out at random."""
     sources = [
         {"name_or_path": name, "split": split, "sample_count": count, "complete": {"max_tokens": 4, "seed": 1}}
         for split, count in (("train", 5), (other, 2))

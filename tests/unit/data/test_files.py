@@ -1,4 +1,4 @@
-"""Files are read row by row, whatever their size, and every damage is named with its place."""
+"""Files are read row by row, whatever their size, and damage is reported with its place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftkv_platform.sources.layout import SUFFIXES
 
 @pytest.fixture(autouse=True)
 def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few bytes at a time, so that every row, number and character is cut somewhere."""
+    """Read a few bytes at a time, so that every row, number and character is cut somewhere."""
     monkeypatch.setattr(data_files, "_BYTES_PER_READ", 3)
 
 
@@ -77,7 +77,7 @@ def test_every_kind_of_file_holds_the_same_rows_compressed_or_not(tmp_path: Path
     compress = COMPRESSED.get(ending.lower(), bytes)
     content = KINDS[name].encode()
     path = tmp_path / f"{name}{ending}"
-    path.write_bytes(compress(content[:7]) + compress(content[7:]))  # as what tools in parallel write, or append
+    path.write_bytes(compress(content[:7]) + compress(content[7:]))  # as tools write in parallel, or append
     assert [row for _, row in read(path)] == [{"text": "a"}, {"text": "b\né"}]
     path.write_bytes(compress(content)[:-9])
     if ending:

@@ -222,7 +222,7 @@ def test_every_role_is_in_the_documentation() -> None:
 
 
 def _roles(line: str) -> list[tuple[str, str]]:
-    """The names, and the role that they stand for, in a line of the table."""
+    """Names of a role, and the role, from a line of the table."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     role = cells[0].strip("`")
     return [(name, role) for name in re.findall("`([a-z_]+)`", cells[1])] if len(cells) == 2 and role in ROLES else []

@@ -1,4 +1,4 @@
-"""Packing loses nothing, mixes nothing, and a step number is all that the position in the data needs."""
+"""Packing neither loses nor mixes tokens, and the step number alone determines the position in the data."""
 
 from collections import Counter
 from itertools import chain, pairwise
@@ -15,7 +15,7 @@ PAD = 9999
 
 
 def make_samples(lengths: list[int]) -> Samples:
-    """Every token of every sample is another number; odd ones count."""
+    """Samples of these lengths whose tokens are all different; odd ones are counted by the loss."""
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     counts = np.arange(starts[-1]) % 2 == 1
     counts[starts[1:] - 1] = False
@@ -28,7 +28,7 @@ def packed(lengths: list[int], *, packing: bool = True) -> PackedRows:
 
 
 def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """A row cut where the positions restart, which is where attention is cut; its last segment ends in the padding."""
+    """Split a row where positions restart, as attention does; the last segment includes the padding."""
     restarts = np.append(True, row["position_ids"][1:] != row["position_ids"][:-1] + 1)
     sizes = np.diff(np.append(np.flatnonzero(restarts), MAX_LENGTH)).tolist()
     parts = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in row.items()}
@@ -55,7 +55,7 @@ def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], pack
             assert segment["loss_mask"][:length].tolist() == samples.counts[span].tolist()
             assert (ids[length:] == PAD).all()
             assert not segment["loss_mask"][length:].any()
-            assert length == len(ids) or number == len(parts), "padding is behind the last sample"
+            assert length == len(ids) or number == len(parts), "padding comes after the last sample"
     assert sorted(found) == list(range(len(lengths)))
     assert len(rows) == len(lengths) or packing
 
@@ -81,7 +81,7 @@ def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, da
 
 @given(lengths_strategy)
 def test_rows_are_counted_and_no_two_could_be_one(lengths: list[int]) -> None:
-    """Best fit never opens a row while another has room, so at most one row is half empty."""
+    """Best fit opens a row only if no other has room, so no two rows would fit into one."""
     rows = packed(lengths)
     batch = rows.batch(range(len(rows)))
     filled = sorted((batch["input_ids"] != PAD).sum(axis=1).tolist())

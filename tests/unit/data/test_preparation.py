@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: Write) -> None:
     prepared = prepare(write([{"text": "one"}, {"text": "<s>two</s>"}, {"text": None}, {"text": ""}]))
-    assert texts(prepared.train) == ["^one$", "^two$"], "special tokens that the text has are not doubled"
+    assert texts(prepared.train) == ["^one$", "^two$"], "special tokens in the text are not doubled"
     assert targets(prepared.train) == ["one$", "two$"]
     source = prepared.statistics.sources[0]
     assert (source.formats, source.rows, source.documents, source.dropped) == ({"text": 4}, 4, 2, 2)
@@ -64,7 +64,7 @@ def test_conversations_count_what_train_on_says(
 
 
 def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -> None:
-    """Texts, each window of a long one, and conversations with `train_on: all`; answers are counted as without."""
+    """Windows of texts and conversations with `train_on: all` begin with tokens that do not count; answers are kept."""
     rows = [{"text": f"document {i} says little, but says it at length " * (1 + i % 4)} for i in range(60)]
     talks = [{"messages": TALK}] * 3
     lengths, begins = [], []
@@ -82,13 +82,13 @@ def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -
             begins.append(begin)
     assert {0 <= begin < length - 1 for begin, length in zip(begins, lengths, strict=True)} == {True}
     assert np.mean(np.array(begins) / (np.array(lengths) - 1)) == pytest.approx(0.5, abs=0.1)
-    assert len(set(begins[-3:])) == 1, "equal content is split alike"
+    assert len(set(begins[-3:])) == 1, "equal content is split equally"
     path = write(talks)
     answers = [prepare(path, template=CHAT, splits=splits, train_on="assistant") for splits in (False, True)]
     assert answers[0].fingerprint == answers[1].fingerprint
     encoder = documents.DocumentEncoder(byte_tokenizer(), max_length=64, train_on="all", splits=True)
     [(_, counts)] = encoder.encode_written([1, 2, 3], [4, 5]).samples
-    assert counts.tolist() == [False, False, True, True, False], "what the teacher wrote begins behind its prompt"
+    assert counts.tolist() == [False, False, True, True, False], "what the teacher wrote begins after its prompt"
 
 
 def test_characters_of_several_tokens_count_whole(write: Write) -> None:
@@ -150,7 +150,7 @@ def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
 
 
 def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
-    """A conversation steers or is reported, whole, and on the same side in every data set."""
+    """A whole conversation either steers or is reported, and is on the same side in every data set."""
     long = [{"text": f"{i:03d} " * 40} for i in range(100)]
     whole = prepare(write(long), validation_fraction=0.4, steers=True)
     part = prepare(write(long[:60][::-1], "part.jsonl"), validation_fraction=0.4, steers=True, seed=7)
@@ -167,7 +167,7 @@ def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
     assert numbers(part.held_out) <= reported
     assert (len(undivided.steering), undivided.statistics.steering) == (0, None)
     texts_of_rows = [set(map(int, rows.samples.texts[rows.members])) for rows in (whole.steering, whole.held_out)]
-    assert [len(found) for found in texts_of_rows] == [len(steering), len(reported)], "all parts of a text are one text"
+    assert [len(found) for found in texts_of_rows] == [len(steering), len(reported)], "parts of a text are one text"
 
 
 def test_of_one_text_parts_steer_and_of_one_sample_nothing_does(write: Write) -> None:

@@ -1,5 +1,5 @@
-"""A student is trained on the text that it is served: before each answer stands, token for token, what the chat routes
-write for the same messages."""
+"""A student is trained on the text that it is served: each answer follows, token for token, the prompt that the chat
+routes render for the same messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MISTRAL = (
     '[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
     "{% else %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}{% endfor %}"
 )
-"""Gives the tools before the last question alone, and the system prompt within the last one."""
+"""A template with the tools only before the last question, and the system prompt inside that question."""
 DEEPSEEK = (
     "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}"
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}"
@@ -62,11 +62,11 @@ DEEPSEEK = (
     "{{ m['content'] + eos_token }}{% endif %}{% if m['role'] == 'tool' %}<out>{{ m['content'] }}</out>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
 )
-"""Has calls for turns without words alone, and joins their arguments to other text."""
+"""A template that has calls only in turns without text, and joins their arguments to other text."""
 THINKING = DEEPSEEK.replace(
     "{% if add_generation_prompt %}<Assistant>", "{% if add_generation_prompt %}<Assistant><think>\n"
 )
-"""Asks by the beginning of a thought, which it leaves out of what was answered."""
+"""A template whose generation prompt begins a thought, which it leaves out of earlier answers."""
 PHI = (
     "{% for m in messages %}{% if m.role == 'system' and tools %}<|system|>{{ m.content }}<|tool|>{{ tools | tojson }}"
     "<|/tool|><|end|>{% elif m.tool_calls %}<|assistant|><|tool_call|>{{ m.tool_calls | map(attribute='function')"
@@ -80,7 +80,7 @@ SMOL = {
     "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments }})"
     "{% endfor %}<|e|>{% endgeneration %}\n{% endfor %}{% if add_generation_prompt %}<|s|>assistant\n{% endif %}",
 }
-"""Two templates, one of which is for tools, marks the assistant's turns and writes arguments as they come."""
+"""Two templates; the one for tools marks the assistant's turns and writes arguments as they are given."""
 TEMPLATES = {
     "llama": LLAMA,
     "qwen": QWEN,
@@ -140,7 +140,7 @@ COUNTED = [2, 4, 8]
 
 
 def served(tokenizer: Any, turn: int) -> list[int]:
-    """Tokens that the chat routes make of the request that `turn` answers."""
+    """Tokens of the prompt that the chat routes render for the request that message `turn` answers."""
     fields = [{key: value for key, value in message.items() if key != "weight"} for message in SENT[:turn]]
     messages = [ChatMessage.model_validate(message).for_template() for message in fields]
     return render_chat(tokenizer, messages, tools=[Tool.model_validate(TOOL).model_dump(exclude_none=True)])

@@ -1,4 +1,4 @@
-"""Files, directories, hub layouts and buckets as sources of rows, and how what cannot be read is named."""
+"""Files, directories, hub layouts and buckets as sources of rows, and errors that name what cannot be read."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool)
 
 
 def card(**configs: str) -> str:
-    """The card of a data set on the hub, with data files by configuration."""
+    """Card of a data set on the hub that lists data files by configuration."""
     lines = (f"- config_name: {name}\n  data_files: {files}\n" for name, files in configs.items())
     return f"---\nconfigs:\n{''.join(lines)}---\n"
 

@@ -1,4 +1,4 @@
-"""The turns of a run by its measurements of held-out KL, the notes of them, and the search for a learning rate."""
+"""Rollbacks and the end of a run by its held-out KL, their notes, and the search for a learning rate."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def training(**fields: Any) -> TrainingSpec:
 
 
 def course_of(*kls: float, spec: TrainingSpec | None = None) -> Turn:
-    """The last turn of a run measured at steps 0, 10, 20, ..."""
+    """The last turn of a run with these held-out KLs at steps 0, 10, 20, ..."""
     turn = Turn(Course())
     for number, kl in enumerate(kls):
         turn = measured(turn.course, kl, 10 * number, spec or training())
@@ -43,13 +43,13 @@ def test_the_first_measurement_is_the_start_and_the_lowest_the_best() -> None:
     assert (turn.course.start_kl, turn.course.best_kl, turn.course.best_step) == (0.5, 0.5, 0)
     assert turn.is_best
     assert (turn.rollback, turn.end) == (None, None)
-    turn = course_of(0.5, 0.3, 0.35)  # a little more is no matter
+    turn = course_of(0.5, 0.3, 0.35)  # slightly worse: no rollback
     assert (turn.course.best_kl, turn.course.best_step) == (0.3, 10)
     assert (turn.is_best, turn.rollback) == (False, None)
 
 
 def test_of_states_that_a_few_rows_cannot_tell_apart_the_later_one_is_the_best() -> None:
-    """Ties are with the lowest, not with the one before: they add up to no drift. None is above the start."""
+    """A tie is one with the lowest KL, so that ties do not drift upwards; a KL above the start's is never the best."""
     turn = course_of(0.5, 0.300, 0.304)
     assert (turn.is_best, turn.course.best_step, turn.course.best_kl, turn.course.lowest_kl) == (True, 20, 0.304, 0.3)
     drifting = course_of(0.5, 0.300, 0.305, 0.310)
@@ -62,7 +62,7 @@ def test_of_states_that_a_few_rows_cannot_tell_apart_the_later_one_is_the_best()
 
 
 def test_a_state_that_is_not_kept_is_not_the_best() -> None:
-    """It resets what early stopping counts all the same."""
+    """A state without a checkpoint is never the best, but its KL still resets the count of early stopping."""
     spec = training(early_stopping={"patience": 2})
     start = course_of(0.5, 0.4, 0.42, spec=spec)
     turn = measured(start.course, 0.3, 30, spec, may_be_best=False)
@@ -92,8 +92,8 @@ def test_kl_above_start_or_far_above_best_goes_back_at_half_the_rate(
 
 
 def test_when_a_run_goes_back_for_good() -> None:
-    """One that may not go back again ends with the best; the last step goes back whatever has been; without a guard
-    nothing does."""
+    """A run with no rollback left ends at its best step; a bad last step goes back in any case; without a guard no step
+    does."""
     turn = course_of(0.5, 0.4, 0.6, 0.6, 0.6, 0.6)
     assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.ROLLBACKS_EXHAUSTED)
     assert (turn.course.num_rollbacks, turn.course.ended, turn.course.best_step) == (3, 1, 10)
@@ -108,7 +108,7 @@ def test_a_run_stops_once_its_kl_no_longer_falls() -> None:
     assert course_of(0.5, 0.4, 0.395, spec=spec).end is None
     turn = course_of(0.5, 0.4, 0.395, 0.392, spec=spec)
     assert (turn.end, turn.course.ended) == (CourseCode.EARLY_STOPPING, 1)
-    assert turn.course.best_step == 30  # the lowest, though it is no improvement that counts
+    assert turn.course.best_step == 30  # the lowest, though by too little to count as an improvement
     slowly = course_of(0.5, 0.4, 0.395, 0.389, 0.385, spec=spec)  # small steps add up
     assert (slowly.end, slowly.course.num_stale) == (None, 1)
 
@@ -155,7 +155,7 @@ def test_measured_rows_are_a_tenth_of_those_trained_on_between() -> None:
 
 
 def valley(best: float, *, ruinous: float = math.inf) -> Callable[[float], float]:
-    """Held-out KL with its lowest at the rate `best`, and no number from `ruinous` on."""
+    """Held-out KL by learning rate: lowest at `best`, and NaN from `ruinous` on."""
     return lambda rate: math.nan if rate >= ruinous else 0.2 + 0.1 * abs(math.log(rate / best))
 
 
@@ -166,7 +166,7 @@ def test_the_search_finds_the_lowest_kl_up_or_down() -> None:
         assert len(tried) <= MAX_TRIALS
     rate, tried = search(1e-2, 0.5, valley(1e-2 / 9, ruinous=2e-3))
     assert rate == pytest.approx(1e-2 / 9)
-    assert [one["held_out_kl"] is None for one in tried] == [False, False, True, True], "ruinous ones are passed over"
+    assert [one["held_out_kl"] is None for one in tried] == [False, False, True, True], "rates without KL are skipped"
 
 
 def test_of_rates_that_gain_nearly_as_much_the_highest_is_taken() -> None:
@@ -184,7 +184,7 @@ def test_the_lowest_rate_is_taken_where_none_gains_anything_and_none_above_the_h
 
 
 def test_bounds_of_a_search() -> None:
-    """No matrix moves by more than a share of its size; a trial takes few steps, and a short run has none."""
+    """The highest rate moves no matrix by more than a share of its size; trials are short, and a short run has none."""
     matrices = [torch.full((4, 4), size) for size in (0.0, 0.01, 0.02, 9.0)]
     assert highest_rate(matrices) == pytest.approx(0.05 * 0.02)
     assert highest_rate([]) == math.inf

@@ -64,7 +64,7 @@ def test_equal_hidden_states_and_no_positions_cost_nothing_and_pull_nowhere() ->
 
 
 def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
-    """Hidden states are compared by the mean over features, summed over positions."""
+    """Neither loss gives the teacher a gradient; `hidden_loss` is a mean over features, summed over positions."""
     teacher, head = _random(TOKENS, HIDDEN, seed=0).requires_grad_(), _random(VOCAB, HIDDEN, seed=1)
     student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
     logits_loss(student, teacher, head, head, temperature=2.0).backward()
@@ -93,7 +93,7 @@ def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
 
 def test_bfloat16_is_summed_in_float32_at_exact_temperatures() -> None:
     """A bfloat16 sum over 2,000 equal losses would stop growing far below the true one; dividing hidden states
-    by what is no power of two would round them."""
+    by a temperature that is no power of two would round them."""
     head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
     student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)
     loss = logits_loss(student, teacher, head, head, temperature=1.0, chunk_size=1)
@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
 
 
 def _chunked_kl(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor, temperature: float) -> Tensor:
-    """The loss by logarithms of all probabilities, in the order that it had before passes were saved."""
+    """The same loss from two whole `log_softmax`, which takes more passes over the logits."""
     log_p = F.log_softmax(F.linear(teacher, teacher_head).float().div(temperature), dim=-1)
     log_q = F.log_softmax(F.linear(student, head).float().div(temperature), dim=-1)
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
@@ -165,7 +165,7 @@ def _chunked_kl(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Te
     ("shared", "temperature", "distance"), pairwise([True, False], [1.0, 1.7, 2.0], [0.01, 0.3, 3.0])
 )
 def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance: float) -> None:
-    """At a vocabulary and a width of real models, near the teacher and far from it."""
+    """Loss and gradient are as exact as with more passes, near the teacher and far from it."""
     tokens, hidden, vocab = 50, 64, 20_000
     teacher, head = _random(tokens, hidden, seed=0), _random(vocab, hidden, seed=1) / 4
     student = (teacher + distance * _random(tokens, hidden, seed=2)).requires_grad_()

@@ -18,11 +18,11 @@ def _rates(**spec: object) -> list[float]:
 
 
 def test_rates_of_schedules() -> None:
-    """They rise linearly to the full rate."""
+    """Every schedule warms up linearly to the full rate."""
     rates = _rates()
     assert rates[:10] == pytest.approx([1e-3 * (step + 1) / 10 for step in range(10)])
     assert max(rates) == pytest.approx(1e-3)
-    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half way"
+    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half of the rate half way"
     assert _rates(schedule="constant")[10:] == [1e-3] * 90
     assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
     assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
@@ -60,7 +60,7 @@ def test_muon_takes_the_matrices_and_leaves_vectors_and_the_exit_head_to_adamw()
 
 
 def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
-    """Where Adam, and the gradient itself, would hardly move the second one."""
+    """The direction with a tenth of the gradient moves at least half as far as the other."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizers = build_optimizers([("q", parameter)], OptimizerSpec(name="muon", weight_decay=0.0))
     set_learning_rate(optimizers, 1.0)

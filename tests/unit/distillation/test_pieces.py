@@ -1,4 +1,4 @@
-"""Pieces of a checkpoint's tensors: rows of them, the bytes that those take, and what is noticed of damage."""
+"""Pieces of a checkpoint's tensors: reading some of their rows, the bytes that this takes, and detecting damage."""
 
 import io
 from collections import Counter
@@ -16,7 +16,7 @@ from swiftkv_platform.errors import ArtifactCorruptError
 
 
 class File:
-    """A file of pieces, and how much of it is read."""
+    """A file of pieces that records the length of each read."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.data, self.pieces = bytearray(), []
@@ -47,7 +47,7 @@ def test_rows_of_a_piece_are_those_that_were_saved(dtype: torch.dtype, shape: tu
 
 
 def test_no_more_is_read_than_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces come in parts and batches, one without dimensions whole."""
+    """Only the wanted rows and the headers are read, in batches and parts; a scalar is read whole."""
     monkeypatch.setattr(pieces, "_BATCH_BYTES", 1 << 16)
     monkeypatch.setattr(pieces, "_PART_BYTES", 1 << 12)
     tensors = [torch.randn(1000, 64) for _ in range(4)]
@@ -76,7 +76,7 @@ def test_ranges_that_follow_each_other_come_together() -> None:
 
 
 def test_a_piece_that_is_not_as_it_was_saved_is_refused() -> None:
-    """Each byte in turn: values are right or refused; padding and times may change."""
+    """Whichever byte is damaged, the values are right or refused; padding and timestamps do not matter."""
     tensor = torch.randn(6, 4)
     file = File(tensor)
     start, length = file.pieces[0].start, file.pieces[0].length
@@ -95,7 +95,7 @@ def test_a_piece_that_is_not_as_it_was_saved_is_refused() -> None:
 
 @pytest.mark.parametrize("damage", ["other form", "no head"])
 def test_rows_of_a_piece_of_another_form_are_refused(damage: str) -> None:
-    """Values of the same size, in another order."""
+    """Values of the same size in another order are refused, as is a piece without its header."""
     stored: Any = torch.randn(500, 600).T if damage == "other form" else torch.randn(600, 500)
     file = File(stored)
     piece = Piece("weight", "f", file.pieces[0].start, file.pieces[0].length, torch.Size((600, 500)), stored.dtype)

@@ -37,7 +37,7 @@ def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection
 
 
 def sizes(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[int]:
-    """Parameters of each unit, those that units before it have left out."""
+    """Number of parameters of each unit, without those in `apart`, to which they are added."""
     found = []
     for unit in units:
         own = {p for module in unit for p in module.parameters()} - apart
@@ -47,14 +47,14 @@ def sizes(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[int]:
 
 
 def split(decoder: Any) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
-    """Units of what groups share, and of layers."""
+    """Return the units of what groups of layers share, and the units of the layers."""
     units = [unit if isinstance(unit, list) else [unit] for unit in sharding_units(decoder)]
     return units[:-DEEP], units[-DEEP:]
 
 
 @pytest.mark.parametrize("family", few(FAMILY_CONFIGS))
 def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
-    """None is larger than a layer, and all together are the layers."""
+    """No shared unit is larger than a layer, and the units together hold all parameters of the layers."""
     for own_output_projection in (False, True):
         decoder = make_decoder(family, own_output_projection=own_output_projection)
         model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
@@ -68,8 +68,8 @@ def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
 
 
 def test_projections_of_many_groups_are_several_units() -> None:
-    """Latents are expanded by units of their own: a group's keys and values are made when its first layer runs, long
-    after its latent is."""
+    """Projections that expand latents are units of their own: they run with the first layer of a group, long after the
+    latent is computed."""
     shared, _ = split(make_decoder("llama", "mha"))
     assert len(shared) > 1
     assert sum(map(len, shared)) == 2 * (DEEP - 2)

@@ -1,4 +1,4 @@
-"""Uploads behind the training: what waits for what, and what a store that fails leaves behind."""
+"""Checkpoint uploads in the background of training: what waits for them, and what a failing store loses."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Store:
-    """Takes checkpoints when it may, and fails as often as it is told to."""
+    """A checkpoint store that waits until `reachable` is set and fails the next `failures` uploads."""
 
     def __init__(self, *, failures: int = 0, error: type[Exception] = StorageError) -> None:
         self.reachable = threading.Event()
@@ -78,7 +78,7 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
     uploader = Uploader(store, AT_ONCE)
     directory = staged(tmp_path, "a")
     uploader.start(directory, "a", Progress(1))
-    assert store.committed == []  # `start` came back all the same
+    assert store.committed == []  # `start` did not wait for the upload
     store.reachable.set()
     uploader.finish()
     assert store.committed == ["a"]
@@ -86,7 +86,7 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
 
 
 def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
-    """A checkpoint that cannot be stored is reported, and those before and behind it stay."""
+    """A checkpoint that cannot be stored is reported, and those before and after it are stored."""
     store = Store(failures=2)
     uploader = Uploader(store, AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
@@ -103,7 +103,7 @@ def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
 def test_the_last_checkpoint_must_arrive(
     failures: int, error: type[Exception], lost: list[str], tmp_path: Path
 ) -> None:
-    """A defect is no failure of the store, and is not tried again."""
+    """`finish` raises; an error that is not the store's is neither retried nor reported as a lost checkpoint."""
     store = Store(failures=failures, error=error)
     uploader = Uploader(store, AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
@@ -113,7 +113,7 @@ def test_the_last_checkpoint_must_arrive(
 
 
 class _Alone:
-    """The parts of a trainer that are not its checkpoints: one worker, which computes nothing and is told nothing."""
+    """Stand-in for a trainer's worker and listener: alone, without a model, and never asked to stop."""
 
     def agree(self, stop_request: int) -> int:
         return stop_request
@@ -145,7 +145,7 @@ class _Checkpointer:
 
 
 class _Trainer(Trainer):
-    """Its loss is finite until the last step."""
+    """A trainer of two steps without a model; if it `diverges`, the loss of the second is not finite."""
 
     def __init__(self, store: Store, tmp_path: Path, *, diverges: bool) -> None:
         spec = JobSpec.model_validate({"name": "n", "checkpoint": {"every_steps": 1}})
@@ -174,7 +174,7 @@ def test_a_run_that_ends_well_needs_its_last_checkpoint(tmp_path: Path) -> None:
 
 
 class _Measured:
-    """Held-out rows with these KLs, one measurement after the other."""
+    """Held-out rows that give these KLs, one a measurement."""
 
     def __init__(self, *kls: float) -> None:
         self.measure = iter(kls).__next__

@@ -57,7 +57,7 @@ Reference = Callable[[Path, list[int], int], list[int]]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Answer of transformers' own greedy `generate()`, the end of sequence ignored."""
+    """Function that answers by transformers' own greedy `generate()`, ignoring the end of sequence."""
 
     def generate(directory: Path, prompt: list[int], max_tokens: int) -> list[int]:
         model: Any = AutoModelForCausalLM.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Weights in huge pages: what is moved stays what it is, and memory comes back."""
+"""Weights in huge pages: moved tensors keep their values, and their memory is freed."""
 
 import mmap
 from pathlib import Path

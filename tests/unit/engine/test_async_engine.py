@@ -1,4 +1,4 @@
-"""Many callers: each gets its own answer, none waits for the loop, a lost caller frees the engine."""
+"""Many callers: each gets its own answer, the event loop is never blocked, a lost caller frees the engine."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
 class CountingEngine(LLMEngine):
-    """Knows how many steps it has made."""
+    """An engine that counts its steps."""
 
     num_steps = 0
 
@@ -57,7 +57,7 @@ async def answer(engine: AsyncLLMEngine, prompt: Prompt, params: SamplingParams 
 
 
 def paced(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, *, steps: int = 1) -> threading.Semaphore:
-    """Lets the engine take some steps, and one more for each release."""
+    """Let the engine take `steps` steps, and one more for each release of the semaphore."""
     may_step, step = threading.Semaphore(steps), engine.engine.step
 
     def paced_step() -> list[RequestOutput]:
@@ -69,7 +69,7 @@ def paced(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, *, steps: int
 
 
 async def check_aborted(engine: AsyncLLMEngine) -> None:
-    """The only request, a long one, ends before its last token, and leaves nothing behind."""
+    """Check that the only request, a long one, ends before its last token and leaves nothing behind."""
     assert isinstance(engine.engine, CountingEngine)
     while engine.engine.has_unfinished_requests:
         await asyncio.sleep(0.001)
@@ -109,14 +109,14 @@ async def test_a_passed_interval_hands_over_what_has_come(
     may_step.release(3)
     while len(stream.newest[0].token_ids) < 4:
         await asyncio.sleep(0.001)
-    assert len((await anext(stream)).token_ids) == 4, "the engine stands still, and those that came are not kept back"
+    assert len((await anext(stream)).token_ids) == 4, "tokens are handed over while the engine stands still"
     may_step.release(100)
     assert [output async for output in stream][-1].finished
 
 
 @pytest_asyncio.fixture
 async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    """An engine whose streams go by load."""
+    """An engine whose stream interval adapts to its load."""
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=4)))
     yield engine
     await engine.aclose()
@@ -145,7 +145,7 @@ async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeyp
     assert [output async for output in whole][-1].finished
     again = [len(output.token_ids) async for output in adaptive.generate([1], replace(GREEDY, max_tokens=1))]
     assert again == [1]
-    assert adaptive._pace.interval_s == 0.0, "nothing runs any more"
+    assert adaptive._pace.interval_s == 0.0, "without requests the interval is 0"
 
 
 async def test_a_stream_that_is_left_holds_up_nobody(adaptive: AsyncLLMEngine) -> None:
@@ -169,7 +169,7 @@ def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
 
     pace.joined(1)
     send(streams.EVENTS_MEASURED + 1, 0.0002)
-    assert pace.interval_s == 0.0, "an event of the only stream holds up no other"
+    assert pace.interval_s == 0.0, "events of a single stream delay no other"
     intervals = []
     for _ in range(4):
         pace.joined(1)
@@ -194,14 +194,14 @@ async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: A
 
 @asynccontextmanager
 async def queued(directory: Path, now: list[float], **config: Any) -> AsyncIterator[AsyncLLMEngine]:
-    """An engine of one place with three requests, and its count of departures at the time of `now`."""
+    """An engine with one place and three requests, whose count of departures takes its time from `now`."""
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, EngineConfig(max_num_seqs=1, **config)))
     engine._departures = Departures(lambda: now[0])
     tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
     await asyncio.sleep(0)
     yield engine
     await asyncio.gather(*tasks)
-    assert (await answer(engine, [3])).finished, "nobody is before it any more"
+    assert (await answer(engine, [3])).finished, "the queue is empty again"
     await engine.aclose()
 
 
@@ -214,7 +214,7 @@ def refusal(engine: AsyncLLMEngine, num_answers: int = 1) -> QueueFullError:
 async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Path) -> None:
     now = [100.0]
     async with queued(swiftkv_dir, now, max_num_waiting=2) as engine:
-        assert refusal(engine).retry_after_s == 1.0, "nothing is known of the pace yet"
+        assert refusal(engine).retry_after_s == 1.0, "the pace is not known yet"
         for _ in range(8):
             engine._departures.note(1, full=True)
             now[0] += 5.0
@@ -319,7 +319,7 @@ async def test_a_request_gets_nothing_of_an_aborted_namesake(
 async def test_callers_and_health_checks_hear_of_failures(
     engine: AsyncLLMEngine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step fails, and so does handing out its outputs."""
+    """Either a step fails or handing out its outputs does."""
 
     def fail(*_: Any) -> list[RequestOutput]:
         raise RuntimeError("out of memory")
@@ -347,7 +347,7 @@ async def test_closing_tells_callers(engine: AsyncLLMEngine) -> None:
 
 
 def test_departures_from_idle_places_and_too_few_of_them_say_nothing() -> None:
-    """An engine that stalls looks slower by the second."""
+    """Only departures from a full engine count, from a minimum on; while it stalls, expected waits grow."""
     now = 100.0
     departures = Departures(lambda: now)
     departures.note(3, full=True)

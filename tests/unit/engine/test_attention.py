@@ -1,5 +1,5 @@
-"""Paged attention equals attention to the context written out, wherever its blocks lie: read by runs of slots, by the
-engine's own kernel, and by the block tables of `varlen_attn`, for which an operator of its signature stands here."""
+"""Paged attention equals attention to the whole context, wherever its blocks lie: read by runs of slots, by our own
+kernel, and by the block tables of `varlen_attn`, whose place an operator of its signature takes here."""
 
 import inspect
 import random
@@ -30,13 +30,13 @@ from tests.parameters import pairwise
 
 HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3
 KERNEL_CHUNK = 16
-"""Queries of a sequence from which on the kernel rounds what a cache has in 8 bits to bfloat16."""
+"""Number of queries of a sequence from which the kernel rounds 8-bit cache values to bfloat16."""
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> tuple[Run, ...]:
-    """`length` tokens in runs of `size` slots that are not taken, in any order."""
+    """Place `length` tokens in runs of `size` slots that are not taken, in any order."""
     runs: list[Run] = []
     while length > 0:
         start = draw.randrange(0, (SLOTS - size) // BLOCK) * BLOCK
@@ -48,7 +48,7 @@ def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> t
 
 
 class Case:
-    """Sequences over one cache layer, and what attention to them must come to."""
+    """Sequences over one cache layer, with the expected and the actual result of attention."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Case:
         )
         sequences, self.keys, self.values, start = [], [], [], 0
         for tensor in (self.key, self.value) if block_tables else ():
-            tensor.rows.fill_(float("nan"))  # where no context lies
+            tensor.rows.fill_(float("nan"))  # slots without context are NaN
         for length, positions in contexts:
             runs = scattered(length, run_size, draw, taken)
             slots = torch.tensor([slot for first, end in runs for slot in range(first, end)])
@@ -133,7 +133,7 @@ LARGE: Contexts = {
 def test_it_equals_attention(
     name: str, run_size: int, window: int | None, min_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs are merged from `min_run` tokens on, and gathered below."""
+    """Runs of `min_run` tokens or more are read in place, shorter ones are gathered."""
     monkeypatch.setattr(attention, "MIN_RUN_TOKENS", min_run)
     case = Case(CONTEXTS[name], run_size)
     torch.testing.assert_close(case.actual(window), case.expected(window), atol=2e-6, rtol=1e-5)
@@ -141,7 +141,7 @@ def test_it_equals_attention(
 
 @pytest.mark.parametrize(("name", "window"), [("mixed", None), ("mixed", 7), ("selected", 100), ("decodes", 7)])
 def test_other_layouts_are_read_as_well(name: str, window: int | None) -> None:
-    """Contexts laid end to end, and block tables."""
+    """Other layouts are contexts laid end to end, and block tables."""
     case = Case(CONTEXTS[name], 16)
     keys, values = torch.cat(case.keys, dim=1)[None], torch.cat(case.values, dim=1)[None, ..., :5]
     actual = case.actual(window, key=keys, value=values)
@@ -183,13 +183,13 @@ def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
 @pytest.mark.parametrize("num_queries", [1, 64])
 @pytest.mark.parametrize("steps", [(0, 8, 15, 17), (0, 40, 300, 900), (0, -40, -300, 5), (-900, 0, 1, 2)])
 def test_weights_are_exact_however_scores_rise(steps: tuple[int, ...], num_queries: int, native_kernels: None) -> None:
-    """The kernel reads 256 keys after the other, and keeps to the largest score of before where that is near enough."""
+    """The kernel reads 256 keys at a time, and keeps the largest score so far where that is close enough."""
     torch.manual_seed(0)
     num_keys = 256 * len(steps)
     query, values = torch.randn(1, 1, num_queries, 32).to(BF16), torch.randn(1, num_keys, 32).to(BF16)
     query[..., 0] = 1.0
     keys = torch.randn(1, num_keys, 32)
-    keys[..., 0] = torch.tensor(steps).repeat_interleave(256)  # what a tile's scores have more, in nats
+    keys[..., 0] = torch.tensor(steps).repeat_interleave(256)  # added to the scores of each tile, in nats
     keys = keys.to(BF16)
     positions = torch.arange(num_keys - num_queries, num_keys)
     tables = torch.tensor([[0, num_queries, 0, 1]]), positions, torch.tensor([[0, num_keys]])
@@ -280,7 +280,7 @@ def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> No
 def test_keys_are_split_only_where_the_kernel_does_it_right(
     max_q: int, grouped: bool, window: int | None, by_tables: bool
 ) -> None:
-    """pytorch/pytorch#194167 is silent, so nothing but the rule can be held here."""
+    """The fault (pytorch/pytorch#194167) raises no error, so only the rule is tested here."""
     table = torch.zeros(2, 1, dtype=torch.int32) if by_tables else None
     borders = torch.tensor([0, max_q, 2 * max_q], dtype=torch.int32)
     arguments = VarlenArguments(borders, borders, borders.diff(), table, max_q, max_q)

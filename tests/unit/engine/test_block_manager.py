@@ -15,7 +15,7 @@ def manager(num_blocks: int = 16, *, caching: bool = True, fingerprint: str = "m
 
 
 def admit(blocks: BlockManager, tokens: list[int], *, tenant: str = "", commit: bool = True) -> tuple[BlockTable, int]:
-    """A table for `tokens`, computed and committed, and how many of its blocks were there already."""
+    """Allocate a table for `tokens` and commit it; return it and the number of blocks found in the cache."""
     table = BlockTable()
     matched = blocks.match_prefix(table, tokens, tenant)
     assert blocks.can_allocate(matched, len(tokens))
@@ -37,13 +37,13 @@ def test_a_prefix_is_found_again_by_whole_blocks_and_never_wholly() -> None:
     assert hits == 2
     assert second.blocks[:2] == first.blocks[:2]
     assert second.blocks[2] != first.blocks[2]
-    assert admit(blocks, tokens(8))[1] == 1  # its last token has to run, whose logits are needed
+    assert admit(blocks, tokens(8))[1] == 1  # the last token must run, because its logits are needed
     assert admit(blocks, [99, *tokens(9)])[1] == 0
     blocks.check([first, second, *(_held(blocks, [first, second]))])
 
 
 def _held(blocks: BlockManager, known: list[BlockTable]) -> list[BlockTable]:
-    """One table that stands for every reference that `known` does not explain."""
+    """A table with every block reference that is not in the tables `known`."""
     rest = BlockTable()
     for block, count in enumerate(blocks._reference_counts):
         for _ in range(count - sum(table.blocks.count(block) for table in known)):
@@ -120,7 +120,7 @@ def test_neighbours_grow_side_by_side() -> None:
 
 
 class Accounting(RuleBasedStateMachine):
-    """Any order of admissions, growth and releases leaves every block in exactly one state, and hits are true."""
+    """Any order of admissions, growth and releases leaves every block in exactly one state, and hits are correct."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps of the engine on a GPU's tensors, which are fake: devices agree, and the host waits as often as it must."""
+"""Steps of the engine on fake CUDA tensors: devices agree, and the host waits no more often than it must."""
 
 import copy
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ SUBJECTS = [
     ("deepseek_v2-lora", True),
     *(pytest.param(family, True, marks=wide) for family in ("mistral", "qwen3", "mixtral", "qwen3_moe")),
 ]
-"""Families, and whether it is a student."""
+"""Families, and whether the model is a student."""
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def log() -> Iterator[DeviceLog]:
 
 
 def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model without numbers."""
+    """A model whose weights have no values."""
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     if hasattr(teacher, "qk_nope_head_dim"):
-        teacher.qk_nope_head_dim = 16  # FlashAttention's heads are of a multiple of 8 numbers
+        teacher.qk_nope_head_dim = 16  # FlashAttention takes head sizes that are multiples of 8
     classes = student_classes(family.partition("-")[0])
     fields = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} if student else {}
     with torch.device(DEVICE):
@@ -66,7 +66,7 @@ def prompts() -> list[list[int]]:
 def steps(
     engine: LLMEngine, log: DeviceLog, params: Any, *, some: list[list[int]] | None = None
 ) -> Iterator[list[RequestOutput]]:
-    """Outputs of each step, while the log holds what that step did; the parameters are of all prompts, or of each."""
+    """Yield the outputs of each step; `log` holds that step alone. `params`: one for all prompts, or one each."""
     asked = some or prompts()
     for prompt, each in zip(
         asked, [params] * len(asked) if isinstance(params, SamplingParams) else params, strict=True
@@ -108,14 +108,14 @@ def test_caches_that_the_operator_cannot_read_are_refused(log: DeviceLog) -> Non
 
 
 def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
-    """0.9 of the memory, less what was in use before the step and what the step took for itself."""
+    """The cache gets 0.9 of the memory, less what was in use before the largest step and what that step took."""
     assert engine_of(kv_cache_bytes=None).num_blocks == 64, "no more than the sequences can use"
     assert log.kernels["torch_attn._varlen_attn"] == 5, "the step was run, with every token in every layer"
     engine = engine_of(kv_cache_bytes=None, max_num_seqs=1 << 20)
-    block = 256 * 4 * 2 * 2 * 8 * 2  # tokens, cache layers, K and V, heads, their size, bytes
+    block = 256 * 4 * 2 * 2 * 8 * 2  # tokens, cache layers, K and V, heads, head size, bytes
     used, step = TOTAL_MEMORY - FREE_MEMORY, PEAK_MEMORY - ALLOCATED_MEMORY
     left = int(0.9 * TOTAL_MEMORY) - used - step
-    assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "the blocks of that step were in use"
+    assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "plus the blocks that the step used"
     crowded = DeviceMemory(*(gibibytes << 30 for gibibytes in (80, 4, 16, 17)))
     with (
         patch("swiftkv_platform.engine.llm_engine.measure", return_value=crowded),
@@ -126,11 +126,11 @@ def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
 
 def test_the_cache_has_what_weights_others_and_the_largest_step_leave() -> None:
     for used, expected in (
-        # 72 of 80 may be used; 20 are by weights and others, and the step takes 3.
+        # 72 of 80 GiB may be used; weights and other processes hold 20, and the step takes 3.
         ((80, 60, 18, 21), 49),
-        # A step that takes nothing leaves what the planner counts: 0.9 of the memory less the weights.
+        # A step that takes no memory leaves what the planner assumes: 0.9 of the memory less the weights.
         ((80, 64, 16, 16), 56),
-        # What other processes hold is not there to be taken.
+        # Memory of other processes cannot be used.
         ((80, 20, 16, 17), 11),
         ((80, 4, 70, 74), -8),
     ):
@@ -151,7 +151,7 @@ def test_choosing_a_token_waits_for_the_token_alone(log: DeviceLog) -> None:
 
 
 def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
-    """Those of prompts one more for each."""
+    """Log-probabilities of a token take one wait more; those of a prompt, one more for each prompt."""
     for outputs in steps(engine_of(), log, replace(GREEDY, logprobs=2)):
         assert len(log.waits) == 2 * bool(outputs), log.waits
     for outputs in steps(engine_of(), log, replace(GREEDY, prompt_logprobs=1)):
@@ -191,7 +191,7 @@ def test_drafts_from_the_text_cost_no_wait(student: bool, log: DeviceLog) -> Non
 
 
 class Group:
-    """In the place of NCCL's process group, which needs GPUs: sums and broadcasts leave a rank's own tensor."""
+    """Stand-in for NCCL's process group, which needs GPUs: sums and broadcasts leave each rank's tensor as it is."""
 
     def __init__(self, *_: Any) -> None:
         self.Options = SimpleNamespace
@@ -231,7 +231,7 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
     exits = EarlyExit("lossless", 0.0, num_draft_tokens=drafting) if drafting else EarlyExit("off")
     for outputs in steps(engine, log, replace(GREEDY, early_exit=exits)):
         assert len(log.waits) <= bool(outputs) + 2 * drafting, log.waits
-    engine.close()  # the end of what the other rank hears
+    engine.close()  # ends what is sent to the other rank
     parts[1].model.set_attn_implementation("swiftkv_paged")
     log.clear()
     with torch.inference_mode():

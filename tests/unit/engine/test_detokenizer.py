@@ -15,12 +15,12 @@ from tests.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tok
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:
-    """A vocabulary of single bytes, decoded as byte-level BPE does."""
+    """Decode tokens that are single bytes, as byte-level BPE does."""
     return bytes(token_ids).decode(errors="replace")
 
 
 def texts_shown(token_ids: Sequence[int], stop: tuple[str, ...] = ()) -> list[str]:
-    """The text after each token, and after the end."""
+    """The text that is shown after each token, and after the end."""
     detokenizer = IncrementalDetokenizer(decode_bytes, stop)
     shown = []
     for token_id in token_ids:
@@ -31,7 +31,7 @@ def texts_shown(token_ids: Sequence[int], stop: tuple[str, ...] = ()) -> list[st
 
 
 def expected_text(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to the stop string that is complete first."""
+    """The text before the stop string that is complete first."""
     ends = [(text.find(string) + len(string), string) for string in stop if string in text]
     if not ends:
         return text
@@ -42,7 +42,7 @@ def expected_text(text: str, stop: tuple[str, ...]) -> str:
 def test_a_character_appears_with_its_last_byte() -> None:
     shown = texts_shown("aé€🙂z".encode())
     assert shown == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€🙂", "aé€🙂z", "aé€🙂z"]
-    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT], "half a one at the end alone"
+    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT], "half a character only at the end"
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple))
@@ -84,7 +84,7 @@ def test_byte_fallback_keeps_what_it_has_shown() -> None:
 
 
 def test_tokens_without_text_do_not_make_each_one_dearer() -> None:
-    """A caller may force special tokens, which decode to nothing, as long as the context allows."""
+    """A caller may force special tokens, which decode to nothing, up to the length of the context."""
     sizes = []
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -100,7 +100,7 @@ def test_tokens_without_text_do_not_make_each_one_dearer() -> None:
 
 
 def test_a_stop_string_costs_the_same_a_token_however_long_it_is() -> None:
-    """Held-back text that begins the stop string again and again is compared once a character."""
+    """Text that is held back because it may begin a stop string is compared once a character."""
 
     def seconds(length: int) -> float:
         detokenizer = IncrementalDetokenizer(decode_bytes, ("a" * length + "b",))
@@ -141,7 +141,7 @@ def test_a_tokens_text_and_bytes_are_the_vocabularys(make: Callable[[], Any]) ->
     every = [vocabulary.bytes_of(token_id) for token_id in range(256)]
     assert sorted(every) == [bytes([byte]) for byte in range(256)]
     texts = [vocabulary.text_of(token_id) for token_id in range(258)]
-    assert len(set(texts)) == 258, "parts of characters do not collide"
+    assert len(set(texts)) == 258, "tokens that are parts of characters have texts of their own"
     assert r"bytes:\xe2" in texts
     assert texts[256:] == ["<s>", "</s>"]
     assert (vocabulary.bytes_of(9999), vocabulary.text_of(9999)) == (b"", "")
@@ -153,7 +153,7 @@ def test_a_word_of_sentencepiece_keeps_its_space() -> None:
 
 
 def placed(token_ids: Sequence[int], tokenizer: Any, **options: Any) -> tuple[str, list[int]]:
-    """The text, and the offset of each token in it, as they are told after each token."""
+    """The text of the tokens, and the offset of each token in it."""
     vocabulary = Vocabulary(tokenizer)
     detokenizer = IncrementalDetokenizer(tokenizer.decode, text_of=vocabulary.text_of, **options)
     for token_id in token_ids:
@@ -221,4 +221,4 @@ def test_a_stop_string_may_name_special_tokens_which_are_not_shown(stop: str, in
         told.append(detokenizer.text)
     detokenizer.finish()
     assert detokenizer.text == shown
-    assert all(shown.startswith(text) for text in told), "what was streamed is taken back nowhere"
+    assert all(shown.startswith(text) for text in told), "no streamed text is taken back"

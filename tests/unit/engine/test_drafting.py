@@ -1,4 +1,4 @@
-"""Choice of drafts: from the text, and by what drafts cost and how they fared."""
+"""Choice of drafts: from the text, and by their cost and how many were accepted."""
 
 import random
 
@@ -18,13 +18,13 @@ COSTS = DraftCosts(lower=0.5, exit_head=0.03, row=0.06, max_step_tokens=16)
 
 
 def test_lookup_goes_on_as_the_text_did() -> None:
-    """A text that grows is looked up as the whole of it is."""
+    """Lookup in a growing text proposes the same as lookup in the whole text."""
     for known, proposed in (
         ([1, 2, 3], ()),
         ([1, 2, 3, 9, 2, 3], (9, 2, 3)),
-        ([1, 2, 8, 7, 1, 2, 9, 7, 1, 2], (9, 7, 1)),  # the last time
-        ([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], (8, 6, 1)),  # a longer match before a later one
-        ([4, 5, 4, 5, 4, 5], (4, 5, 4)),  # the text ends within the draft, and is taken to repeat itself
+        ([1, 2, 8, 7, 1, 2, 9, 7, 1, 2], (9, 7, 1)),  # the last match counts
+        ([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], (8, 6, 1)),  # a longer match goes before a later one
+        ([4, 5, 4, 5, 4, 5], (4, 5, 4)),  # the draft reaches the end of the text and goes on as if it repeated itself
         ([7, 7, 7], (7, 7, 7)),
         ([7, 1], ()),
     ):
@@ -56,10 +56,10 @@ def test_lookup_stops_where_nothing_is_accepted_and_is_tried_again_later() -> No
 
 
 def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
-    """And a sequence does not draft at the expense of many."""
+    """A draft is chosen only if it gains more than it costs, also for the other sequences of the step."""
     assert paying_drafts([0.57], COSTS, num_sequences=1) == {0: pytest.approx(0.01)}
     assert not paying_drafts([0.55], COSTS, num_sequences=1)
-    # One that is worth its row shares the pass of a sure one; one that is not worth it stays out.
+    # Beside a sure draft, another one costs only its row: a chance of 0.2 is worth it, 0.1 is not.
     assert set(paying_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
     assert set(paying_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
     assert exit_head_pays(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
@@ -114,7 +114,7 @@ def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
 
 
 def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
-    """Over 1,000 tokens, all of them rejected drafts where there is one: at most 3% more than `off`."""
+    """1,000 tokens whose drafts are all rejected cost at most 3% more than `off`."""
     unsure = DraftHistory()
     for _ in range(60):
         unsure.observe_exit_head(0.0)

@@ -1,4 +1,4 @@
-"""Constraints: what is refused, what it may cost, and what a grammar does to one request and not to others."""
+"""Constraints: which are refused, what they may cost, and that a grammar affects no other request."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 
 COSTLY = "b(a{1000}){1000}"
-"""After its first letter llguidance gives up."""
+"""A regex that llguidance gives up on after its first letter."""
 
 
 def ids(text: str) -> list[int]:
@@ -48,9 +48,9 @@ def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) ->
         assert one.is_complete(ids(answer)) == (answer == "abc")
     assert one.num_allowed(ids("a"), ids("bbxb")) == 2
     assert one.num_allowed([], ids("x")) == 0
-    assert allowed(one, "") == set(ids("a")), "asking about drafts changes nothing"
+    assert allowed(one, "") == set(ids("a")), "counting allowed drafts changes nothing"
     assert allowed(one, "ab") == set(expected["a"])
-    assert allowed(other, "") == set(ids("a")), "answers with the same constraint are apart"
+    assert allowed(other, "") == set(ids("a")), "answers of one constraint have separate states"
     assert one.failure is None
 
 
@@ -65,7 +65,7 @@ def test_equal_schemas_are_compiled_once(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("kind", ["json", "grammar"])
 def test_the_longest_chain_of_references_fits_the_stack(engine: LLMEngine, kind: str) -> None:
-    """Rust's parser recurses; on a thread's usual stack this ends the process."""
+    """The Rust parser recurses; on a thread's usual stack this would end the process."""
     if kind == "json":
         links: Any = {str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1500)}
         text = json.dumps({"$defs": {**links, "1500": {"type": "null"}}, "$ref": "#/$defs/0"}, separators=(",", ":"))
@@ -85,7 +85,7 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("explosive", EXPLOSIVE.values(), ids=EXPLOSIVE)
 def test_compiling_that_would_go_on_is_ended(dense_dir: Path, explosive: dict[str, Any]) -> None:
-    """And gives its place back: others' grammars are compiled after it."""
+    """Compilation that times out gives its place back: other grammars compile after it."""
     compiler = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=0.5)).grammars
     for _ in range(MAX_COMPILING + 1):
         with pytest.raises(InvalidInputError, match="took longer to compile"):
@@ -127,7 +127,7 @@ AMBIGUOUS = {
 def test_the_parsers_work_is_bounded(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, grammar: str, part: str
 ) -> None:
-    """Each byte of an ambiguous grammar multiplies what it may have come from."""
+    """In an ambiguous grammar, each byte multiplies the derivations to follow."""
     monkeypatch.setattr(constraint_module, "FIRST_S", 0.2)
     monkeypatch.setattr(constraint_module, "TOKEN_S", 0.0)
     text = ids(part * 200)
@@ -153,11 +153,11 @@ def test_the_work_of_all_steps_is_bounded_for_a_request_with_all_its_answers(
     for sample in failed.samples or (failed,):
         assert (sample.finish_reason, sample.error_field) == ("error", "structured_outputs.regex")
         assert "without ambiguity" in sample.error
-        assert len(sample.token_ids) <= 1, "its first token costs nothing: its mask is the compiler's"
+        assert len(sample.token_ids) <= 1, "the first mask comes from the compiler, at no cost"
     assert len(answered.token_ids) == 5
     monkeypatch.undo()
     again = engine.generate([[1, 2]], limited)[0]
-    assert not any(sample.error for sample in again.samples or (again,)), "the next request begins anew"
+    assert not any(sample.error for sample in again.samples or (again,)), "the next request starts with no cost"
 
 
 def test_many_properties_many_choices_and_operators_are_followed(engine: LLMEngine) -> None:
@@ -192,7 +192,7 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted(engine: LLMEngine) -> 
     drafted = engine.generate([[1, 2]], SamplingParams(**params, num_lookup_tokens=8))[0]
     assert drafted.text == plain.text
     assert plain.num_accepted_tokens == 0
-    assert drafted.num_accepted_tokens >= len('{"temperature":') - 1, "one a byte, but the first of a step"
+    assert drafted.num_accepted_tokens >= len('{"temperature":') - 1, "one a byte, except the first of a step"
 
 
 def test_a_bias_does_not_open_what_the_grammar_forbids_and_logprobs_are_the_models(engine: LLMEngine) -> None:
@@ -247,7 +247,7 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
     monkeypatch.setattr(frontend, "PATIENCE_S", 0.05)
     waiting = asyncio.create_task(ask(limited, "acme/eve"))
     await asyncio.sleep(0)
-    assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without a place"
+    assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without taking a place"
     with pytest.raises(RateLimitedError, match="this caller's grammars have taken all") as refused:
         await waiting
     assert (refused.value.field, refused.value.retry_after_s > 0) == ("structured_outputs.regex", True)

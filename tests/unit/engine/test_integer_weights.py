@@ -1,4 +1,4 @@
-"""Weights that are rounded when a model is loaded, and those of quantised checkpoints: which modules have integers."""
+"""Weights rounded when a model is loaded, and weights of quantised checkpoints: which modules have integers."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forms(model: nn.Module) -> dict[str, str]:
-    """Form by last name of the modules that have integers."""
+    """Integer format of each module that has integers, by the last part of its name."""
     found = ((name, integers_of(module)) for name, module in model.named_modules())
     return {name.rpartition(".")[2]: one.form for name, one in found if one is not None}
 
@@ -42,7 +42,7 @@ def test_int4_leaves_heads_and_what_makes_them_in_int8(student_dir: Path) -> Non
     found = forms(model)
     assert {name for name, form in found.items() if form == "int4"} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
     assert {"q_proj", "k_proj", "v_proj", "q_proj_swiftkv", "lm_head", "exit_head"} <= found.keys()
-    assert torch.equal(model.get_input_embeddings().weight, embedding), "a tied head's floats embed tokens"
+    assert torch.equal(model.get_input_embeddings().weight, embedding), "a tied head keeps its floats for embeddings"
     up = model.model.layers[0].mlp.up_proj
     assert not torch.equal(up.weight, before)
     assert torch.equal(up.weight, dequantize_weight(up.integers.integers, up.integers.scale).bfloat16())
@@ -90,7 +90,7 @@ def test_on_a_gpu_nothing_is_rounded(student_dir: Path) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_chunks_company_exits_and_drafts_give_the_tokens_of_the_floats(student_dir: Path, form: Any) -> None:
-    """Each token is within bfloat16's errors of the best of the same weights in float32."""
+    """Each token is the most probable one of the same weights in float32, within bfloat16's errors."""
     prompts = [list(range(3 + i, 40 + 7 * i)) for i in range(6)]
     config = BF16.model_copy(update={"weights": form, "max_num_batched_tokens": 24})
     engine = LLMEngine.from_pretrained(student_dir, config)
@@ -120,4 +120,4 @@ def test_rows_and_columns_of_ranks_make_the_whole() -> None:
         columns = [whole.part((slice(None), slice(64 * rank, 64 * rank + 64))) for rank in range(2)]
         wide = torch.cat([dequantize_weight(one.integers, one.scale) for one in columns], dim=1)
         assert torch.equal(wide, dequantize_weight(integers, scale))
-    assert whole.part((slice(None), slice(0, 48))) is None, "a group is cut"
+    assert whole.part((slice(None), slice(0, 48))) is None, "a slice may not cut a group"

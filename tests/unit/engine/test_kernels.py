@@ -1,4 +1,4 @@
-"""The engine's C++ operators compute what PyTorch's do; without a compiler the engine does without them."""
+"""The engine's C++ operators compute what PyTorch's do; without a compiler the engine runs without them."""
 
 import os
 import signal
@@ -34,14 +34,14 @@ def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def assert_rounded(actual: torch.Tensor, exact: torch.Tensor, atol: float = 1e-3) -> None:
-    """`actual` is `exact` to bfloat16's last bit or so."""
+    """Check that `actual` is `exact` to about the last bit of bfloat16."""
     assert actual.dtype == BF16
     torch.testing.assert_close(actual.float(), exact, atol=atol, rtol=1 / 128)
 
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
 def test_rms_norm(size: int, native_kernels: None) -> None:
-    """Rows are normalised, and heads that lie apart."""
+    """Contiguous rows are normalised, and heads of a strided view."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
         actual = kernels.rms_norm(x, packing.padded(weight), 1e-5)
@@ -72,7 +72,7 @@ def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None
 
 @shapes
 def test_what_stands_around_a_product_is_as_apart(size_in: int, size_out: int, native_kernels: None) -> None:
-    """A norm before and a residual behind change no bit."""
+    """A norm before and a residual after the product change no bit when fused with it."""
     packed = packing.pack(numbers(size_out, size_in, scale=size_in**-0.5))
     norm = NativeRMSNorm(LlamaRMSNorm(size_in, eps=1e-5))
     norm.weight.copy_(packing.padded(torch.randn(size_in)))
@@ -92,7 +92,7 @@ def test_logits_are_not_rounded(size_in: int, size_out: int, native_kernels: Non
 
 
 def test_a_tied_head_has_the_embeddings(native_kernels: None) -> None:
-    """Looked up in its packed weight, which is the only one."""
+    """Embeddings are looked up in the head's packed weight, the only copy."""
     embedding = nn.Embedding(75, 48, dtype=BF16)
     head = NativeHead(embedding.weight, None, Arena(1 << 16))
     ids = torch.tensor([[0, 31, 32, 74, 5]])
@@ -111,11 +111,11 @@ def rounded(weight: torch.Tensor, form: WeightFormat, group: int | None) -> Inte
 def test_linear_in_integers(
     size_in: int, size_out: int, form: WeightFormat, group: int | None, native_kernels: None
 ) -> None:
-    """Results are as near to those of the floats as bfloat16 lets, and a row's are the same in any company."""
+    """Results are as close to float results as bfloat16 allows, and a row's do not depend on the rest of the batch."""
     weight = rounded(numbers(size_out, size_in, scale=size_in**-0.5), form, group)
     floats, bias = dequantize_weight(weight.integers, weight.scale), torch.randn(size_out)
     x = numbers(1, 300, size_in)
-    x[..., 5] *= 100  # an input that dwarfs the others, as models have them: they keep 8 bits or more
+    x[..., 5] *= 100  # as in models, one input dwarfs the others, which must keep 8 bits or more
     x[0, 3] = 0
     packed = packing.pack(weight)
     together = kernels.linear(x, packed, None, size_out)
@@ -156,7 +156,7 @@ def test_int4_with_scales_of_others_is_not_packed() -> None:
 
 @contextmanager
 def at_threads(count: int) -> Iterator[None]:
-    """PyTorch and the kernels may use `count` threads."""
+    """Let PyTorch and the kernels use `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -166,7 +166,7 @@ def at_threads(count: int) -> Iterator[None]:
 
 
 def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
-    """Few rows, whose blocks are shared out, and many, which are shared out themselves."""
+    """Threads share out the blocks of the weight for few rows, and the rows themselves for many."""
     weight = numbers(200, 64, scale=0.1)
     for num_tokens, threads in product((2, 700, 40_000), (1, 3)):
         x = numbers(num_tokens, 64)
@@ -178,7 +178,7 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
 def test_a_thread_that_begins_during_a_step_has_all_threads(
     native_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is swapped in has such a thread, and PyTorch tells it one."""
+    """The thread of an engine that is swapped in begins so, and PyTorch tells it of one thread."""
     monkeypatch.setattr(kernels, "_num_threads", lambda: 3)
     counts = []
 
@@ -196,7 +196,7 @@ def test_a_thread_that_begins_during_a_step_has_all_threads(
 
 
 def test_threads_serve_whoever_calls(native_kernels: None) -> None:
-    """Callers at once, callers whose work ends before others begin, and a child process, which has no other thread."""
+    """Results are right for concurrent callers, and in a forked child, which has no other thread."""
     cases = []
     for size_out in (33, 320, 1024, 4096):
         packed, x = packing.pack(numbers(size_out, 256)), numbers(1, 3, 256)
@@ -217,7 +217,7 @@ def test_threads_serve_whoever_calls(native_kernels: None) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_any_number_of_threads_attends_the_same(window: int | None, native_kernels: None) -> None:
-    """A chunk whose queries are shared out, up to a part of three, beside a few queries."""
+    """Threads share out the queries of a chunk, whose last part has three, beside a sequence of few queries."""
     chunk, few, context = 2 * 1024 + 3, 5, 2500
     query, keys, values = numbers(1, 2, chunk + few, 64), numbers(1, context, 64), numbers(1, context, 64)
     sequences = torch.tensor([[0, chunk, 0, 1], [chunk, few, 1, 1]])
@@ -252,7 +252,7 @@ def test_write(native_kernels: None) -> None:
 
 @pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
 def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_kernels: None) -> None:
-    """A row that is not finite comes back as NaN."""
+    """Rows of any scale are packed as `pack` does; a row that is not finite comes back as NaN."""
     x = torch.cat([numbers(3, 40, 32, scale=scale) for scale in (1e-30, 1e-3, 1.0, 1e4, 1e30)], dim=1)
     x[0, 0] = 0.0
     x[0, 1, 5] = torch.finfo(BF16).max
@@ -272,7 +272,7 @@ def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_ker
 def test_layers_written_at_once_are_as_one_by_one(
     payload: torch.dtype | None, normalised: bool, native_kernels: None
 ) -> None:
-    """Norms, RoPE and slots of three layers, on more tokens than a part has, to the bit."""
+    """Norms, RoPE and slots of three layers are equal to the bit, on more tokens than a part has."""
     layers, heads, dim, tokens = 3, 2, 32, 70
     projected, slots = numbers(tokens, 2 * layers * heads * dim), torch.randperm(100)[:tokens]
     rotation = numbers(1, tokens, dim), numbers(1, tokens, dim, scale=0.5)
@@ -329,7 +329,7 @@ def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:
-    """The sizes determine the costs of drafts."""
+    """Draft costs are computed from weight sizes, and are the same for packed weights."""
     costs = [
         draft_costs(load_model(swiftkv_dir, EngineConfig(dtype=dtype, native_kernels=native)).model)
         for dtype, native in (("float32", False), ("bfloat16", False), ("bfloat16", True))

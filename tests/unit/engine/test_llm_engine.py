@@ -1,4 +1,4 @@
-"""The engine against transformers' own `generate()`, and what it refuses."""
+"""The engine's answers equal those of transformers' own `generate()`; and the requests that it refuses."""
 
 import itertools
 import json
@@ -137,7 +137,7 @@ def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str,
     [answered] = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
     for output in scored.samples or (scored,):
         assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
-        # How many rows a product has, so how it rounds, depends on whether the last position is answered.
+        # Whether the last position is answered changes the rows of a product, and so its rounding.
         for found, expected in zip(output.prompt_logprobs, answered.prompt_logprobs, strict=True):
             assert found == (None if expected is None else pytest.approx(expected, abs=1e-5))
     engine.check()

@@ -1,6 +1,6 @@
-"""A decode step on a GPU launches as much for many sequences as for few.
+"""A decode step on a GPU launches as many kernels for many sequences as for few.
 
-Each operator is a kernel that the host launches, and a small model's step takes as long as its launches. They are
+Each operator is a kernel that the host launches, and a small model's step takes as long as its launches. Operators are
 counted on fake CUDA tensors.
 """
 
@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, ignore_eos=Tr
 
 
 def make_engine(num_layers: int, batch_size: int) -> LLMEngine:
-    """A student with weights that have no numbers; the upper half of its layers share KV in pairs."""
+    """An engine on a student whose weights have no values; the upper half of its layers share KV in pairs."""
     teacher = LlamaConfig(
         vocab_size=512,
         hidden_size=256,
@@ -45,7 +45,7 @@ def decode_step(log: DeviceLog, batch_size: int, params: SamplingParams) -> None
         engine.step()
     log.clear()
     outputs = engine.step()
-    assert len(outputs) == batch_size, "the step is no decode of all sequences"
+    assert len(outputs) == batch_size, "the step does not decode all sequences"
 
 
 def counts(batch_size: int, params: SamplingParams) -> tuple[dict[str, int], int, int]:
@@ -63,4 +63,4 @@ def test_operators_do_not_grow_with_the_batch(params: SamplingParams) -> None:
     assert sum(many.values()) <= 1.2 * sum(few.values())
     assert many_copies == few_copies
     assert many_waits == few_waits == 1
-    assert many["torch_attn._varlen_attn"] == 4, "one a layer"
+    assert many["torch_attn._varlen_attn"] == 4, "one for each layer"

@@ -1,4 +1,4 @@
-"""Bound on the bytes of text that a token can stand for: what is longer than that times the context never fits."""
+"""Bound on the bytes of text per token: a prompt with more bytes than the bound times the context never fits."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,7 @@ def byte_level(normalizer: Any = None, *added: AddedToken) -> Any:
 
 
 def sentencepiece() -> Any:
-    """BPE on characters, with bytes where it has none, as Llama 2's."""
+    """BPE on characters with byte fallback, like Llama 2's."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "t": 257, "h": 258, "th": 259, "▁th": 260}
     merges = [("t", "h"), ("▁", "th")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
@@ -58,7 +58,7 @@ def test_no_text_has_fewer_tokens_than_its_bytes_allow(make: Callable[[], Any], 
 
 @cache
 def _made(make: Callable[[], Any]) -> Any:
-    """Trained once for all examples."""
+    """Make a tokenizer once for all examples."""
     return make()
 
 
@@ -69,10 +69,10 @@ def word_level() -> Any:
 
 
 def test_nothing_is_claimed_where_a_token_may_stand_for_any_text() -> None:
-    assert max_bytes_per_token(word_level()) is None, "of unknown words"
+    assert max_bytes_per_token(word_level()) is None, "an unknown word of any length is one token"
     for normalizer in (normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " ")):
         assert max_bytes_per_token(byte_level(normalizer)) is None
-    assert max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it takes spaces"
+    assert max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it strips spaces"
 
 
 def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> None:
@@ -85,11 +85,11 @@ def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> 
     engine = LLMEngine.from_pretrained(dense_dir, EngineConfig(max_prompt_bytes=10))
     with pytest.raises(InvalidInputError, match="prompt has 12 bytes of text; 10 bytes are accepted"):
         engine.add_request("é" * 6)
-    assert MAX_BYTES_PER_TOKEN > 8, "text that is written has three to five"
+    assert MAX_BYTES_PER_TOKEN > 8, "written text has three to five bytes a token"
 
 
 def test_threads_may_share_a_tokenizer(dense_dir: Any) -> None:
-    """Changing its settings while another thread uses it would raise "Already borrowed"."""
+    """Reading changes no settings of the tokenizer, which would raise "Already borrowed" in other threads."""
     reader = LLMEngine.from_pretrained(dense_dir).reader
     tokenizer: Any = reader._tokenizer
     text = "the cat sat " * 500

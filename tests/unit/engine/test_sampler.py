@@ -1,4 +1,4 @@
-"""Tokens that may be drawn, how often, and that a seed and a position repeat one whatever else is in the batch."""
+"""Tokens that are drawn, and how often; a seed and a position give the same token whatever else is in the batch."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def row(seed: int = 0, position: int = 0, prompt: tuple[int, ...] = (), **params
 
 
 def draws(count: int, seed: int = 0, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
-    """Tokens at `count` positions, as if the logits were the same at all of them."""
+    """Tokens drawn at `count` positions that all have the same logits."""
     tokens: list[int] = choose(logits.expand(count, -1), [row(seed, at, **params) for at in range(count)]).tolist()
     return tokens
 
 
 def test_greedy_and_equal_tokens() -> None:
-    """A temperature that no float32 divides by is greedy."""
+    """A temperature too small to divide a float32 by is greedy."""
     logits = torch.tensor([1.0, 3.0, 2.9999, -1.0])
     for temperature in (1e-39, 1e-45, 5e-324, 9e-6):
         assert draws(20, logits=logits, temperature=temperature) == [1] * 20
@@ -75,7 +75,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float)
 
 
 def _kept_by_sorting(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Tokens that top-k, top-p and min-p leave of one row [vocab_size], in float64 and by their definitions."""
+    """Tokens that top-k, top-p and min-p keep of one row [vocab_size], by their definitions and in float64."""
     ordered, token_ids = (logits.double() / params.temperature).sort(descending=True, stable=True)
     ordered = ordered[: params.top_k or None]
     probs = ordered.softmax(-1)
@@ -100,13 +100,13 @@ def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: fl
         )
     ]
     logits = spread * torch.randn(len(several), 5000, generator=torch.Generator().manual_seed(1))
-    logits[:, 100:140] = logits[:, :1]  # equal ones
+    logits[:, 100:140] = logits[:, :1]  # ties
     logits[:, 4000:4500] = float("-inf")
     found, token_ids = truncated(logits, several)
     for values, ids, row_logits, params in zip(found, token_ids, logits, several, strict=True):
         kept = ids[values.isfinite()].tolist()
         expected = _kept_by_sorting(row_logits, params)
-        # In float32 the sum of thousands of probabilities may pass top_p a token sooner or later.
+        # In float32 a sum of thousands of probabilities may pass top_p a token earlier or later.
         assert len(set(kept) ^ expected) <= (2 if params.top_p < 1.0 else 0), params
         torch.testing.assert_close(values[: len(kept)], row_logits[kept] / params.temperature)
     if spread >= 3.0:
@@ -147,13 +147,13 @@ def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     for index, key in enumerate(keys):
         assert torch.equal(noise[index], noise_of(key[None], TOKENS)[0])
         assert torch.equal(noise[index, 5:9], noise_of(key[None], TOKENS[None, 5:9])[0])
-    uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the distribution function of Gumbel's
+    uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the Gumbel distribution function
     expected = (torch.arange(200_000) + 0.5) / 200_000
-    assert (uniform - expected).abs().max() < 0.005  # Kolmogorov and Smirnov's statistic, beyond the 0.01% quantile
+    assert (uniform - expected).abs().max() < 0.005  # Kolmogorov-Smirnov statistic, beyond the 0.01% quantile
     assert noise.isfinite().all()
     assert torch.corrcoef(noise)[0, 1:].abs().max() < 0.01
     assert torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1].abs() < 0.01
-    # Noise of neighbouring keys draws from the distribution.
+    # Noise of neighbouring keys draws tokens by their probabilities.
     tokens = (LOGITS + noise_of(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
     shares = torch.bincount(tokens, minlength=len(PROBS)) / len(tokens)
     torch.testing.assert_close(shares, PROBS, atol=0.015, rtol=0)

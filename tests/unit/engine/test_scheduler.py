@@ -1,4 +1,4 @@
-"""Scheduling: decodes before prompts, in line, within the budget; nothing starves and nothing deadlocks."""
+"""Scheduling: decodes before prompts, in order, within the token budget; no starvation and no deadlock."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Six:
-    """Wants six drafts for every decode."""
+    """A draft planner that wants six drafts for every decode."""
 
     def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
         assert len(decoding) <= num_sequences <= num_tokens
@@ -28,7 +28,7 @@ class Six:
 
 
 class Line:
-    """A scheduler whose sequences go through no model: each scheduled sequence that may gets the token 0."""
+    """A scheduler without a model: each scheduled sequence whose next token is due gets the token 0."""
 
     def __init__(
         self, num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, *, drafts: bool = False
@@ -46,7 +46,7 @@ class Line:
     def add(
         self, name: str, num_tokens: int, max_tokens: int = 4, *, priority: int = 0, after: Any = (), **params: Any
     ) -> Sequence:
-        """The tokens of another sequence, or new ones."""
+        """Add a sequence, with the tokens `after` or, if there are none, `num_tokens` new ones."""
         arrival = next(self.arrivals)
         sequence = Sequence(
             name,
@@ -62,7 +62,7 @@ class Line:
         return sequence
 
     def step(self) -> dict[str, int]:
-        """Tokens scheduled by request."""
+        """Run one step; return the number of scheduled tokens by request."""
         scheduled = self.scheduler.schedule()
         assert sum(item.num_scheduled_tokens for item in scheduled) <= self.budget
         for item in scheduled:
@@ -84,7 +84,7 @@ class Line:
         steps = []
         while self.scheduler.num_running + self.scheduler.num_waiting:
             steps.append(self.step())
-            assert len(steps) < limit, "no end"
+            assert len(steps) < limit, "sequences never finish"
         return steps
 
 
@@ -182,7 +182,7 @@ def test_everyone_is_served(
 
 
 def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
-    """Blocks of rejected ones are free again."""
+    """Blocks of rejected drafts are free again."""
     line = Line(num_blocks=5, max_num_batched_tokens=9, drafts=True)
     first, second = (line.add(name, 7, max_tokens=9) for name in ("first", "second"))
     line.step()
@@ -224,7 +224,7 @@ def test_drafts_never_push_anyone_out_nor_lose_a_block(seed: int) -> None:
 
 
 class Followed:
-    """A constraint of which no more is asked than its work."""
+    """A constraint with no grammar: only its work is counted."""
 
     def __init__(self) -> None:
         self.work = Work()
@@ -233,7 +233,7 @@ class Followed:
         return False
 
     def take(self, seconds: float) -> None:
-        """The engine's thread, busy with it."""
+        """Keep the engine's thread busy with this constraint for a time."""
         with self.work.counted():
             end = time.thread_time() + seconds
             while time.thread_time() < end:
@@ -253,13 +253,13 @@ def test_slow_grammars_take_turns_and_keep_no_place_from_others() -> None:
     for _ in range(3):
         (turn,) = line.step().keys() - {"free"}
         followed.append(turn)
-        line.scheduler._turns = GrammarTurns()  # nothing is owed, however slow the machine is
+        line.scheduler._turns = GrammarTurns()  # no turn is owed, however slow the machine is
         grammars[turn].take(2 * TURN_S)
     assert followed == ["a", "b", "c"]
-    grammars["a"].take(2 * TURN_S)  # in its turn
+    grammars["a"].take(2 * TURN_S)  # during its turn
     assert line.step().keys() == {"a", "free"}
     grammars["a"].take(0.1)
-    assert [line.step().keys() for _ in range(3)] == [{"free"}] * 3, "what a turn took is owed to the others"
+    assert [line.step().keys() for _ in range(3)] == [{"free"}] * 3, "time that a turn took is owed to other sequences"
 
 
 def test_where_nothing_else_can_run_slow_grammars_go_on() -> None:

@@ -40,8 +40,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 @pytest.mark.parametrize("num_texts", [4, 12, 60])
 def test_intervals_of_held_out_text_cover_the_truth_where_texts_differ(num_texts: int) -> None:
-    """Positions of one text are alike, so texts are drawn and not positions: 0.1 nats on average, of texts of any
-    length. As single positions they would cover it a fifth as often."""
+    """Positions of a text are alike, so whole texts are drawn: of any length, with 0.1 nats on average. Intervals from
+    drawing single positions would cover it a fifth as often."""
     rng, covered, wide = np.random.default_rng(3), 0, 0
     for _ in range(300):
         lengths, levels = rng.integers(5, 200, size=num_texts), rng.gamma(4.0, 0.025, size=num_texts)
@@ -72,7 +72,7 @@ def test_pairs_are_narrower_than_two_independent_scores() -> None:
 
 def test_a_bootstrap_needs_samples_and_finite_scores() -> None:
     teacher, student = list(np.linspace(1, 2, 50)), list(np.linspace(1.2, 2.2, 50))
-    assert bootstrap_interval(teacher, student, np.mean) == pytest.approx((-0.2, -0.2)), "every sample loses as much"
+    assert bootstrap_interval(teacher, student, np.mean) == pytest.approx((-0.2, -0.2)), "every sample loses the same"
     assert bootstrap_interval(teacher[:10], student[:10], np.mean) is None
     assert bootstrap_interval(teacher, student, lambda _: math.inf) is None
     assert mean_of([(0.0, 2.0), (2.0, 4.0)]) == pytest.approx((2.0 - math.sqrt(2) / 2, 2.0 + math.sqrt(2) / 2))
@@ -81,8 +81,8 @@ def test_a_bootstrap_needs_samples_and_finite_scores() -> None:
 @pytest.mark.parametrize("losses", [[0.0] * 5, [1.0] + [0.0] * 99, [1.0] * 3 + [-1.0] * 2 + [0.0] * 195])
 def test_that_many_samples_do_decide(losses: list[float]) -> None:
     limit, mean = 0.05, float(np.mean(losses))
-    assert samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, "three times the precision"
-    assert samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit none would"
+    assert samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, "nine times the samples for a third of the width"
+    assert samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit no number is enough"
     needed = samples_to_decide(share_interval(losses), mean, limit, len(losses), share=1.0)
     rate = np.array([losses.count(value) for value in (1.0, -1.0)]) / len(losses)
 
@@ -130,7 +130,7 @@ def test_values_that_are_no_shares_are_drawn_anew_or_take_the_harness_errors() -
     both = [answers({"t": values}, perplexity(values)) for values in (rows, worse)]
     low, high = loss_interval("t", "acc,none", *both, {"t": {"acc": perplexity}})
     assert low < perplexity(rows) - perplexity(worse) < high
-    assert loss_interval("t", "acc,none", *both, {}) is None, "no way to make a score of samples, no error either"
+    assert loss_interval("t", "acc,none", *both, {}) is None, "neither samples nor a standard error"
     errors = {"acc_stderr,none": 0.1}
     both = [answers({"t": values}, 2.0, **errors) for values in (rows, worse)]
     assert loss_interval("t", "acc,none", *both, {}) == pytest.approx(unpaired_interval(0.0, 0.1, 0.1))

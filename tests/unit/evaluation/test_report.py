@@ -169,7 +169,7 @@ def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
 def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
     teacher: float, student: float, higher_is_better: bool, lost: float | None
 ) -> None:
-    """A score that is no number passes no gate."""
+    """A score that is not a number passes no gate."""
     scored = score(teacher, student, higher_is_better=higher_is_better)
     assert lost is None or scored.drop == lost
     (gate,) = report(0.25, scored, max_drop=1.0).gates
@@ -208,7 +208,7 @@ def test_points_lost_are_judged_only_with_samples_enough(
     ("limit", "outcome"), [(0.01, "failed"), (0.19, "undecided"), (0.25, "undecided"), (0.4, "passed")]
 )
 def test_figures_of_held_out_text_are_judged_by_their_intervals(limit: float, outcome: str) -> None:
-    """A mean of 0.2 over 12 texts of 0.1 or 0.3 is no 0.2 of all texts."""
+    """12 texts with a KL of 0.1 or 0.3 do not show that the mean over all texts is 0.2."""
     built = report(measured=totals(0.2, spread=0.1), max_kl=limit)
     (gate,) = built.gates
     assert built.intervals is not None
@@ -265,12 +265,12 @@ JUDGED = {
 }
 DRAWS = 200
 ALONE = {"builtin:ifeval"}
-"""Tasks of too few samples to tell three points from none by themselves, which a forecast says."""
+"""Tasks with too few samples to tell a loss of three points from none; their forecast says so."""
 
 
 def pass_rate(spec: EvaluationSpec, lost: float) -> float:
-    """Share of 200 drawn evaluations that pass all gates, of a student that loses `lost` of its samples on every task;
-    8% of the samples differ. Needles are 60 of each length, as by default."""
+    """Share of `DRAWS` random evaluations that pass all gates, for a student that loses `lost` of the samples of each
+    task; 8% of the samples differ, or more if `lost` is more. Needles are as by default."""
     rng, discordant = np.random.default_rng(7), max(0.08, lost)
     sizes = [(each.task, each.num_samples or 0) for each in forecast(spec)]
     sizes += [(f"needle_{length}", spec.needle_samples) for length in NEEDLE_LENGTHS]

@@ -1,4 +1,4 @@
-"""An attempt of a small job in this process, what it says, and a store that fails it."""
+"""An attempt of a small job in this process, its events, and a store that hangs or fails."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ def request(attempt: int = 1, spec: JobSpec | None = None, **fields: Any) -> Att
 
 
 def said(store: ObjectStore, kind: str | None = None) -> list[AttemptEvent]:
-    """Events of the first attempt, or those of a kind."""
+    """Events of the first attempt; of one `kind`, if given."""
     events = [stored.event for stored in AttemptStore(store).read_events(AttemptId("job", 1), {})]
     return [event for event in events if kind in (None, event.type)]
 
@@ -52,7 +52,7 @@ class Job:
         self.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def spec(self, **sections: Any) -> JobSpec:
-        """`data` and `swiftkv` are added to what they are by default."""
+        """Spec of the job; `data` and `swiftkv` change single fields, other sections are replaced."""
         data = {"sources": [{"name_or_path": str(self.corpus)}], "max_length": 96, "validation_fraction": 0.2}
         swiftkv = {"key_value_group_size": 2, "calibration_tokens": 1024, **sections.pop("swiftkv", {})}
         document = {"name": "tiny", "model": {"name_or_path": str(self.teacher), "dtype": "float32"}, **UNTRACKED}
@@ -61,7 +61,7 @@ class Job:
 
 
 class HangingStore(InMemoryObjectStore):
-    """Takes objects while `open`, or raises `error`; fails as many listings as it is told to."""
+    """A store whose writes wait for `open` and then raise `error`, if set; its next `failing_lists` listings fail."""
 
     def __init__(self) -> None:
         super().__init__()

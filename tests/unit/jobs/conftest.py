@@ -1,4 +1,4 @@
-"""A job for the tests of its phases."""
+"""A job whose phases are tested."""
 
 from pathlib import Path
 

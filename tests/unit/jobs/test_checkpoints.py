@@ -19,7 +19,7 @@ from tests.unit.jobs.attempts import request
 
 
 class Checkpoints(AttemptCheckpoints):
-    """Those of an attempt, with a file of a shard to save."""
+    """An attempt's checkpoints, each with the same file of a shard."""
 
     def __init__(self, store: ObjectStore, shard: Path, attempt: int = 2, *, keep: int = 1, **fields: Any) -> None:
         self.shard, self.prefix = shard, AttemptId("job", attempt).checkpoints_prefix
@@ -27,14 +27,14 @@ class Checkpoints(AttemptCheckpoints):
         super().__init__(store, request(attempt, **fields), keep=keep, on_commit=lambda *told: self.heard.append(told))
 
     def save(self, step: int, *, world_size: int = 2, best_step: int | None = None, ended: int = 0) -> str:
-        """Store a checkpoint, of a run that is measured where there is a best step; returns its key."""
+        """Store a checkpoint and return its key. With a `best_step`, the run is one that is measured."""
         name = f"step-{step:08d}-w{world_size}-a"
         course = Course() if best_step is None else Course(start_kl=0.5, best_kl=0.1, best_step=best_step, ended=ended)
         self.commit(name, self.upload(self.shard, name), Progress(step, 10 * step, course), world_size=world_size)
         return f"{self.prefix}/{name}"
 
     def kept(self) -> list[int]:
-        """Steps of what lies in the store, complete or not."""
+        """Steps of the checkpoints in the store, complete or not."""
         return [int(name.split("-")[1]) for name in self._store.list_directories(self.prefix)]
 
 
@@ -74,7 +74,7 @@ def test_old_checkpoints_and_unfinished_ones_before_them_go(store: ObjectStore, 
     checkpoints = Checkpoints(store, shard, keep=2)
     three = checkpoints.save(3)
     checkpoints.upload(shard, "step-00000006-w2-lost")
-    assert checkpoints.newest() == three, "an unfinished one is not seen"
+    assert checkpoints.newest() == three, "an unfinished checkpoint is ignored"
     for step in (6, 9, 12):
         checkpoints.save(step)
     assert checkpoints.kept() == [9, 12]
@@ -124,7 +124,7 @@ def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard
 
 
 def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, shard: Path) -> None:
-    """A run that died after completing step 6 replays it under another name, with another number of workers."""
+    """A run that died after step 6 saves it again, under another name and with another number of workers."""
     checkpoints = Checkpoints(store, shard)
     for world_size in (2, 1):
         checkpoints.save(6, world_size=world_size)

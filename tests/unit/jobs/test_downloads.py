@@ -1,4 +1,4 @@
-"""Origins of a teacher, and uploaded files on a worker: fetched from the attempt's store and held to their digest."""
+"""Origins of a teacher, and uploaded files on a worker: fetched from the attempt's store, digests checked."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def test_a_machine_that_is_not_to_fetch_knows_where_the_teacher_will_be(tmp_path
 
 @pytest.fixture
 def of_a_file(tmp_path: Path) -> AttemptRequest:
-    """An attempt of a tenant that may read no path at all."""
+    """An attempt whose source is an uploaded file, of a tenant that may read no path."""
     store, key = open_store(str(tmp_path / "store")), file_key("acme", FILE)
     store.put_bytes(key, ROWS)
     stored = StoredFile(uri=f"{store.uri}/{key}", sha256=hashlib.sha256(ROWS).hexdigest(), size=len(ROWS))

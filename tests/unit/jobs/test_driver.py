@@ -1,4 +1,4 @@
-"""An attempt's process on the driver, before and around what its workers do: no cluster."""
+"""An attempt's driver process, without what its workers do and without a cluster."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def arguments(store: Path, protocol: int) -> list[str]:
 def test_a_group_waits_for_no_place_that_another_holds(
     monkeypatch: pytest.MonkeyPatch, num_workers: Any, free: list[int], size: int
 ) -> None:
-    """The cluster has four CPUs. A job that has trained could wait for others, and those that follow, for ever."""
+    """The cluster has four CPUs. A group that waits for what another job holds could wait for ever."""
     told = iter(free)
     monkeypatch.setattr(driver, "LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
@@ -70,7 +70,7 @@ def test_a_newer_control_plane_is_refused_in_one_sentence(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("protocol", [None, *range(1, PROTOCOL + 1)])
 def test_its_own_and_older_control_planes_requests_are_read(tmp_path: Path, protocol: int | None) -> None:
-    """The oldest name no protocol."""
+    """Requests of the oldest control planes name no protocol."""
     command = arguments(tmp_path, protocol or 1)
     assert main(command if protocol else command[:-2]) == 1
     (event,) = said(open_store(str(tmp_path)), "error")
@@ -107,7 +107,7 @@ def test_a_directory_is_no_store_for_several_nodes(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A main thread that SIGINT interrupts, whatever runs the tests."""
+    """Let SIGINT raise KeyboardInterrupt in the main thread, whatever runs the tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -116,10 +116,10 @@ def interruptible() -> Iterator[None]:
 
 
 def fit(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> Any:
-    """`fit` of Ray Train with a controller that does `run`, in this process."""
+    """Run `fit` of Ray Train in this process, with a controller that calls `run`."""
 
     def method(function: Callable[[], Any]) -> Any:
-        """A method of an actor; it runs when its result is asked for."""
+        """Stand-in for an actor's method; it runs when its result is asked for."""
         return SimpleNamespace(remote=lambda: function)
 
     def abort() -> None:
@@ -142,7 +142,7 @@ def test_ctrl_c_interrupts_training_and_means_after_it_what_it_meant_before(monk
 
 
 def test_no_process_is_started_for_data_sets_that_there_are_not() -> None:
-    """Ray Train starts an actor for Ray Data with every group of workers."""
+    """Left to itself, Ray Train starts an actor for Ray Data with every group of workers."""
     callbacks = [type(callback).__name__ for callback in _Trainer(lambda: None)._create_default_callbacks()]
     assert "BackendSetupCallback" in callbacks
     assert "DatasetsCallback" not in callbacks

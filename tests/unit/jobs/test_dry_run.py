@@ -25,7 +25,7 @@ SLIM = {
     "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
     "vocab_size": 1024,
 }  # fmt: skip
-"""Sizes of a slim teacher, as which a deep one runs dry in seconds."""
+"""Sizes of a narrow teacher, which make a dry run of a deep one take seconds."""
 DEEP = {
     "hidden_size": 1024, "intermediate_size": 3328, "num_attention_heads": 32, "num_key_value_heads": 2,
     "vocab_size": 8016, "num_hidden_layers": 40,
@@ -50,7 +50,7 @@ def device_bytes(planned: JobEstimate) -> dict[str, int]:
 
 @in_soak
 def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
-    """With twenty groups, whose projections are gathered apart from their layers."""
+    """The teacher has twenty groups, whose projections are gathered apart from their layers."""
     spec = load_spec(BY_NAME[LARGEST])
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 512})})
     config = {**teacher_config(spec), **DEEP}
@@ -76,7 +76,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smallest(recipe: Path) -> tuple[DryRun, JobEstimate]:
-    """The answer of the command."""
+    """Dry run of the recipe by the command, and its plan."""
     printed = CliRunner().invoke(app, ["plan", "--dry-run", str(recipe), "--json"])
     assert printed.exit_code == 0, printed.output
     config = json.loads((recipe.parent / "config.json").read_text())
@@ -95,7 +95,7 @@ def test_the_smallest_takes_what_is_planned(
 
 
 def test_shards_of_two_workers(smallest: tuple[DryRun, JobEstimate]) -> None:
-    """Half of the weights, in the dtypes that they are kept in, and of their gradients and moments."""
+    """Each worker holds half of the weights, in the dtypes that they are kept in, and of gradients and moments."""
     found, _ = smallest
     trained = found.num_trained_parameters
     assert found.train.gradients == 4 * trained // 2
@@ -105,7 +105,7 @@ def test_shards_of_two_workers(smallest: tuple[DryRun, JobEstimate]) -> None:
 
 
 def test_collectives_of_a_step(smallest: tuple[DryRun, JobEstimate]) -> None:
-    """Gradients are scattered with the last micro batch alone; weights are gathered in every one."""
+    """Gradients are reduced in the last micro batch only; weights are gathered in every one."""
     calls = {each.name: each.calls for each in smallest[0].collectives}
     assert calls["allgather_base"] > 2 * NUM_LAYERS, "every layer of teacher and student, twice"
     assert 0 < calls["reduce_scatter_base"] <= NUM_LAYERS
@@ -129,7 +129,7 @@ def test_a_copied_start_is_not_calibrated() -> None:
 @in_soak
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
-    """It takes more than a calibrated one, since the student's layers run behind the teacher's."""
+    """It takes more than a calibrated one, since the student's layers run after the teacher's."""
     peaks = []
     for initialization in ("calibrated", "refitted"):
         swiftkv = {"num_key_value_layers": 2, "key_value_group_size": group_size, "initialization": initialization}
@@ -148,13 +148,13 @@ def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "num_layers"), [(LARGEST, 8), (EXPERTS, 4), *((name, None) for name in BY_NAME)])
 def test_a_recipe_takes_what_is_planned(name: str, num_layers: int | None) -> None:
-    """A few of its teacher's layers, which are alike, or all."""
+    """Large teachers run with a few of their layers, which are alike; the others with all."""
     check(*run(load_spec(BY_NAME[name]), **({} if num_layers is None else {"num_hidden_layers": num_layers})))
 
 
 @in_soak
 def test_depth_costs_what_it_keeps() -> None:
-    """Shards and checkpoints of the layers in training, and nothing in a calibration, which lets go of each."""
+    """Depth costs training the shards and checkpoints of the layers, and calibration nothing: it frees each layer."""
     spec = load_spec(BY_NAME[LARGEST])
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
     (shallow, less), (deep, more) = (run(spec, **SLIM, num_hidden_layers=depth) for depth in (8, 48))

@@ -99,7 +99,7 @@ def test_the_end_tries_once_more_and_says_what_is_lost(store: HangingStore) -> N
 
 
 class Listener:
-    """Hears events, and fails at a message as often as there are errors for it."""
+    """Records events; for a message with errors, each call raises one of them until none is left."""
 
     def __init__(self, **errors: list[Exception]) -> None:
         self.heard: SimpleQueue[str] = SimpleQueue()
@@ -191,7 +191,7 @@ def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monk
 
 
 def test_steps_that_are_made_again_are_the_later_ones(store: HangingStore) -> None:
-    """By workers that start again from their checkpoint, and by a later attempt."""
+    """A step repeated by restarted workers or by a later attempt has its last loss in the curve."""
     draw(Curve(store, FIRST), *range(1, 8), loss=1.0)
     again = Curve(store, FIRST)
     again.begin(4)

@@ -1,4 +1,4 @@
-"""Ray's exceptions in the words of an `error` event."""
+"""Explanations of Ray's exceptions, for `error` events."""
 
 import errno
 import pickle
@@ -35,12 +35,12 @@ def group(*failures: Any) -> Any:
 
 
 def raised(error: BaseException, traceback: str = "Traceback") -> Any:
-    """By the training function of a worker."""
+    """Ray Train's error for an exception of a worker's training function."""
     return UserExceptionWithTraceback(error, traceback_str=traceback)
 
 
 def died(error: Exception) -> Any:
-    """Ray Train's error for a worker that it cannot ask any more."""
+    """Ray Train's error for a worker that no longer answers."""
     return WorkerHealthCheckFailedError("A worker health check failed.\nWorker info: ...", error)
 
 
@@ -60,7 +60,7 @@ def test_our_own_errors_keep_their_words_through_a_task(error: SwiftKVError, ret
     expected = Failure(error.code, error.message, error.field, error.value, retryable)
     assert explain(error) == expected
     assert explain(from_task(pickle.loads(pickle.dumps(error)))) == expected
-    assert explain(ControllerError(from_task(error))) == expected, "of a controller that cannot start workers"
+    assert explain(ControllerError(from_task(error))) == expected, "also from a controller that cannot start workers"
 
 
 def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections() -> None:
@@ -129,7 +129,7 @@ def test_a_full_disk_is_named_wherever_it_was_met() -> None:
     for error in (
         from_task(full),
         group(raised(full)),
-        group(raised(CheckpointException("save", {0: (full, None)}))),  # as from elsewhere
+        group(raised(CheckpointException("save", {0: (full, None)}))),  # as torch.distributed.checkpoint wraps it
         group(raised(RuntimeError("writing failed"), traceback=f"OSError: {full}\nRuntimeError: writing failed")),
     ):
         failure = explain(error)

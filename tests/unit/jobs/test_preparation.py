@@ -22,7 +22,7 @@ from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 
 def is_discarded(job: Job) -> bool:
-    """Whether nothing is left of the job's inputs once they are discarded."""
+    """Discard the job's inputs; return whether nothing but events is left."""
     AttemptStore(job.store).discard_inputs("job")
     return all("/events/" in info.key for info in job.store.list("jobs/job"))
 
@@ -76,12 +76,12 @@ def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:
         prepare(request(1, job.spec(**COPIED)), job.store.uri)
-    assert caught.value.field == "data.sources", "a larger share of one document is as little"
+    assert caught.value.field == "data.sources", "no `validation_fraction` divides one document"
 
 
 @pytest.fixture
 def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes attempts of the job, whose teacher answers six prompts, two a shard."""
+    """Return a function that makes attempts of the job; its teacher answers six prompts, two a shard."""
     monkeypatch.setattr(completions, "_PROMPTS_PER_SHARD", 2)
     job.write({"prompt": f"question {i}"} for i in range(6))
 
@@ -110,7 +110,7 @@ def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: O
     assert 0 < second < first + second == sum(shards(store).values()) <= 30
     shares = [(event.data["part"], event.data["done"], event.data["total"]) for event in said(store, "progress")]
     parts = [f"data.sources[0], worker {worker}" for worker in (0, 0, 1, 1)]
-    assert shares == list(zip(parts, (0, 4, 0, 2), (4, 4, 2, 2), strict=True)), "prompts, two a shard"
+    assert shares == list(zip(parts, (0, 4, 0, 2), (4, 4, 2, 2), strict=True)), "progress is counted in prompts"
     plan, _ = prepare(asking(), store.uri)
     told = said(store, "progress")[-1].data
     assert [told[name] for name in ("phase", "part", "done", "total")] == ["prepare", "sources", 1, 1]
@@ -126,7 +126,7 @@ def test_another_attempt_writes_only_what_is_missing(asking: Any, store: ObjectS
     assert write(asking(2), store.uri, 1) == sum(shards(store, 2).values()) > 0
     assert len(shards(store, 2)) == 1
     prepare(asking(2), store.uri)
-    assert write(asking(3), store.uri, 1) == 0, "the rows are prepared"
+    assert write(asking(3), store.uri, 1) == 0, "the rows are prepared: nothing is left to write"
 
 
 def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> None:

@@ -54,7 +54,7 @@ ON_ONE_GPU = {
 }
 """Recipes for one GPU of any kind, with its GB."""
 CONTEXT = 1e9
-"""Bytes of a GPU that CUDA's context takes."""
+"""Bytes of GPU memory that CUDA's context takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_every_recipe_is_known_here() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_teacher(path: Path, client: TestClient, tmp_path: Path) -> None:
-    """By the command and by the control plane, given `config.json` and nothing else of the teacher."""
+    """The command and the control plane accept each recipe, given only its teacher's `config.json`."""
     spec, arguments = load_spec(path), ["jobs", "validate", "-f", str(path), "--json"]
     body = spec.model_dump(mode="json")
     if spec.model.name_or_path != BUILTIN_TEACHER:

@@ -39,7 +39,7 @@ WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
 
 
 def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
-    """Rows, and the calibrated start by this process alone."""
+    """Prepare the rows and, unless the start is copied, calibrate it in this process."""
     place = job.directory / f"prepared-{len(list(job.directory.iterdir()))}"
     place.mkdir()
     plan, data = prepare_in(spec, place / "rows")
@@ -50,10 +50,10 @@ def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
 
 
 def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:
-    """A student that has moved by `noise` from its copied start, in the trainer's own names.
+    """Publish a checkpoint, in the trainer's names, of a student that is `noise` away from its copied start.
 
     Args:
-        state: of an optimizer, beside it.
+        state: the optimizer's state.
     """
     trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
     torch.manual_seed(0)
@@ -70,14 +70,14 @@ def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, 
 
 
 def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: Prepared, place: str = "artifact") -> Any:
-    """The manifest of the artifact, which is fetched to `place`."""
+    """Evaluate and publish the checkpoint; fetch the artifact to `place` and return its manifest."""
     manifest = evaluate_and_publish(request(spec=spec), job.store.uri, checkpoint, prepared)
     fetch_directory(job.store, ARTIFACT, job.directory / place)
     return manifest
 
 
 def test_the_plan_counts_steps_and_trained_parameters(job: Job) -> None:
-    """The heads are shared, as the spec says, and calibration moves them away from the copies."""
+    """Heads are shared as the spec says, and calibration changes only projections."""
     spec = job.spec(training={"num_epochs": 3, "batch_size": 4}, swiftkv={"sharing": "mqa"})
     plan, prepared = prepare(job, spec)
     calibrated, copied = prepared.calibrated, dict(load_student(spec, str(job.teacher)).swiftkv_parameters())
@@ -126,7 +126,7 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(job: Job) -> None:
 
 
 def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the optimizer's state nor the attempt's events. The job starts from the copies."""
+    """Neither the optimizer's state nor events are read. The start is copied, so no calibrated student is measured."""
     spec = job.spec(**COPIED)
     _, prepared = prepare(job, spec)
     checkpoint = checkpoint_of(job, spec, state={"moments": torch.zeros(1 << 20)})
@@ -147,7 +147,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
     trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
     trained_bytes = sum(4 * parameter.numel() for parameter in trained.values())
     pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
-    assert 2 * trained_bytes < pieces < 2 * trained_bytes + (1 << 20), "to measure, and to publish"
+    assert 2 * trained_bytes < pieces < 2 * trained_bytes + (1 << 20), "once to measure, once to publish"
     assert "4 steps; the last at 0.1250" in (job.directory / "artifact" / "evaluation.html").read_text()
     assert (metrics["calibrated"], metrics["distilled"], metrics["tokens_trained"]) == (None, metrics["rewired"], 77)
     assert metrics["training"] == {"step": 4, "reason": "last_step", "held_out_kl": None, "start_kl": None}

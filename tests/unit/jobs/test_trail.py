@@ -1,4 +1,4 @@
-"""Files that an attempt enters on its way to an optimizer step, against the table of the page on the architecture."""
+"""Files that an attempt enters on its way to an optimizer step, compared with the table in docs/architecture.md."""
 
 import sys
 import threading
@@ -26,13 +26,13 @@ MOST = 14
 
 @cache
 def listable(name: str) -> str | None:
-    """A file's name as the page has it; None for one outside of `ROOMS`."""
+    """Path of a file as the page lists it; None for a file outside of `ROOMS`."""
     path = Path(name).resolve()
     return str(path.relative_to(ROOT)) if any(path.is_relative_to(room) for room in ROOMS) else None
 
 
 class Arrived(BaseException):
-    """The first optimizer step."""
+    """Raised at the first optimizer step."""
 
 
 class Trail:
@@ -52,7 +52,7 @@ class Trail:
             threading.setprofile(None)
 
     def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with what it calls left out."""
+        """Wrap a function so that the files it enters are not recorded."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             sys.setprofile(None)
@@ -69,7 +69,7 @@ class Trail:
 
 
 class Task:
-    """A Ray task that runs where it is asked for."""
+    """A Ray task that runs at once, in this thread."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.remote = function
@@ -117,7 +117,7 @@ def test_the_page_lists_the_files_from_an_attempt_to_its_first_step(job: Job, mo
     monkeypatch.setattr(train, "find_start", trail.apart(train.find_start))
 
     def arrive(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer.param_groups[0]["lr"] > 0:  # else torch creates an optimizer's state by a step that moves nothing
+        if optimizer.param_groups[0]["lr"] > 0:  # else torch makes the optimizer's state in a step without an update
             sys.setprofile(None)
             raise Arrived
 

@@ -65,7 +65,7 @@ def test_no_step_waits_for_a_store_that_hangs_nor_for_a_checkpoint_that_does(mon
         upload.start()
         for number in range(2, 50):
             listener.on_step(step(number))
-        assert said(store) == []  # `on_step` came back all the same
+        assert said(store) == []  # `on_step` did not wait
         store.open.set()
         upload.join()
     assert [point["step"] for point in points(store)] == list(range(1, 50))
@@ -117,7 +117,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_the_arithmetic_is_the_students_own() -> None:
-    """Fewer layers of its own, and so a longer student's tail to train: more work a token."""
+    """A student with fewer layers that compute K and V trains more upper layers: more arithmetic per token."""
     short, long = (convert(random_teacher(), num_key_value_layers=layers).config for layers in (5, 2))
     rows = tiny_rows()
     all_count = replace(rows, samples=replace(rows.samples, counts=np.ones_like(rows.samples.counts)))
@@ -127,7 +127,7 @@ def test_the_arithmetic_is_the_students_own() -> None:
     )
     assert 1.3 < of_long / of_short < 3
     assert of_long > of_all
-    assert of_long * rows.num_counted_tokens < of_all * rows.num_tokens, "what does not count skips layers"
+    assert of_long * rows.num_counted_tokens < of_all * rows.num_tokens, "positions that do not count skip layers"
 
 
 KEEP_AND_FREE = """
@@ -160,7 +160,7 @@ print(anonymous_mib() - before, flush=True)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library is glibc on Linux alone")
 def test_freed_tensors_are_given_back_to_the_system() -> None:
-    """256 MiB of tensors are freed with small ones between them, which stay; as glibc is, all of it stays."""
+    """256 MiB of tensors are freed between small ones that stay; by default, glibc would keep all of that memory."""
     done = subprocess.run([sys.executable, "-c", KEEP_AND_FREE], capture_output=True, text=True, check=True)
     kept, given_back = map(int, done.stdout.split())
     assert 128 <= kept <= 320

@@ -55,10 +55,10 @@ def test_a_home_or_a_port_that_cannot_be_had_is_said_before_anything_starts(tmp_
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_path: Path) -> None:
-    """A write to `/dev/full` meets the kernel's own error."""
+    """A write to `/dev/full` fails with the kernel's own error for a full disk."""
     run, stack = RunDirectory(tmp_path), Stack(Settings(home=tmp_path, _env_file=None))
     run.path.mkdir()
-    for name in ("ray-token.part", "state.json.part"):  # the second is written once Ray's head has been started
+    for name in ("ray-token.part", "state.json.part"):  # the second is written after Ray's head has started
         (run.path / name).symlink_to("/dev/full")
         said = r"cannot be used \(No space left on device\); free some space, or use another SWIFTKV_HOME"
         with pytest.raises(StartError, match=said):
@@ -71,7 +71,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_p
 
 @pytest.mark.integration("starts Ray's head, and stops it before it answers")
 def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) -> None:
-    """`timeout 10 swiftkv up` does the same."""
+    """SIGTERM, as from `timeout 10 swiftkv up`, makes it stop what it started and say so."""
     command = [sys.executable, "-m", "swiftkv_platform.cli", "up", "--port", "0"]
     environment = {**os.environ, "SWIFTKV_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as up:
@@ -149,7 +149,7 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
     assert (tmp_path / "run" / "ray.pid").read_text() == f"{os.getpid()}\n"
     run.clear()
     assert run.load() is None
-    for text in ("", "{}", "not json"):  # nobody can read it
+    for text in ("", "{}", "not json"):  # unreadable
         with run.locked():
             (run.path / "state.json").write_text(text)
         assert run.load() is None
@@ -222,9 +222,9 @@ def test_a_started_process_is_alive_until_it_is_terminated(
     assert not ref.alive
     deaf = start([sys.executable, "-c", STUBBORN])
     until_logged(tmp_path, "deaf")
-    assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended"
+    assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended to the log"
     processes.stop_marked(mark, grace_s=0.2)
-    assert not deaf.alive, "it has ignored SIGTERM"
+    assert not deaf.alive, "it ignores SIGTERM, so it is killed"
 
 
 def test_a_pid_given_to_another_process_is_not_ours() -> None:
@@ -232,7 +232,7 @@ def test_a_pid_given_to_another_process_is_not_ours() -> None:
     assert ProcessRef(pid=own.pid, created_at=own.create_time()).alive
     stale = ProcessRef(pid=own.pid, created_at=own.create_time() - 1.0)
     assert not stale.alive
-    stale.terminate(grace_s=0.0)  # would end this test run
+    stale.terminate(grace_s=0.0)  # if it were taken for ours, this would end the test run
 
 
 def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_mark(

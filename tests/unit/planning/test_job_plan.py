@@ -17,7 +17,7 @@ from swiftkv_platform.specs import JobSpec
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
 TEACHER = 2 * 8_030_261_248
 TRAINED = 402_657_280
-"""Queries, keys and values of 16 layers, and a norm."""
+"""Number of trained parameters: q, k and v projections of 16 layers, and a norm."""
 TEXT = 4_000_000
 SOURCES = (SourceEstimate("text.jsonl", num_files=1, num_bytes=TEXT, formats=("text",)),)
 GPUS = {"num_workers": 16, "gpus_per_worker": 1, "accelerator_type": "H100"}
@@ -80,7 +80,7 @@ def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_
 
 
 def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it() -> None:
-    """32 workers on four nodes."""
+    """With ddp every worker loads all of it, with fsdp2 its part: 32 workers on four nodes."""
     many = {**GPUS, "num_workers": 32}
     found = {name: phases(job(resources=many, sharding={"strategy": name}))["train"] for name in ("ddp", "fsdp2")}
     assert found["ddp"].node_disk.checkpoints == 12 * TRAINED
@@ -103,8 +103,8 @@ def test_checkpoints_are_counted() -> None:
 
 
 def test_checkpoints_are_waited_for_where_steps_are_shorter() -> None:
-    """On two nodes, which write half of each: 21 to their disks, and to the store the last, or all but what the steps
-    hide."""
+    """Each of two nodes writes its half of 21 checkpoints to disk. Training waits for the upload of the last and, of
+    the others, for what short steps do not hide."""
     half = 6 * TRAINED
     slow, fast = (phases(job(), flops_per_second=speed)["train"].seconds_of for speed in (1e12, 1e18))
     assert slow.upload == pytest.approx(half / 500e6)
@@ -122,12 +122,12 @@ def test_measurements_and_trials_take_time() -> None:
     assert (unmeasured.steering, given.compute) == (0.0, unmeasured.compute)
     measurement = given.steering / 21
     step = given.compute / 1000
-    assert 0.15 < measurement / step < 0.3, "a row forward, of the two that a worker takes forward and backward"
+    assert 0.15 < measurement / step < 0.3, "one row forward; a step takes two forward and backward"
     assert searched.steering - given.steering == pytest.approx(4 * 37 * step + 4 * measurement)
 
 
 def test_trained_weights_are_remembered_while_rates_are_tried() -> None:
-    """In the process without GPUs, sharded by FSDP2; else in host memory beside nothing that is read then."""
+    """Without GPUs each process holds its shard of them besides; with GPUs they are in host memory, free by then."""
     on_cpus = {"num_workers": 16}
     given, tried = (
         phases(job(resources=on_cpus, optimizer=optimizer))["train"].host_bytes for optimizer in (GIVEN, SEARCHED)
@@ -142,7 +142,7 @@ def test_trained_weights_are_remembered_while_rates_are_tried() -> None:
 
 
 def test_epochs_and_the_size_of_the_data_decide_the_steps() -> None:
-    """Two epochs of a million tokens are 8 steps of 32 rows of 8,192, and two of 320 million 2,442."""
+    """Two epochs of a million tokens are 8 steps of 32 rows of 8,192 tokens; of 320 million, 2,442 steps."""
     epochs = job(training={**UNMEASURED, "max_steps": None, "num_epochs": 2})
     assert phases(epochs)["train"].uploaded_bytes == 12 * TRAINED
     assert phases(epochs, num_tokens=320_000_000)["train"].uploaded_bytes == 9 * 12 * TRAINED
@@ -194,8 +194,8 @@ def test_workers_fill_nodes() -> None:
 
 
 def test_host_memory_beside_gpus() -> None:
-    """It holds rows that are calibrated, eight of 8,192 tokens on one worker (x and h of each, in bfloat16), and at the
-    first worker of ZeRO a checkpoint."""
+    """Host memory holds the rows of a calibration (x and h in bfloat16; here one or eight rows of 8,192 tokens)
+    and, at the first worker of ZeRO, a checkpoint."""
     few = {**GPUS, "num_workers": 2}
     one, eight = (
         phases(job(resources=few, swiftkv={"calibration_tokens": 2 * rows * 8192}))["calibrate"] for rows in (1, 8)
@@ -205,7 +205,7 @@ def test_host_memory_beside_gpus() -> None:
     zero = phases(job(resources=few, sharding={"strategy": "deepspeed", "zero_stage": 3}))
     assert zero["train"].host_bytes == 12 * TRAINED
     on_gpus, on_cpus = phases(job()), phases(job(resources={"num_workers": 16}))
-    assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "weights on their way alone"
+    assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "only weights on their way to the GPU"
     assert {phase.device_bytes for phase in on_cpus.values()} == {None}
     assert on_cpus["train"].host_bytes == plan(job(resources={"num_workers": 16})).memory_per_worker
 
@@ -224,7 +224,7 @@ def test_too_small_a_disk_is_refused() -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    """Memory of a host, and of a GPU of 24 GB, on one of which neither a training step nor an evaluation fits."""
+    """Too little host memory is refused, and a single GPU of 24 GB, which fits no training step and no evaluation."""
     needed = max(phases(job()).values(), key=lambda phase: phase.host_bytes if phase.phase != "publish" else 0)
     plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes}))
     with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:
@@ -239,7 +239,7 @@ def test_too_little_memory_is_refused() -> None:
 
 
 def writing(*, written: bool = True, **resources: Any) -> JobSpec:
-    """A job whose data the teacher is to write, or not."""
+    """A job with a source of prompts that the teacher answers, unless `written` is false."""
     prompts = {"name_or_path": "prompts.jsonl", "complete": {"max_tokens": 64}}
     sources = [{"name_or_path": "text.jsonl"}] + [prompts] * written
     sections = {"data": {"sources": sources, "max_length": 2048}, "sharding": {"strategy": "fsdp2"}}

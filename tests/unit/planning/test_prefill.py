@@ -1,4 +1,4 @@
-"""The plan of a prompt: the layer map, the paper's table 1 and KV figures, and what bad configurations are told."""
+"""The plan of a prompt: the layer map, the paper's table 1 and KV figures, and errors for bad configurations."""
 
 import json
 import re
@@ -26,8 +26,8 @@ LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
 
 
 def test_layer_maps() -> None:
-    """Groups share one cache layer, and the last may be short; a share of the prefill is rounded to layers, of which
-    one is kept on each side; runs of items are no larger than a limit but for single ones."""
+    """A group shares one cache layer, and the last group may be short; a share of the prefill is rounded to layers, at
+    least one on each side; a run of items stays within a limit, unless it is a single item."""
     layer_map = LayerMap(num_hidden_layers=9, num_key_value_layers=4, key_value_group_size=2)
     assert layer_map.leaders == (4, 6, 8)
     assert [layer_map.cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
@@ -137,7 +137,7 @@ def test_prompts_only_write_key_values_where_they_bypass_a_layer() -> None:
     assert (found.num_key_value_layers, found.prefill_layers) == (3, (0, 2))
     student = config | {"model_type": "llama_swiftkv", "num_key_value_layers": 3, "swiftkv_prefill_layers": [0, 2]}
     assert plan(student, sequence_length=5) == found
-    assert plan(student, num_key_value_layers=3).prefill_layers == (0, 1, 2), "an argument goes before what is read"
+    assert plan(student, num_key_value_layers=3).prefill_layers == (0, 1, 2), "an argument overrides the configuration"
 
 
 def test_a_window_caps_attention_and_cache() -> None:

@@ -29,7 +29,7 @@ def test_measurements_and_saves_are_those_of_a_run_that_only_gets_better() -> No
 
 
 def test_bests_are_as_far_apart_as_the_spec_says() -> None:
-    """Rounded up to what is measured: of a run measured every 62 steps each second one."""
+    """The distance is rounded up to measured steps: 100 steps become 124 in a run measured every 62."""
     schedule = RunSchedule.of(job(checkpoint={"every_steps": 10**6, "best_every_steps": 100}), 1221)
     assert schedule.measured_every == 62
     kept = [step for step in range(1, 1221) if schedule.is_measured(step) and schedule.may_be_best(step)]
@@ -37,11 +37,11 @@ def test_bests_are_as_far_apart_as_the_spec_says() -> None:
 
 
 def test_a_run_is_measured_twenty_times_where_its_batches_have_the_rows() -> None:
-    """A tenth of the rows that are trained on between."""
+    """A measurement takes a tenth of the rows trained on since the one before, and at most `max_tokens`."""
     for total_steps, batch_size, interval in ((400, 32, 20), (401, 32, 21), (20, 4, 3), (8, 1, 10)):
         assert measuring_interval(ValidationSpec(), batch_size, total_steps) == interval
         assert measuring_interval(ValidationSpec(every_steps=7), batch_size, total_steps) == 7
-    assert num_measured_rows(ValidationSpec(), 8192, 1600) == 2, "of 16,384 tokens"
+    assert num_measured_rows(ValidationSpec(), 8192, 1600) == 2, "rows of 16,384 tokens in all"
     assert num_measured_rows(ValidationSpec(max_tokens=10**6), 100, 300) == 30
     assert num_measured_rows(ValidationSpec(), 8192, 5) == 1
 

@@ -1,4 +1,4 @@
-"""Plans of training and serving follow their setup; the numerics tests hold them to real steps."""
+"""Plans of training and serving follow their setup; numerics tests compare them with real steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ def memory(**setup: Any) -> Any:
 
 
 def test_memory_of_strategies() -> None:
-    """They hold less and less on each worker; offloading moves bytes to the host, checkpointing trades arithmetic for
-    them."""
+    """From ddp to ZeRO 3 each worker holds less; offloading moves bytes to the host; activation checkpointing trades
+    memory for arithmetic."""
     zero = [memory(strategy="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
     ddp, fsdp = memory(strategy="ddp"), memory(strategy="fsdp2")
     assert ddp.optimizer == 4 * zero[0].optimizer == 4 * zero[2].optimizer == 4 * fsdp.optimizer
@@ -32,7 +32,7 @@ def test_memory_of_strategies() -> None:
     assert far.host == near.frozen + near.trained + near.gradients + near.optimizer
     assert far.frozen == far.trained == far.gradients == far.optimizer == 0
     assert far.gathered == near.gathered
-    assert memory(cpu_offload=True, device="cpu").host == 0  # it is all in host memory there
+    assert memory(cpu_offload=True, device="cpu").host == 0  # on a CPU everything is in host memory anyway
     plain, recomputed = (
         plan_training(LLAMA_8B, TrainingSetup(gradient_checkpointing=value)) for value in (False, True)
     )
@@ -41,7 +41,7 @@ def test_memory_of_strategies() -> None:
 
 
 def test_arithmetic_and_time_of_a_token() -> None:
-    """The reference implementation runs teacher and student from the first layer on, and recomputes activations."""
+    """Compared with a reference that runs teacher and student from the first layer on, and recomputes activations."""
     flops = plan_training(LLAMA_8B, TrainingSetup(sequence_length=2048)).flops_per_token
     separate = flops.total + flops.lower + flops.lower + flops.student  # the student's lower layers, and recomputation
     assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)
@@ -70,7 +70,7 @@ def test_attention_is_that_of_the_samples() -> None:
 
 
 def test_long_rows_fit_where_workers_share_them() -> None:
-    """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
+    """A row of 128K tokens fits 80 GB GPUs where eight workers share it (Llama-3.1-8B)."""
     base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)
     alone, shared = (plan_training(LLAMA_8B, replace(base, sequence_parallel_size=size)).memory for size in (1, 8))
     assert alone.peak > 80e9 > shared.peak

@@ -1,4 +1,4 @@
-"""Pages of a report and the card of a model: complete, self-contained, readable by all, safe against odd names."""
+"""Pages of a report and the card of a model: complete, self-contained, accessible, and safe against odd names."""
 
 import re
 from html.parser import HTMLParser
@@ -72,7 +72,7 @@ POINTS = [{"step": i, "tokens": 100 * i, "loss": 1 / i, "logits_loss": 1 / i} fo
 
 
 class Reader(HTMLParser):
-    """Checks that tags nest, and collects what a reader gets."""
+    """A parser that checks that tags nest, and collects tags and text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def read(html: str) -> Reader:
 
 
 def assert_stands_alone(html: str) -> None:
-    """No script, nothing loaded, every plot with a name, light and dark."""
+    """Check that a page has no script, loads nothing, names every plot and has a light and a dark theme."""
     reader = read(html)
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "img", "iframe", "object"}
     for tag, attributes in reader.tags:
@@ -150,7 +150,7 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     for expected in ("by 41 texts", "1.010 to 1.050", "0.0800 to 0.1200", "70.0% to 75.0%"):
         assert expected in told, expected
     lost = evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
-    assert "+2.00" in text_of(lost), "a perplexity that grows is lost"
+    assert "+2.00" in text_of(lost), "a perplexity that grows counts as lost"
     for tasks in ([TASK], []):
         left_out = evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
         told = "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k."
@@ -246,7 +246,7 @@ def test_a_student_that_keeps_its_own_says_so() -> None:
 
 
 def test_layers_that_prompts_run_through_are_listed() -> None:
-    """A list of all layers below l leaves none out, and vLLM serves it."""
+    """vLLM serves a list that has all layers below l; others only our engine serves."""
     for listed, said, serves in (([0, 1, 3], "prompts run layers 0-1,3;", "swiftkv"), ([0, 1], "layers 0-1;", "vllm")):
         spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
         _, text = parts(model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))

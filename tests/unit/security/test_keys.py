@@ -97,7 +97,7 @@ def test_a_rotated_key_and_the_one_before_it_hold_together_for_the_overlap(path:
     with pytest.raises(UnauthenticatedError, match="expired at 1970-01-01 00:18:20 UTC"):
         ring.authenticate(f"Bearer {first}")
     third, _ = rotate_key(path, "ann", now=now, overlap_s=100)
-    assert [key.sha256 in path.read_text() for key in (old, new)] == [False, True], "what has ended leaves the file"
+    assert [key.sha256 in path.read_text() for key in (old, new)] == [False, True], "an expired key leaves the file"
     assert ring.authenticate(f"Bearer {third}").expires_at is None
 
 
@@ -141,7 +141,7 @@ def test_keys_that_are_made_at_the_same_time_are_all_kept(path: Path) -> None:
 
 
 def test_a_file_without_what_is_new_is_read_by_the_version_before(path: Path) -> None:
-    """Replicas of an older image refuse a field that they do not know."""
+    """A key without new features has only known fields, since replicas of an older image refuse others."""
     create_key(path, name="ann", tenant="acme", scopes=READ, expires_at=5000, max_priority=-1)
     [line] = json.loads(path.read_text())["keys"]
     assert set(line) <= {"name", "tenant", "scopes", "sha256", "expires_at", "max_priority"}

@@ -87,7 +87,7 @@ def test_blocks_become_the_turns_of_a_chat(turn: Any, messages: Any) -> None:
 
 
 def test_each_block_ends_before_the_next_begins() -> None:
-    """A delta may end one call, and begin another behind words."""
+    """One delta may end a call and begin another, or follow text with a call."""
     named = {"id": "a", "function": {"name": "f", "arguments": ""}}
     more = {"function": {"arguments": "{}"}}
     deltas: list[Any] = [{"content": "x"}, {"content": "y", "tool_calls": [named]}, {"tool_calls": [more, named]}]

@@ -52,9 +52,9 @@ def test_scaling_and_resources_come_from_the_arguments() -> None:
     scaling = built._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3.0)
     assert built.ray_actor_options["num_cpus"] == 2
-    assert built.max_ongoing_requests > 3 + 5, "the replica itself refuses what is too much"
+    assert built.max_ongoing_requests > 3 + 5, "the replica itself refuses more"
     policies = [each._deployment_config.autoscaling_config.policy.policy_function for each in (deployment(), built)]
-    assert (policies[0], policies[1] == POLICY) == (POLICY, False), "without a target the load decides"
+    assert (policies[0], policies[1] == POLICY) == (POLICY, False), "without a target, the policy by load"
 
 
 def test_each_rank_of_a_replica_has_its_own_device_and_named_resources_go_first() -> None:
@@ -116,7 +116,7 @@ def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
 
 
 def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:
-    """A replica of an older image tells none, and one that serves something else has loaded that."""
+    """Replicas of an older image tell no time, and the time of one with another revision does not count."""
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
     served = _application(spec, {})["deployments"][0]["user_config"]["revision"]
     replicas = [{"replica_id": name, "state": "RUNNING"} for name in "abcd"]
@@ -135,7 +135,7 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
     script.on("GET", APPLICATIONS, json_answer(details))
     with serve(script) as url, closing(RayServe(url, url)) as cluster:
         cluster.apply([spec])
-        unaware = json_answer({"status": "ok"})  # of a replica with keys that has not heard of the revision
+        unaware = json_answer({"status": "ok"})  # a replica with keys that does not know the revision yet
         script.on("GET", "/one/health", health("a", load_seconds=fast), unaware, health("b"))
         swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve what is wanted", 4, fast)
         assert cluster.status() == {"dep_1": swapping}
@@ -145,7 +145,7 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
         assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
         script.on("GET", APPLICATIONS, json_answer({**details, "proxies": {"node": {"status": "UNHEALTHY"}}}))
         unheard = DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", 4)
-        assert cluster.status() == {"dep_1": unheard}, "replicas that nobody reaches do not run"
+        assert cluster.status() == {"dep_1": unheard}, "replicas that no proxy reaches do not count"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_replicas_without_keys_know_their_hosts(serve_url: str, keys: bool, host
 
 
 def test_an_application_to_keep_is_put_as_it_was_deployed() -> None:
-    """Serve ends every application that the put configuration leaves out."""
+    """Serve ends every application that a PUT leaves out, so kept ones are sent as Serve reports them."""
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
     deployed = {"name": "dep_2", "route_prefix": "/two", "import_path": "m:app", "args": {"of": "another version"}}
     running = {"status": "RUNNING", "message": "", "route_prefix": "/two", "deployments": {}}
@@ -204,7 +204,7 @@ def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
     access = Served.model_validate(closed).base_access
     assert (access.roots, access.hub_organizations) == (("/data/acme",), ("acme",))
     assert "base_access" not in opened
-    assert closed["revision"] == opened["revision"]  # rules load nothing
+    assert closed["revision"] == opened["revision"]  # a change of rules loads nothing
 
 
 GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has_exit_head=False)
@@ -265,7 +265,7 @@ def served(artifact_uri: Path, **options: Any) -> Served:
 
 
 def publish(tmp_path: Path, name: str) -> Path:
-    """The directory `name` as an artifact in a directory store."""
+    """Publish the directory `name` as an artifact in a directory store; return its path there."""
     store = open_store(str(tmp_path / "store"))
     publish_directory(store, tmp_path / name, name, kind="artifact", lineage={}, metrics={})
     return tmp_path / "store" / name
@@ -280,7 +280,7 @@ def artifact(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(artifact: Path, tmp_path: Path) -> Path:
-    """The artifact as an adapter of a base in `own`, published beside it."""
+    """The artifact exported as an adapter of a base in `own`, and published."""
     make_model().save_pretrained(tmp_path / "own" / "base")
     export_adapter(tmp_path / "model", tmp_path / "adapter", base=tmp_path / "own" / "base")
     return publish(tmp_path, "adapter")
@@ -336,7 +336,7 @@ def test_an_adapter_is_served_with_its_base_as_the_whole_artifact_is(
     teachers = [load(served(each, engine={"swiftkv": False})) for each in (adapter, artifact)]
     assert answered(teachers[0]) == answered(teachers[1])
     closed = served(adapter, base_access={"roots": ["/elsewhere"], "hub_organizations": ["acme"]})
-    assert closed.loads_the_same_as(served(adapter)), "other rules alone load nothing"
+    assert closed.loads_the_same_as(served(adapter)), "a change of access rules loads nothing"
 
 
 def test_a_base_outside_the_tenants_roots_is_refused(adapter: Path, tmp_path: Path) -> None:

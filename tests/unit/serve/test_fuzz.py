@@ -1,4 +1,4 @@
-"""Every route with any body, field or header, as its document allows and not: no answer of 500, and none left out."""
+"""Every route with any body, field or header, allowed by the OpenAPI document or not: none is answered 500."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from tests.surface.replicas import application, version_of
 
 SOAK = "SWIFTKV_SOAK" in os.environ
 NUM_BODIES, NUM_FIELDS, NUM_HEADERS = (500, 2000, 5000) if SOAK else (8, 40, 40)
-"""Examples: bodies of each operation, fields of OpenAI's routes, headers."""
+"""Numbers of examples: bodies of each operation, fields of OpenAI's routes, headers."""
 HANGS_AFTER_S = 60.0
 """Far more than the longest answer of the tiny model takes on a busy machine."""
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]
@@ -53,7 +53,7 @@ Header = tuple[bytes, bytes]
 
 @dataclass
 class Handed:
-    """Puts what the test hands over, as Serve's proxy does, in the place of what an HTTP client would not send."""
+    """Puts `headers` into each request, like Serve's proxy, also such as no HTTP client would send."""
 
     app: ASGIApp
     headers: list[Header] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica behind what hands requests over."""
+    """A replica behind `Handed`, on a port of its own."""
 
     url: str
     handed: Handed
@@ -95,7 +95,7 @@ def engine(model_dir: Path) -> AsyncLLMEngine:
 
 @pytest.fixture(scope="module")
 def replicas(engine: AsyncLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Replica]]:
-    """Two that trace their requests, `closed` with keys and an issuer of tokens, `open` without."""
+    """Two replicas that trace their requests: `closed` with keys and an issuer of tokens, `open` without."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(InMemorySpanExporter()))
     directory = tmp_path_factory.mktemp("replica")
@@ -129,7 +129,7 @@ def test_no_request_breaks_the_server(operation: APIOperation, replicas: dict[st
     @given(case=operation.as_strategy())
     def ask(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-            case.body["model"] = "mdl_1"  # else OpenAI's routes answer 404, and nothing gets any further
+            case.body["model"] = "mdl_1"  # else OpenAI's routes answer 404 and look at nothing else
         response = case.call(base_url=replica.url, timeout=HANGS_AFTER_S)
         late = isinstance(case.body, dict) and case.body.get("timeout_s") is not None and response.status_code == 504
         assert response.status_code < 500 or late, response.text
@@ -168,7 +168,7 @@ NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "pro
 def test_any_value_of_any_field_is_answered_or_refused_by_name(
     replicas: dict[str, Replica], path: str, fields: dict[str, Any], stream_options: Any, stream: bool
 ) -> None:
-    """Fields that the routes serve, ignore and refuse, and others."""
+    """Fields are those that the routes serve, ignore or refuse, and unknown ones."""
     own = {name: value for name, value in BODY[path].items() if not name.startswith("max_")}
     body = {**BODY[path], **fields, "stream": stream, "stream_options": stream_options, **own}
     response = replicas["open"].ask(path, body)
@@ -233,7 +233,7 @@ def test_no_header_breaks_the_server(
 
 
 def test_headers_that_mean_nothing_change_no_answer(replicas: dict[str, Replica]) -> None:
-    """Headers of a caller's own are none of the replica's business."""
+    """Headers that the replica does not know change nothing."""
     replica, texts = replicas["closed"], set()
     for value in (None, b"\xff\xfe", b"x" * 100_000, "名前".encode()):
         names = () if value is None else (b"x-session-id", b"x-request-id", b"traceparent")

@@ -1,4 +1,4 @@
-"""The native engine behind `/generate` and its like, and what only it lets a test see."""
+"""The native engine behind `/generate` and related routes, and what only this engine lets a test see."""
 
 from pathlib import Path
 from typing import Any

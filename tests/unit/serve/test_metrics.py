@@ -1,4 +1,4 @@
-"""Reports of a replica on its requests: counts on its page, in Ray and in the control plane, and spans of traces."""
+"""A replica's metrics: on its own page, in Ray and in the control plane; and the spans of its requests."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ Record = tuple[str, float, dict[str, str]]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """Records in the order that Ray takes them, after its own check of their labels."""
+    """Records in the order in which Ray gets them, after Ray's own check of their labels."""
     records: list[Record] = []
 
     def record(self: Any, value: float, tags: dict[str, str] | None = None) -> None:
@@ -97,7 +97,7 @@ async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
 
 
 def proxy(*replicas: str) -> FastAPI:
-    """Each request goes to the next replica."""
+    """A proxy that sends each request to the next replica."""
     app, turns = FastAPI(), itertools.cycle(replicas)
 
     @app.get("/{path:path}")
@@ -133,7 +133,7 @@ async def test_every_replica_is_asked_and_told_apart(urls: tuple[str, str, str])
     assert (found["two"]["request_success_total"], found["one"]["kv_cache_usage_perc"]) == (1, 0)
     assert not any("bucket" in name for name in found["one"])
     of_one = await read_replica_metrics(first, 3)
-    assert [metrics.replica for metrics in of_one] == ["one"], "fewer replicas than thought end the search"
+    assert [metrics.replica for metrics in of_one] == ["one"], "fewer replicas than expected end the search"
 
 
 async def test_nobody_there_is_an_error_that_names_the_address() -> None:
@@ -146,7 +146,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 async def traced(engine: AsyncLLMEngine, headers: dict[str, str], **body: Any) -> tuple[httpx.Response, dict[str, Any]]:
-    """The answer of a request, and its spans by name."""
+    """Send a request; return its answer and its spans by name."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     client = asgi_client(application(version_of(engine), observers=[Tracing(provider)]))

@@ -1,4 +1,4 @@
-"""The table of request fields: complete against OpenAI's own types, obeyed by the bodies, and as the page says."""
+"""The table of request fields: complete by OpenAI's own types, obeyed by the bodies, and equal to the page."""
 
 import json
 import re
@@ -33,7 +33,7 @@ ANTHROPIC = """cache_control container context_management diagnostics inference_
     metadata model output_config service_tier speed stop_sequences stream system temperature thinking tool_choice tools
     top_k top_p user_profile_id workspace_id"""
 AnthropicParams = TypedDict("AnthropicParams", dict.fromkeys(ANTHROPIC.split(), Any))  # type: ignore[misc]
-"""Fields of Anthropic's own client, whose package is none of this environment's."""
+"""Fields of Anthropic's own client, whose package is not installed here."""
 PAGE = Path("docs/compatibility.md")
 SHOWN = (Treatment.SERVED, Treatment.WITHOUT_EFFECT)
 PARTS = [field.name for field in FIELDS if "." in field.name]
@@ -72,7 +72,7 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
 
 
 def test_the_document_of_the_routes_has_json_schemas_names_of_bounds() -> None:
-    """Pydantic writes its own where a bound stands behind a validator."""
+    """Pydantic writes other names where a bound comes after a validator."""
     document = json.dumps(create_http_app(Current()).openapi())
     assert '"minimum": 1' in document
     assert not re.findall(r'"(?:ge|gt|le|lt)": ', document)

@@ -34,10 +34,10 @@ def body(prompt: Any, **others: Any) -> bytes:
 
 
 def shared(one: bytes, other: bytes) -> int:
-    """Blocks with equal fingerprints, which come first."""
+    """Number of blocks at the beginning whose fingerprints are equal."""
     pairs = list(zip(fingerprints(one), fingerprints(other), strict=False))
     equal = [left == right for left, right in pairs]
-    assert equal == sorted(equal, reverse=True), "once different, always different"
+    assert equal == sorted(equal, reverse=True), "after the first difference all blocks differ"
     return sum(equal)
 
 
@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_where_it_began(name: str) -> None:
 )
 async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_path: str, status: int) -> None:
     app: Any = PlainTextResponse("Ray's own")
-    for middleware in proxy_middlewares():  # as Serve applies them
+    for middleware in proxy_middlewares():  # in the order in which Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     transport = httpx.ASGITransport(app, root_path=root_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
@@ -75,7 +75,7 @@ async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_pat
 
 
 async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tuple[str | None, list[dict[str, Any]]]:
-    """(the header that the application is sent, the messages that it reads)."""
+    """Return (the header that the application gets, the messages that it reads)."""
     seen: list[Any] = []
     waiting = iter(messages)
 
@@ -109,7 +109,7 @@ async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize("path", ["/health", "/t/acme/chat/health", "/health/"])
 async def test_a_probe_is_answered_while_no_replica_is_ready(method: str, path: str) -> None:
-    """Serve holds the request; a replica that answers is heard."""
+    """While Serve holds the probe it is answered 503; once a replica answers, its answer is passed on."""
     ended: list[bool] = []
 
     async def held(*_: Any) -> None:
@@ -122,9 +122,9 @@ async def test_a_probe_is_answered_while_no_replica_is_ready(method: str, path: 
         return httpx.AsyncClient(transport=httpx.ASGITransport(Probes(app, **options)), base_url="http://serve")
 
     loading = await client(held, timeout_s=0.01).request(method, path)
-    await asyncio.sleep(0)  # until what was cancelled has ended
+    await asyncio.sleep(0)  # lets the cancelled request end
     assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")
-    assert ended, "the held request is taken back"
+    assert ended, "the held request is cancelled"
     assert method == "HEAD" or loading.json()["code"] == "loading"
     ready = await client(PlainTextResponse("ok")).request(method, path)
     assert ready.status_code == 200
@@ -146,14 +146,14 @@ def test_the_longest_prefix_wins_and_the_oldest_is_forgotten() -> None:
     index.add(["a", "ac"], "two")
     assert index.with_longest_prefix(["a", "ab", "abc"], ["one", "two"]) == {"one"}
     assert index.with_longest_prefix(["a", "ax"], ["one", "two"]) == {"one", "two"}
-    assert index.with_longest_prefix(["a", "ab"], ["two"]) == {"two"}, "the one that has it is not there"
+    assert index.with_longest_prefix(["a", "ab"], ["two"]) == {"two"}, "one, with the longer prefix, is no candidate"
     assert index.with_longest_prefix(["b"], ["one", "two"]) == set()
     index.add(["d", "de"], "two")
     assert index.with_longest_prefix(["ab"], ["one", "two"]) == set()
 
 
 class Router(PrefixRouter):
-    """With queues that the test sets, instead of Serve's cache of them."""
+    """A router whose queue lengths a test sets, instead of Serve's cache of them."""
 
     def __init__(self, queues: dict[str, int]) -> None:
         self.queues = queues
@@ -177,10 +177,10 @@ async def test_a_prefix_stays_with_its_replica_while_that_is_not_too_busy() -> N
     assert await router.route("a.b") == "one"
     router.queues = {"one": 4, "two": 0}
     assert await router.route("a.b.c") == "one"
-    assert await router.route("a.b.d") == "two", "one has five more"
+    assert await router.route("a.b.d") == "two", "one is five requests busier"
     router.queues = {"one": 3, "two": 2}
-    assert await router.route("a.b.c") == "one", "it has more of this prompt"
-    assert await router.route("a.b.e") == "two", "both have as much of this one, and two has less to do"
+    assert await router.route("a.b.c") == "one", "one has more of this prompt"
+    assert await router.route("a.b.e") == "two", "both have the same prefix, and two has less to do"
 
 
 @pytest.mark.parametrize("header", ["", "a.b"])
@@ -192,7 +192,7 @@ async def test_skew_starves_nobody(header: str) -> None:
 
 
 async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
-    """The proxy hands a caller's own header on; each of its parts would push another prefix out."""
+    """The proxy passes a caller's own header on; each part of it would evict another prefix."""
     router = Router({"one": 0, "two": 0})
     chosen = await router.route("a.b")
     for number in range(3):
@@ -200,7 +200,7 @@ async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
         await router.route(flood)
         await router.route("z" * 100_000)
     router.queues = {name: int(name == chosen) for name in router.queues}
-    assert await router.route("a.b") == chosen, "it has one request more than the other, and the prefix"
+    assert await router.route("a.b") == chosen, "it still has the prefix, and only one request more"
 
 
 def test_the_header_carries_prints_or_a_callers_session_and_what_is_too_long_is_none() -> None:

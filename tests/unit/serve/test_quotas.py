@@ -1,4 +1,4 @@
-"""Limits of keys: even refill, reservations that are settled, tenants apart; over HTTP with a tiny model."""
+"""Limits of keys: even refill, settled reservations, separate tenants; over HTTP with a tiny model."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
     quota.reserve_tokens(70).settle(130)
     with pytest.raises(RateLimitedError) as caught:
         quota.reserve_tokens(1)
-    assert caught.value.retry_after_s == pytest.approx(0.6 * 61), "more was taken than there was"
+    assert caught.value.retry_after_s == pytest.approx(0.6 * 61), "the balance is negative"
     clock.now += 60.0
     quota.reserve_tokens(40)
 
@@ -112,7 +112,7 @@ async def test_a_key_that_has_spent_its_minute_is_told(client: httpx.AsyncClient
     refused = await complete(client, tokens["limited"], max_tokens=30)
     error = refused.json()["error"]
     assert (refused.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "rate_limited")
-    # 9 + 31 of 40 tokens are gone, 31 are wanted.
+    # 9 + 31 of 40 tokens are spent, and 31 are asked for.
     assert 1 <= int(refused.headers["retry-after"]) <= 47
     assert refused.headers["x-ratelimit-remaining-requests"] == "1"
     assert (await complete(client, tokens["free"])).status_code == 200, "another tenant is not held back"
@@ -124,7 +124,7 @@ async def test_requests_count_on_every_route_and_streams_settle_their_tokens(
 ) -> None:
     headers = {"Authorization": f"Bearer {tokens['limited']}"}
     body = {"prompt": "a", "stop_token_ids": list(range(258)), **GREEDY, "max_tokens": 38}
-    for _ in range(2):  # each holds 38 tokens and takes 2
+    for _ in range(2):  # each reserves 38 tokens and spends 2
         streamed = await client.post("/generate", json={**body, "stream": True}, headers=headers)
         assert streamed.status_code == 200
     for _ in range(2):

@@ -113,7 +113,7 @@ async def test_what_only_describes_a_schema_refuses_nothing(http: httpx.AsyncCli
     fields = {"seed": 3, "logit_bias": {"1": -20}, **schema(DESCRIBED)}
     response = await http.post("/generate", json={"prompt": "a", "max_tokens": 400, **fields})
     answer = json.loads(response.raise_for_status().json()["choices"][0]["text"])
-    assert answer.keys() == {"kind", "legs", "format"}, "a property may be named as a keyword is"
+    assert answer.keys() == {"kind", "legs", "format"}, "a property may have the name of a keyword"
     Pet.model_validate({"kind": answer["kind"], "legs": answer["legs"]})
     assert answer["format"] == []
 
@@ -125,7 +125,7 @@ async def test_a_known_format_is_followed(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_json_object_is_one(http: httpx.AsyncClient) -> None:
-    biased = {"1": -100, "92": 8, "90": 100}  # few strings, an early brace: random weights write no short JSON
+    biased = {"1": -100, "92": 8, "90": 100}  # few strings and an early brace, since random weights write no short JSON
     body = {"prompt": "a", "max_tokens": 400, "seed": 1, "temperature": 0.7, "logit_bias": biased}
     response = await http.post("/generate", json={**body, "response_format": {"type": "json_object"}})
     [choice] = response.json()["choices"]

@@ -34,7 +34,7 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": "hé"}]
 
 
 def document(model: str, **changes: Any) -> dict[str, Any]:
-    """The model to serve; an artifact that no test's own loader reads, unless it is changed."""
+    """Configuration that serves `model`. Its artifact exists only if `changes` names one: `Loader` reads none."""
     return {"model": model, "artifact_uri": "unused", "revision": f"rev-{model}", "verify": False, **changes}
 
 
@@ -64,7 +64,7 @@ async def current() -> AsyncIterator[Current]:
 
 
 class Loader:
-    """Loads when a test says so. The model `bad` cannot be loaded."""
+    """Loads models once `may_load` is set. The model `bad` cannot be loaded."""
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
@@ -95,7 +95,7 @@ async def loader(model_dir: Path) -> Loader:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def swaps(current: Current, loader: Loader) -> Swaps:
-    """Swaps of a replica that serves the version `one`."""
+    """Swaps of a replica that serves the model `one`."""
     swaps = Swaps(current, loader.load)
     await swaps.want(document("one"))
     return swaps
@@ -110,13 +110,13 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
     await anext(outputs)
     with current.entering() as undecided:
         await swaps.want(document("two"))
-        assert current.version.card.model == "one", "it serves while the new one loads"
+        assert current.version.card.model == "one", "the old one serves while the new one loads"
         await swapped(current, "rev-two")
         assert current.version.card.model == "two"
         *_, (_, last) = [item async for item in outputs]
         assert (len(last.token_ids), last.finish_reason) == (50, "length")
         late = await current.ask(undecided, [[3]], LONG, RequestContext())
-    assert len((await late.all())[0].token_ids) == 50, "it had chosen before the swap"
+    assert len((await late.all())[0].token_ids) == 50, "it chose its version before the swap"
     while not loader.is_closed("one"):
         await asyncio.sleep(0.01)
     assert not loader.is_closed("two")
@@ -135,7 +135,7 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
     await swaps.want(document("one"))
     await swapped(current, "rev-one")
     assert current.swap.status == "done"
-    assert current.version is loader.loaded["one"], "what is served already is not loaded again"
+    assert current.version is loader.loaded["one"], "the version that is served is not loaded again"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_the_last_wanted_version_wins(current: Current, loader: Loader, sw
     loader.may_load.set()
     await swapped(current, "rev-four")
     assert current.version.card.model == "four"
-    assert set(loader.loaded) == {"one", "two", "four"}, "what nobody wants any more is not loaded"
+    assert set(loader.loaded) == {"one", "two", "four"}, "a superseded version is not loaded"
     assert counted(current, 'swaps_total{outcome="superseded"}') == 1
     assert loader.is_closed("two")
 
@@ -198,7 +198,7 @@ async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
     assert "need a chat template, which this model has not" in (await answer_with(None)).text
     for template, num_prompt_tokens in ((BRIEF, len("u:hé;".encode())), ("{{ messages[0].content }}", 3)):
         assert (await answer_with(template)).json()["usage"]["prompt_tokens"] == num_prompt_tokens
-    assert (await answer_with("{% for")).status_code == 200, "the version before serves on"
+    assert (await answer_with("{% for")).status_code == 200, "the previous version goes on serving"
     assert current.swap.status == "refused"
     assert "chat_template is no Jinja template: line 1" in current.swap.message
     response = await answer_with(COMMAND % (tmp_path / "marker"))
@@ -251,14 +251,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def served(paths: dict[str, str], share: float | None = None, **options: Any) -> dict[str, Any]:
-    """The model `one`, with `two` as a candidate where it has a share."""
+    """Configuration that serves `one` and, if `share` is given, `two` as its candidate."""
     candidate = {"model": "two", "artifact_uri": paths["two"], "share": share}
     options |= {} if share is None else {"candidate": candidate}
     return document("one", artifact_uri=paths["one"], **options)
 
 
 async def serve(current: Current, wanted: dict[str, Any]) -> Any:
-    """The version that serves what is wanted."""
+    """Serve `wanted`; return the version that does."""
     await Swaps(current, lambda served: load_version(ARGS, served, current.metrics.compared)).want(wanted)
     return current.version
 
@@ -294,7 +294,7 @@ async def test_another_share_loads_nothing(current: Current, paths: dict[str, st
 
 
 async def exact(judge: str, paths: dict[str, str], prompt: list[int], answer: list[int]) -> tuple[float, int]:
-    """(KL summed over the answer, positions with the same most probable token), by plain forward passes."""
+    """Return (KL summed over the answer, positions with the same most probable token), from plain forward passes."""
     student, other = (
         AutoModelForCausalLM.from_pretrained(paths[name]).eval()
         for name in ("one", "two" if judge == "candidate" else "one")
@@ -329,7 +329,7 @@ async def test_a_shadow_tells_how_far_the_other_model_is(current: Current, paths
     assert (await judged(max_tokens=0, prompt_logprobs=1))["usage"]["completion_tokens"] == 0
     version.shadow.share = 0.0
     await judged(**GREEDY)
-    assert counted(current, "shadow_positions_total") == 12, "neither an answer without tokens nor one of no share"
+    assert counted(current, "shadow_positions_total") == 12, "no tokens, or a share of 0, count nothing"
 
 
 async def test_one_answer_is_judged_at_a_time_and_a_failing_judge_fails_nobody(

@@ -1,4 +1,4 @@
-"""Calls of tools: read from families' own formats however they are cut, told by templates, and held to grammars."""
+"""Tool calls: parsed from each family's format however it is cut, rendered by templates, constrained by grammars."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def parse(parser: Parser, pieces: Sequence[str]) -> Assembled:
         fed += piece
         answer.add(reading.feed(piece))
         begun = max(n for n in range(len(parser.marker)) if fed.endswith(parser.marker[:n]))
-        assert answer.calls or len(answer.text) <= len(fed) - begun, "half a marker was handed on"
+        assert answer.calls or len(answer.text) <= len(fed) - begun, "the beginning of a marker was handed on as text"
     answer.add(reading.finish())
     return answer
 
@@ -119,7 +119,7 @@ TEXTS: list[tuple[Parser, str]] = [
 def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
     parser: Parser, answer: str, text: str, calls: list[Call]
 ) -> None:
-    """Text that is no call stays as it is, to the last character."""
+    """Cuts change neither calls nor text, and text outside of calls stays as it is."""
     expected = Assembled(text, calls)
     assert parse(parser, [answer]) == expected
     assert parse(parser, list(answer)) == expected
@@ -127,7 +127,7 @@ def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
         assert parse(parser, [answer[:at], answer[at:]]) == expected
         so_far = Assembled()
         so_far.add(parser(NAMES).feed(answer[:at]))
-        assert text.startswith(so_far.text), "a beginning reads as the beginning of the whole"
+        assert text.startswith(so_far.text), "later pieces take back no text"
         assert [call.name for call in so_far.calls] == [call.name for call in calls[: len(so_far.calls)]]
         for call, whole in zip(so_far.calls, calls, strict=False):
             assert whole.arguments.startswith(call.arguments)
@@ -162,7 +162,7 @@ def test_however_an_answer_is_cut_it_reads_the_same(
     assert parse(parser, [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]) == whole
     assert parse(parser, list(answer)) == whole
     assert all(call.name in NAMES for call in whole.calls)
-    if not whole.calls and "<tool_call>" not in answer:  # of which an empty list is no text
+    if not whole.calls and "<tool_call>" not in answer:  # an empty list of calls is no text
         assert whole.text == answer
     assert parse(parser, list(plain)) == Assembled(plain), "plain text is never lost"
 
@@ -198,7 +198,7 @@ def test_a_family_is_told_by_its_template_and_may_be_named_by_a_deployment(templ
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[bool, Any]:
-    """By whether Mistral's markers are special tokens."""
+    """Tokenizers by whether Mistral's markers are special tokens."""
     special = byte_tokenizer()
     special.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     return {False: byte_tokenizer(), True: special}

@@ -1,4 +1,4 @@
-"""Text that the package ships: the same on every machine, with a split that shares nothing."""
+"""Text that ships with the package: the same on every machine, with splits that share nothing."""
 
 import hashlib
 import re
@@ -44,7 +44,7 @@ def test_the_sides_of_chats_share_no_topic() -> None:
 
 
 def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> None:
-    """But for a topic's own, which texts that are read may mention."""
+    """The words of a topic itself do not count: texts may mention a topic without being asked about it."""
     training, unseen = chat_prompts(held_out=False), unseen_chat_prompts()
     assert len(set(unseen)) == len(unseen) > 150
     asked = {topic for topic in _TOPICS if any(re.search(rf"\b{topic}\b", text) for text in unseen)}
@@ -56,12 +56,12 @@ def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> N
 
     worded = phrases([request.format("_") for request in _OTHER_REQUESTS])
     assert not worded & phrases(training)
-    assert phrases(chat_prompts(held_out=True)) & phrases(training), "templates are what the sides share"
+    assert phrases(chat_prompts(held_out=True)) & phrases(training), "the sides share templates"
 
 
 @RECALL
 def test_the_sides_of_recall_share_no_person_and_needles_that_judge_have_other_words(prompts: Prompts) -> None:
-    """A student that was trained on these has still to find what it never was asked for."""
+    """A student trained on these texts must still find in needles what it was never asked for."""
     training, held_out = ("\n".join(prompts(held_out=side)) for side in (False, True))
     for people, absent in ((_PEOPLE[False], held_out), (_PEOPLE[True], training)):
         assert not set(people) & set(re.findall(r"\w+", absent))

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with suspicion."""
+"""The header of a GGUF file is read without trusting it."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def text(value: str) -> bytes:
 
 
 def value(of: Any) -> bytes:
-    """A value after its type's number: a string, a list or a 32-bit integer."""
+    """Encode a value after the number of its type: a string, a list or a 32-bit integer."""
     if isinstance(of, str):
         return struct.pack("<I", 8) + text(of)
     if isinstance(of, list):
@@ -81,7 +81,7 @@ def no_store(store: str, key: str) -> bytes:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_configuration_is_that_which_transformers_reads(family: str, tmp_path: Path) -> None:
-    # A header says nothing of Llama 3's scaled rotary embeddings.
+    # A GGUF header does not hold Llama 3's scaling of rotary embeddings.
     plain = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     model = plain if family == "llama" else family_teacher(family)
     path = save_gguf(model, tmp_path / "tiny.gguf")

@@ -1,4 +1,4 @@
-"""Models of the hub: the files that their reader needs, and weights once."""
+"""Models of the hub: only the files that their reader needs are fetched, and weights once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files that whoever names a directory has written: none takes the memory or the time of all callers."""
+"""Files in a directory that a caller names are hostile: none may take the memory or time of other callers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.model_configs import llama_config
 
 SPARSE = 3 << 29
-"""Bytes of a file that takes none of the disk."""
+"""Size of a sparse file, which takes no disk space."""
 MOST_MEMORY = 64 << 20
 
 
@@ -96,7 +96,7 @@ READERS: list[tuple[str, Callable[[Path], Any]]] = [
 
 
 def check_bounds(act: Callable[[], object]) -> None:
-    """Whether it is refused or not: little memory is taken, and a refusal is short."""
+    """Check that `act` takes little memory and, if it is refused, that the message is short."""
     refusal = ""
     tracemalloc.start()
     try:
@@ -131,7 +131,7 @@ def test_a_longer_object_of_a_store_is_refused() -> None:
 def test_a_list_of_a_gguf_file_that_announces_too_much_is_refused_at_once(
     tmp_path: Path, length: int, kind: int
 ) -> None:
-    """Texts of no bytes: a header holds four million of them."""
+    """The strings are empty, so that a small header could announce millions of them."""
     key = struct.pack("<Q", 1) + b"a"
     start = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<IIQ", 9, kind, length)
     path = tmp_path / "model.gguf"

@@ -165,7 +165,7 @@ def test_rows_fit_the_context_and_divide_among_the_workers_that_share_one(
 def test_few_rows_make_small_batches_that_divide_among_the_workers(
     fields: dict[str, Any], num_rows: int, size: int
 ) -> None:
-    """Two epochs on two workers by default; a given number of steps says how long the run is, whatever the rows."""
+    """By default two epochs on two workers; a given number of steps sets the length of the run, whatever the rows."""
     assert resolve_batch_size(spec(**fields), num_rows).training.batch_size == size
 
 

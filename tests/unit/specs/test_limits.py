@@ -1,4 +1,4 @@
-"""Every number that a caller gives has a finite range, which refusals name; what was stored is read within it."""
+"""Every number that a caller gives has a finite range, which refusals name; stored specs are read within it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftkv_platform.specs.resources import ResourcesSpec
 _ENDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
 _BOUNDS = {"integer": _ENDS, "number": _ENDS, "string": ({"maxLength", "pattern", "format"},), "array": ({"maxItems"},)}
 _ENUMERATED = {"WebhookSpec.on"}
-"""A tuple of a few words, each of which makes sense once."""
+"""A tuple of enumerated words, each of which makes sense once."""
 
 
 def unbounded(schema: Any, place: str, kinds: tuple[str, ...] = tuple(_BOUNDS)) -> Iterator[str]:
@@ -42,7 +42,7 @@ def unbounded(schema: Any, place: str, kinds: tuple[str, ...] = tuple(_BOUNDS)) 
 
 
 def requests(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas of all that callers send to the control plane."""
+    """Yield name and schema of each parameter and body that callers send to the control plane."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             for parameter in operation.get("parameters", ()):
@@ -64,7 +64,7 @@ def requests(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def test_nothing_in_a_spec_is_unbounded() -> None:
-    """Nothing absurd gets as far as a database or a cluster."""
+    """No absurd number or length gets as far as a database or a cluster."""
     found = {place.removeprefix(".") for place in unbounded(JobSpec.model_json_schema(), "")}
     assert found - _ENUMERATED == set()
     for spec in (DeploymentSpec, EngineConfig):
@@ -121,7 +121,7 @@ def test_what_was_stored_before_there_was_a_range_is_read_within_it(
 @pytest.mark.parametrize("field", ["target_ongoing_requests", "upscale_delay_s", "downscale_delay_s"])
 @pytest.mark.parametrize("end", ["minimum", "maximum"])
 def test_serves_controller_scales_by_every_number_that_is_accepted(field: str, end: str) -> None:
-    """Its loop covers all applications: an error in it stops them all."""
+    """The controller's loop covers all applications, so an error in it stops them all."""
     schema = ScalingSpec.model_json_schema()["properties"][field]
     value = next(part[end] for part in schema.get("anyOf", [schema]) if end in part)
     spec = ScalingSpec.model_validate({"max_replicas": MAX_REPLICAS, "target_ongoing_requests": 1, field: value})

@@ -1,4 +1,4 @@
-"""Addresses that open a store, and the refusals of the others."""
+"""Addresses that open a store, and refusals of others."""
 
 from pathlib import Path
 

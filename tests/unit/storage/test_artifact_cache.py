@@ -18,7 +18,7 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 
 
 class CountingStore(LocalObjectStore):
-    """Counts what is read of each object."""
+    """A store that counts the reads of each object."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -56,7 +56,7 @@ def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: P
             assert (path / MANIFEST).is_file()
             assert found == manifest
     assert store.reads["a/weights.bin"] == 1
-    (path / "weights.bin").write_bytes(b"b" * 1000)  # a copy that was changed is fetched again
+    (path / "weights.bin").write_bytes(b"b" * 1000)  # a changed copy is fetched again
     with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
         assert (path / "weights.bin").read_bytes() == b"a" * 1000
     assert store.reads["a/weights.bin"] == 2
@@ -83,7 +83,7 @@ def test_the_least_recently_used_copies_go_and_none_that_is_held(store: Counting
         with cache.held(store, name):
             pass
     with cache.held(store, "a"), cache.held(store, "d"):
-        assert copies(tmp_path / "cache") == {digests[name] for name in "acd"}, "b was used longest ago"
+        assert copies(tmp_path / "cache") == {digests[name] for name in "acd"}, "b is the least recently used"
     small = ArtifactCache(tmp_path / "cache", 1500)
     with small.held(store, "a"), small.held(store, "b"):
         assert copies(tmp_path / "cache") == {digests["a"], digests["b"]}
@@ -113,7 +113,7 @@ def test_a_copy_that_was_damaged_is_mended_while_another_holds_it(store: Countin
             assert mended == path
             assert (mended / "weights.bin").read_bytes() == intact
         ArtifactCache(tmp_path / "cache", 0)._make_room(1, for_="another")
-        assert path.is_dir(), "the first still holds it"
+        assert path.is_dir(), "the first user still holds it"
 
 
 KILLED = """

@@ -26,7 +26,7 @@ from tests.fakes.object_store import InMemoryObjectStore
 
 
 class FailingStore(InMemoryObjectStore):
-    """Fails the n-th upload or write, once."""
+    """A store that fails the n-th upload or write, once."""
 
     def __init__(self, fail_at: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_damaged_file_is_named_and_nothing_is_left(
 
 
 class Together(InMemoryObjectStore):
-    """Answers a read of `b/c` when as many are under way as a file's parts are fetched at the same time."""
+    """A store that answers reads of `b/c` only once as many are under way as parts are fetched at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_parts_of_a_large_file_are_fetched_at_the_same_time(
 ) -> None:
     store = Together()
     publish(store, source)
-    monkeypatch.setattr(artifacts, "_PART_SIZE", 1300)  # of 5,000 bytes
+    monkeypatch.setattr(artifacts, "_PART_SIZE", 1300)  # the file has 5,000 bytes
     fetch_directory(store, "art", tmp_path / "out")
     assert (tmp_path / "out" / "b" / "c").read_bytes() == b"gamma" * 1000
     assert sorted(store.ranges) == [(0, 1300), (1300, 2600), (2600, 3900), (3900, None)]

@@ -56,7 +56,7 @@ BYPASSING = {"prefill_layers": [0, 2], "decode_key_value": "own"}
 
 
 def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
-    """Workers of an older version refuse fields that they do not know."""
+    """A request leaves out defaults, because workers of an older version refuse fields that they do not know."""
     for recipe in RECIPES:
         asked = AttemptRequest(job_id=JOB, attempt=1, spec=load_spec(recipe), run_id="r")
         attempts.write_request(asked)
@@ -65,11 +65,11 @@ def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectSt
     attempts.write_request(AttemptRequest(job_id=JOB, attempt=2, spec=everything, run_id="r"))
     stored = json.loads(store.get_bytes(SECOND.request_key))
     assert stored == {"job_id": JOB, "attempt": 2, "spec": {"name": "x"}, "run_id": "r"}
-    assert attempts.read_request(SECOND).spec == everything, "who names no form means the paper's"
+    assert attempts.read_request(SECOND).spec == everything, "without a form, the paper's"
     listed = AttemptRequest.model_validate(
         {"job_id": JOB, "attempt": 2, "run_id": "r", "spec": {"name": "x", "swiftkv": BYPASSING}}
     )
-    assert json.loads(listed.to_json())["spec"]["swiftkv"] == BYPASSING, "older workers refuse what they do not know"
+    assert json.loads(listed.to_json())["spec"]["swiftkv"] == BYPASSING, "older workers must refuse it"
 
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
@@ -121,7 +121,7 @@ def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStor
 
 
 class Counted(InMemoryObjectStore):
-    """Counts requests for lists, of 1,000 keys each."""
+    """A store that counts requests for lists; one returns up to 1,000 keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Counted(InMemoryObjectStore):
 
 
 def test_looks_at_a_growing_attempt_list_once_each_and_miss_nothing() -> None:
-    """Writers come and go, some before and some behind those that are there; each event is read once."""
+    """Writers come and go, with names before and after those of others; each event is read once."""
     store, rng = Counted(), random.Random(3)
     attempts, cursor, written = AttemptStore(store), dict[str, int](), list[tuple[str, int]]()
     counts = Counter[str]()
@@ -247,7 +247,7 @@ def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
     assert attempts.newest_checkpoint(JOB, before_attempt=2) == first
     assert attempts.newest_checkpoint(JOB, before_attempt=1) is None
     assert attempts.newest_checkpoint("job_2") is None
-    assert checkpoint(store, 11, "step-00000200-w2") == attempts.newest_checkpoint(JOB), "of one step, of the newest"
+    assert checkpoint(store, 11, "step-00000200-w2") == attempts.newest_checkpoint(JOB), "the newest of one step"
     store.put_bytes(f"{FIRST.artifact_prefix}/stray", b"")
     assert attempts.artifact_manifest(FIRST) is None
     manifest = write_manifest(store, FIRST.artifact_prefix, {}, kind="artifact", lineage={}, metrics={"kl": 0.1})

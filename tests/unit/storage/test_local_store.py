@@ -1,4 +1,4 @@
-"""A directory as an object store: an object in the making is invisible."""
+"""A directory as an object store: an object that is being written is invisible."""
 
 import multiprocessing.synchronize
 import os

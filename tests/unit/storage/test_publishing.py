@@ -62,7 +62,7 @@ def test_a_model_is_copied_with_its_card_and_a_newer_one_replaces_it(source: Loc
     assert copied["README.md"].endswith(b"# one\n")
     assert read_manifest(open_store(target), "") == read_manifest(source, "one")
     source.delete("one/model.safetensors")
-    publish(source, "one", target, card=card)  # reads nothing that is there already
+    publish(source, "one", target, card=card)  # reads no file that is there already
     assert held(target) == copied
     publish(source, "other", target, card=card)
     assert held(target).keys() == OTHER.keys() | {"README.md", "manifest.json"}
@@ -84,7 +84,7 @@ def test_a_copy_that_was_broken_off_is_completed(
         patch.setattr(LocalObjectStore, "upload_file", fail)
         with pytest.raises(StorageError, match="disk is full"):
             publish(source, "one", str(target), card=card)
-    assert not (target / "manifest.json").exists(), "a mixture of two models looks complete"
+    assert not (target / "manifest.json").exists(), "a mixture of two models must not look complete"
     publish(source, "one", str(target), card=card)
     assert held(str(target)).keys() == ONE.keys() | {"README.md", "manifest.json"}
 
@@ -99,7 +99,7 @@ def test_what_is_no_model_is_not_written_over(source: LocalObjectStore, tmp_path
 
 
 def test_links_lead_no_publication_to_another_tenant(source: LocalObjectStore, tmp_path: Path) -> None:
-    """The tenant may write to its place, and so put links there, also once its spec was checked."""
+    """A tenant may write to its own place, and so put links there, even after its spec was checked."""
     mine, theirs = tmp_path / "published" / "mine", tmp_path / "published" / "theirs"
     for directory in (mine, theirs):
         publish(source, "one", str(directory / "model"), card=card, targets=(str(directory),))
@@ -111,7 +111,7 @@ def test_links_lead_no_publication_to_another_tenant(source: LocalObjectStore, t
     (mine / "above").symlink_to(theirs)
     for place in places.values():
         for key in ("one", "other"):
-            if key == "one" or place != places["inside"]:  # the other has nothing below its directory
+            if key == "one" or place != places["inside"]:  # `other` has no file in a subdirectory
                 with pytest.raises((InvalidInputError, ConflictError)) as refused:
                     publish(source, key, str(place), card=card, targets=("s3://bucket", str(mine)))
                 assert refused.value.field == "publish.to"
@@ -121,7 +121,7 @@ def test_links_lead_no_publication_to_another_tenant(source: LocalObjectStore, t
     (mine / "model" / "manifest.json").unlink()
     (mine / "model" / "manifest.json").symlink_to(theirs / "model" / "manifest.json")
     publish(source, "other", str(mine / "model"), card=card, targets=(str(mine),))
-    assert held(str(theirs)) == before, "a file is put in the place of a link, not where it leads"
+    assert held(str(theirs)) == before, "a file replaces a link, not its target"
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_repository_of_the_hub_gets_one_commit_and_large_files_once(source: Lo
     publish(source, "one", "hf://acme/model", card=card)
     assert (hub.uploads, len(hub.commits)) == (1, 1), "nothing has changed"
     publish(source, "other", "hf://acme/model", card=card)
-    assert "model.safetensors" not in files, "the weights of the model before are served with this one's"
+    assert "model.safetensors" not in files, "weights of the previous model must go"
     assert files["model-00001-of-00002.safetensors"] == OTHER["model-00001-of-00002.safetensors"]
 
 
@@ -247,6 +247,6 @@ def test_a_place_is_measured_and_emptied_in_batches_that_can_be_repeated(store: 
     batches = [objects.remove(place, limit=2) for _ in range(4)]
     assert [(batch.objects, batch.bytes) for batch in batches] == [*sizes, (0, 0)]
     assert batches[2].next is None
-    assert objects.measure(log, limit=9, after=None).bytes == 3, "one object is a place too"
+    assert objects.measure(log, limit=9, after=None).bytes == 3, "a single object can be measured too"
     assert [objects.remove(log, limit=9).objects for _ in range(2)] == [1, 0]
     assert keys(store) == others

@@ -19,7 +19,7 @@ URI = "s3://swiftkv-test"
 
 
 class FirstRequests:
-    """Grants the first `count` requests of a method `granted` bytes, and everything to the rest."""
+    """Lets `granted` bytes of the first `count` requests of a method pass, and all of the others."""
 
     def __init__(self, method: str, count: int, granted: int) -> None:
         self._method, self._count, self._granted = method, count, granted
@@ -85,7 +85,7 @@ def test_a_failed_upload_leaves_no_parts_behind(front: Front, tmp_path: Path) ->
 
 
 def test_the_rule_that_ends_what_killed_uploads_leave_is_one_that_s3_takes(front: Front) -> None:
-    """It is the only thing that ends the uploads of a killed process."""
+    """S3 accepts the rule of docs/operations.md, which alone ends multipart uploads of a killed process."""
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
     [rules] = re.findall(r"`(\{\"Rules\": .+\})`", page)
     address = f"http://127.0.0.1:{front.port}"

@@ -1,6 +1,6 @@
-"""Buckets of Google and Azure that are opened with a pod's own identity, over the protocols of their token servers.
+"""Buckets of Google and Azure are opened with a pod's own identity, over the protocols of their token servers.
 
-Neither cloud runs here: a script has their documented answers.
+Neither cloud runs here: a script gives their documented answers.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ TOKEN = {"access_token": "of-this-pod", "expires_in": 3600, "token_type": "Beare
 OBJECT = Answer(200, b"data", {"ETag": '"1"', "Last-Modified": "Fri, 27 Nov 2026 01:00:00 GMT"})
 
 GOOGLES = "/computeMetadata/v1/instance/service-accounts/default/token"
-"""Path at the metadata server of a GKE node."""
+"""Path of tokens on the metadata server of a GKE node."""
 
 MICROSOFTS = "/tenant/oauth2/v2.0/token"
-"""Exchanges the token of a pod's service account that AKS writes to a file."""
+"""Path that exchanges the token of a pod's service account, which AKS writes to a file."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_google_is_asked_with_the_identity_of_the_node_or_pod(monkeypatch: pytes
         monkeypatch.setenv("GOOGLE_BASE_URL", url)
         store = open_store("gs://bucket/models", patient=False)
         assert store.get_bytes("a") == b"data"
-        # Signing takes a role of its own, which this identity lacks: the control plane passes the object on itself.
+        # Signing needs a role that this identity lacks: the control plane then passes the object on itself.
         assert store.presigned_url("a", 60) is None
     [asked] = script.sent("GET", GOOGLES)[:1]
     assert asked.headers["metadata-flavor"] == "Google"
@@ -69,4 +69,4 @@ def test_azure_is_asked_with_the_identity_of_the_pod(monkeypatch: pytest.MonkeyP
     assert (exchanged["client_id"], exchanged["client_assertion"]) == (["client"], ["the-service-accounts"])
     [read] = script.sent("GET", "/container/models/a")
     assert read.headers["authorization"] == "Bearer of-this-pod"
-    assert len(script.sent("POST", "/")) == 1, "it is not asked to sign again and again"
+    assert len(script.sent("POST", "/")) == 1, "Azure is asked to sign once only"

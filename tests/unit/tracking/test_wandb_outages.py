@@ -1,5 +1,5 @@
-"""W&B away, by a server of this machine that hangs, refuses, fails and comes back: the caller does not wait, the run
-goes on under its id, and what was recorded can be uploaded later."""
+"""Outages of W&B, played by a local server that hangs, refuses, fails and comes back: callers do not wait, the run goes
+on under its id, and records can be uploaded later."""
 
 import json
 import os
@@ -69,14 +69,14 @@ class Attempt:
         )
 
     def until_logged(self) -> bool:
-        """Wait until every step is handed over; whether W&B's run had not begun by then."""
+        """Wait until every step is handed over; return whether W&B's run had not begun by then."""
         assert self._process.stdout is not None
         word, waiting = self._process.stdout.readline().split()
         assert word == "logged"
         return waiting == "True"
 
     def end(self) -> tuple[str, bool, Path]:
-        """The mode of the run, whether it is uploaded, and its directory."""
+        """End the process; return the mode of the run, whether it is uploaded, and its directory."""
         said, _ = self._process.communicate("\n")
         mode, uploaded, files = json.loads(said.splitlines()[-1])
         return mode, uploaded, Path(files)
@@ -112,7 +112,7 @@ def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
     assert (mode, uploaded) == ("offline", False)
 
     server.outage = None
-    for _ in range(2):  # once more changes nothing
+    for _ in range(2):  # the second time changes nothing
         last = last_step("swiftkv", None, "job-1")
         for path in (begun, resumed):
             last = drop_steps(RecordedRun(path), last)
@@ -137,7 +137,7 @@ def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp
 def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: Path, empty_database: Path) -> None:
     server.outage = "refuses"
     attempt = Attempt(tmp_path / "run", 0, 5, timeout_s=2)
-    assert attempt.until_logged(), "all steps are taken before W&B has answered"
+    assert attempt.until_logged(), "steps must be taken before W&B answers"
     mode, uploaded, files = attempt.end()
     assert (mode, uploaded, server.runs) == ("offline", False, {})
     server.outage = None
@@ -149,7 +149,7 @@ def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: 
             if path.is_file():
                 key = f"jobs/{job_id}/attempts/1/tracking/{files.name}/{path.relative_to(files).as_posix()}"
                 parts.objects.upload_file(path, key)
-        # In a process of its own: this one's output has the control plane's log.
+        # In another process, since this one's output has the control plane's log.
         command = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "wandb-sync", job_id, "--json"]
         result = subprocess.run(command, env={**os.environ, "SWIFTKV_URL": url}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -158,7 +158,7 @@ def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: 
 
 
 class Stuck(NullTracker):
-    """A tracker whose calls do not return until they may."""
+    """A tracker whose `start` does not return until `may` is set."""
 
     def __init__(self) -> None:
         self.may = threading.Event()

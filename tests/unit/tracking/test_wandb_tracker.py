@@ -1,4 +1,4 @@
-"""W&B runs for real, offline: what was logged is read back from the file that `wandb sync` would upload."""
+"""The real W&B client, offline: what was logged is read back from the file that `wandb sync` would upload."""
 
 import json
 import struct
@@ -94,7 +94,7 @@ tracker.log_artifact("my-model", "s3://bucket/jobs/1/artifact", "abc")
 tracker.finish()
 print(tracker.info, tracker.files, sep="\\n")
 """
-"""Each attempt is a process; W&B's file is whole when that has ended."""
+"""Program of an attempt: a process, since W&B's file is complete only once it has ended."""
 
 
 def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
@@ -111,7 +111,7 @@ def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
     assert [(line["event"], line["log_level"]) for line in logs] == [("tracking_offline", "warning")]
     assert key not in str(logs)
     assert tracker.info is not None
-    assert tracker.info.fault == logs[0]["error"], "its job says so"
+    assert tracker.info.fault == logs[0]["error"], "its job reports the fault"
     assert replace(tracker.info, fault=None) == TrackingInfo("wandb", run_id="job-1", mode="offline", url=None)
     assert not tracker.uploaded
     assert list(tmp_path.glob("wandb/offline-run-*")) == [tracker.files]

@@ -52,7 +52,7 @@ def test_openai_routes_keep_their_shape_and_tell_the_same_wait() -> None:
 
 
 class Unread(dict[str, int]):
-    """An object too large to be written down before it is known that it is."""
+    """An object that says that it is large and fails if it is read."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -92,7 +92,7 @@ def test_both_applications_answer_an_error_alike() -> None:
 
 
 def test_a_refused_value_is_repeated_whole_or_not_at_all() -> None:
-    """One that is too large is not written down to find that it is."""
+    """A value that is too large is recognised without being serialised."""
     small: list[Any] = [None, "short", {"a": [1, None, 0.5]}]
     large: list[Any] = ["x" * 500, [[7] * 90] * 9, Unread(), [[Unread()]], {"a": Unread()}]
     for value in (*small, *large, float("nan"), "\ud800", object()):

@@ -32,7 +32,7 @@ def test_what_was_loaded_is_no_collections_work_until_it_is_replaced() -> None:
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     del one, other
     gc.collect()
-    assert gone() is not None, "it is not looked at"
+    assert gone() is not None, "what was loaded is not looked at"
     answer_promptly()
     assert gone() is None
 
@@ -44,4 +44,4 @@ def test_the_first_request_leaves_little_to_collect() -> None:
     app.include_router(router)
     with TestClient(answering_promptly(app)) as client:
         assert client.get("/299").status_code == 200
-        assert len(gc.get_objects()) < 3000, "some 10,000 where the request builds the routes"
+        assert len(gc.get_objects()) < 3000, "building the routes in the request leaves some 10,000"

@@ -1,4 +1,4 @@
-"""Callers whose requests are refused wait for the answer, the longer the more of them they send at a time."""
+"""Answers to refused requests are delayed, the more of them a caller has under way."""
 
 import asyncio
 

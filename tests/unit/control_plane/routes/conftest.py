@@ -52,7 +52,7 @@ class Clock:
 
 
 class StillClock(Clock):
-    """Stands still until a test moves it."""
+    """Stands still until a test advances it."""
 
     def __call__(self) -> float:
         return self.now
@@ -125,7 +125,7 @@ class Server:
         self.tick()
 
     def succeed(self, *, report: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-        """A job that has run to its end; returns it. `report`: more of its model's."""
+        """Run a job to its end and return it. `report`: fields to add to its model's report."""
         job_id = self.submit(**spec)["id"]
         worker = self.run(job_id)
         worker.step(1, 2, time=1001)
@@ -156,7 +156,7 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
 
 @contextmanager
 def control_plane(parts: Components, settings: Settings, url: str = URL) -> Iterator[TestClient]:
-    """The application, whose own loops have turned once and sleep from then on."""
+    """A client of the application, whose own loops have turned once and sleep from then on."""
     app = create_app(_asleep(settings), components=parts)
     with TestClient(app, base_url=url) as client:
         _first_turns(app)
@@ -177,7 +177,7 @@ def _asleep(settings: Settings) -> Settings:
 
 
 def _first_turns(app: FastAPI) -> None:
-    """Wait until each loop has turned once: one that turned later would meet the test's jobs, or not, by chance."""
+    """Wait until each loop has turned once: one that turned later would meet the test's jobs or not, by chance."""
     until = time.monotonic() + 60.0
     while waiting := [loop.name for loop in app.state.readiness.loops if loop.last_success is None]:
         assert time.monotonic() < until, f"loops that have not turned: {waiting}"
@@ -194,7 +194,7 @@ def parts(tmp_path: Path, empty_database: Path) -> Components:
 
 @pytest.fixture
 def start(parts: Components, tmp_path: Path) -> Iterator[Start]:
-    """Start control planes on the test's database and store, with `changed` parts and with settings of their own."""
+    """Return a function that starts a control plane on the test's database and store, with other parts and settings."""
     with ExitStack() as stack:
 
         def begin(url: str = URL, changed: Mapping[str, Any] | None = None, **settings: Any) -> Server:
@@ -211,7 +211,7 @@ def server(start: Start) -> Server:
 
 
 def refusal(response: httpx.Response, status: int = 422) -> dict[str, Any]:
-    """The first error of a refusal with this status."""
+    """Check that the request was refused with this status; return the first error."""
     assert response.status_code == status, response.text[:500]
     error: dict[str, Any] = response.json()["errors"][0]
     return error

@@ -1,4 +1,4 @@
-"""Quotas, and time and money of a job: foreseen from jobs that were measured, counted while it runs, and capped."""
+"""Quotas, and a job's time and cost: estimated from measured jobs, counted while it runs, and capped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,14 @@ def clock() -> StillClock:
 
 @pytest.fixture
 def priced(start: Start, clock: StillClock) -> Server:
-    """Two workers of one core each cost 4 an hour."""
+    """A control plane with prices: two workers of one core each cost 4 an hour."""
     return start(changed={"clock": clock}, cpu_hour_price=2.0)
 
 
 def run(server: Server, clock: StillClock, steps: int = 40, *, held: int = 0, **spec: Any) -> dict[str, Any]:
-    """A job of ten seconds to its first step, half a second a step, and twenty to its end.
+    """Run a job that takes ten seconds to its first step, half a second a step, and twenty seconds after the last.
 
-    Its worker's process holds `held` bytes and, at times, two more.
+    Its worker reports `held` bytes of memory and, at every other report, two more.
     """
     job_id = server.submit(training={**TRAINING, "max_steps": steps}, **spec)["id"]
     clock.now += 100  # in the queue
@@ -68,7 +68,7 @@ def test_time_and_every_phase_are_foreseen_from_a_job_that_was_measured(
     assert phases == ["prepare", "calibrate", "train", "evaluate", "publish"]
     assert unmeasured["phases"][2]["host_bytes"] == unmeasured["memory_per_worker"]
     assert (unmeasured["phases"][2]["seconds"], unmeasured["assumptions"]["flops_source"]) == (None, None)
-    shorter = validate(priced, model=teacher, training={**TRAINING, "max_steps": 40})  # which searches no rate
+    shorter = validate(priced, model=teacher, training={**TRAINING, "max_steps": 40})  # too short for a rate search
     assert shorter["memory_per_worker"] < unmeasured["memory_per_worker"]
     job = run(priced, clock, held=shorter["memory_per_worker"] + 1000, model=teacher)
     estimate = validate(priced, **spec)
@@ -77,7 +77,7 @@ def test_time_and_every_phase_are_foreseen_from_a_job_that_was_measured(
     assert estimate["cost"] == pytest.approx(estimate["seconds"] * 4 / 3600)
     assert (estimate["process_memory"], estimate["memory_per_worker"]) == (1002, unmeasured["memory_per_worker"])
     computing = estimate["phases"][2]["seconds_of"]["compute"]
-    assert computing == pytest.approx(estimate["seconds"] - 30), "without its startup and its end"
+    assert computing == pytest.approx(estimate["seconds"] - 30), "without startup and end"
     assert estimate["phases"][2]["seconds"] > computing
     schema = priced.client.get("/openapi.json").json()["components"]["schemas"]
     assert schema["EstimateAnswer"]["properties"]["phases"]["items"] == {"$ref": "#/components/schemas/PhasePlan"}
@@ -87,14 +87,14 @@ def test_time_and_every_phase_are_foreseen_from_a_job_that_was_measured(
     shorter = validate(priced, **spec, data={"max_length": 256})
     assert estimate["seconds"] - 30 > 2 * (shorter["seconds"] - 30), "twice the tokens and longer attention"
     assert validate(priced, **spec, resources={"num_workers": 1})["seconds"] is None, "other workers, another speed"
-    assert validate(priced, model=teacher)["seconds"] is None, "epochs decide"
+    assert validate(priced, model=teacher)["seconds"] is None, "epochs decide the steps"
 
 
 def test_a_configured_speed_does_until_there_is_a_measured_one(start: Start, teacher: dict[str, str]) -> None:
     estimate = validate(start(flops_per_second=1e9), model=teacher, training=TRAINING)
     assert estimate["speed_source"] == "configured"
     assert estimate["seconds"] == pytest.approx(estimate["total_flops"] / 2e9)
-    assert estimate["cost"] is None, "without prices"
+    assert estimate["cost"] is None, "there are no prices"
 
 
 def test_a_job_that_a_node_has_no_disk_for_is_refused(start: Start, teacher: dict[str, str]) -> None:
@@ -126,7 +126,7 @@ def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: StillC
     assert priced.get(f"/jobs/{job_id}")["cost"] == 2.0
     priced.tick()
     clock.now += 900
-    assert priced.get(f"/jobs/{job_id}")["cost"] == 3.0, "both attempts"
+    assert priced.get(f"/jobs/{job_id}")["cost"] == 3.0, "both attempts count"
     priced.worker(job_id, 2).artifact()
     priced.end(job_id, attempt=2)
     clock.now += 900
@@ -149,7 +149,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
     assert priced.get(f"/jobs/{job_id}")["status"] == "running"
     clock.now += 1
     priced.tick()
-    assert priced.parts.attempts.pause_requested(AttemptId(job_id, 1)), "it is given the time to checkpoint"
+    assert priced.parts.attempts.pause_requested(AttemptId(job_id, 1)), "it has time to write a checkpoint"
     checkpoint = worker.checkpoint(1)
     worker.say("status", status="paused")
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_a_full_queue_is_a_429_that_names_the_quota_and_clears(limited: Server) 
     assert (refused.json()["code"], error["field"], error["value"]) == ("quota_exceeded", "max_queued_jobs", 2)
     assert float(refused.headers["Retry-After"]) > 0
     again = limited.client.post("/jobs", json=SPEC, headers={"Idempotency-Key": "a"})
-    assert (again.status_code, again.json()["id"]) == (201, first["id"]), "what was accepted stays accepted"
+    assert (again.status_code, again.json()["id"]) == (201, first["id"]), "a retry finds the accepted job"
     limited.client.post(f"/jobs/{first['id']}/pause")
     assert limited.client.post("/jobs", json=SPEC).status_code == 429, "a paused job keeps its place"
     limited.client.post(f"/jobs/{first['id']}/cancel")
@@ -218,7 +218,7 @@ def test_the_quota_and_its_use_can_be_asked_for(limited: Server) -> None:
 
 
 def test_the_use_of_the_whole_cluster_is_what_ray_tells_of_its_nodes(limited: Server) -> None:
-    assert limited.get("/quota")["cluster"] is None, "it tells nothing"
+    assert limited.get("/quota")["cluster"] is None, "Ray has not told of any node"
     whole, half = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 6.5, "GPU": 1.0}
     for nodes, told in (
         ([Node(whole, half), Node({"CPU": 2.0}, {"CPU": 0.1})], (3.0, 4.0, 3.4, 10.0)),
@@ -230,4 +230,4 @@ def test_the_use_of_the_whole_cluster_is_what_ray_tells_of_its_nodes(limited: Se
         assert tuple(cluster[name] for name in ("gpus", "total_gpus", "cpus", "total_cpus")) == told
     limited.wait(5)
     limited.cluster.away = True
-    assert limited.get("/quota")["cluster"] is None, "what was told before is not said again"
+    assert limited.get("/quota")["cluster"] is None, "an old report is not repeated"

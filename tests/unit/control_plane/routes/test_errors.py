@@ -1,4 +1,4 @@
-"""Everything that is refused is a problem document that names what is wrong, and strangers are kept out."""
+"""Every refusal is a problem document that names what is wrong; requests of foreign web pages are refused."""
 
 import json
 from typing import Any
@@ -83,7 +83,7 @@ def test_the_frameworks_refusals_are_problems_too(server: Server) -> None:
 
 
 def test_routes_of_a_model_are_asked_of_its_deployment(server: Server) -> None:
-    """Clients of OpenAI's fine-tuning routes have the control plane as their base URL."""
+    """Clients of OpenAI's fine-tuning routes ask the control plane for models too: it points to deployments."""
     for path, is_told in (("/v1/models", True), ("/v1/files/file-none", False)):
         answer = server.client.get(path)
         assert (answer.status_code, "GET /deployments" in answer.json()["error"]["message"]) == (404, is_told)
@@ -170,7 +170,7 @@ def test_a_web_page_cannot_submit_but_the_servers_own_and_programs_can(server: S
 
 
 def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing each complaint with each took minutes of a processor for one body."""
+    """Comparing every two of them would take minutes of CPU time for one body."""
     looked: list[int] = []
     real = error_handlers.most_telling
     monkeypatch.setattr(error_handlers, "most_telling", lambda found: (looked.append(len(found)), real(found))[1])
@@ -189,7 +189,7 @@ def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pyte
 
 
 def test_openais_other_routes_lead_to_a_deployment(server: Server) -> None:
-    """A client whose base URL is that of fine-tuning asks here."""
+    """A client whose base URL is the control plane is told to use that of a deployment."""
     refused = server.client.post("/v1/chat/completions", json={"model": "x", "messages": []})
     message = refused.json()["error"]["message"]  # in OpenAI's form
     assert (refused.status_code, "use the `url` of a deployment (GET /deployments) and /v1" in message) == (404, True)

@@ -76,7 +76,7 @@ def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: 
 
 
 def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
-    """A chat with 900 lists inside each other: in its last message, or beside its messages, maybe as JSON in a text."""
+    """A chat with 900 nested lists, in the last message or `outside` of the messages; `as_text`: in a string."""
     lists = f'[{{"a": {"[" * 900}{"]" * 900}}}]'
     extra = f'"{key}": {json.dumps(lists) if as_text else lists}'
     inside, beside = ("", f", {extra}") if outside else (f", {extra}", "")
@@ -137,12 +137,12 @@ def test_a_field_that_is_refused_is_named(server: Server) -> None:
     broken = server.client.post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"})
     assert broken.status_code == 400
     assert nothing_is_kept(server)
-    assert upload(server.client, name="../../etc/passwd").json()["filename"] == "passwd", "a name is no path"
+    assert upload(server.client, name="../../etc/passwd").json()["filename"] == "passwd", "a path keeps only its name"
     assert upload(server.client, name="C:\\rows.jsonl").json()["filename"] == "rows.jsonl"
 
 
 def test_an_upload_that_ends_half_way_leaves_nothing(server: Server) -> None:
-    """Cut off before its last boundary: the form is over, and the file in it is not."""
+    """A form whose body ends before its last boundary is refused, and nothing is kept."""
     request = server.client.build_request("POST", "/v1/files", files={"file": ROWS}, data={"purpose": "fine-tune"})
     kind, whole = request.headers["content-type"], request.read()
 
@@ -165,14 +165,14 @@ def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Serv
                 connection.sendall(head.encode() + whole[: len(whole) // 2])
         deadline = time.monotonic() + 30.0
         while (kept := upload(client)).status_code == 429:
-            assert time.monotonic() < deadline, "the places are not given back"
+            assert time.monotonic() < deadline, "uploads that broke off still hold their places"
         assert kept.status_code == 200
         assert [each["id"] for each in client.get("/v1/files").json()["data"]] == [kept.json()["id"]]
     assert len(list(server.parts.objects.list("files"))) == 1
 
 
 class Failing:
-    """Files of a database that goes away when a row is added."""
+    """A repository of files whose database goes away when a row is added."""
 
     def __init__(self, server: Server, error: Exception) -> None:
         self._files = server.parts.files
@@ -227,7 +227,7 @@ def test_other_sites_pages_upload_nothing(server: Server) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
     assert nothing_is_kept(server)
     jobs = server.client.post("/jobs", files={"file": ROWS})
-    assert (jobs.status_code, jobs.json()["code"]) == (415, "content_type_not_allowed"), "forms go nowhere else"
+    assert (jobs.status_code, jobs.json()["code"]) == (415, "content_type_not_allowed"), "no other route takes forms"
 
 
 def test_uploads_have_places() -> None:

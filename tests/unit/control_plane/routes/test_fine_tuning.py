@@ -30,7 +30,7 @@ def file_id(client: OpenAI) -> str:
 
 
 def conforms(server: Server, path: str, kind: type[Any]) -> None:
-    """Every object below a path is what OpenAI's client takes it for, strictly."""
+    """Check strictly that every object at `path` is of the type that OpenAI's client has for it."""
     answer = server.get(path)
     for each in answer["data"] if answer["object"] == "list" else [answer]:
         kind.model_validate_json(json.dumps(each), strict=True)
@@ -195,7 +195,7 @@ def test_what_there_is_not_is_not_found(client: OpenAI) -> None:
 
 
 def test_openais_fields_and_a_spec_give_the_same_job(client: OpenAI, server: Server, file_id: str) -> None:
-    """One spec, whichever face it comes through."""
+    """OpenAI's fields and a spec sent to `/jobs` make the same job."""
     spec = {**SPEC, "name": "same", "data": {"sources": [{"name_or_path": file_id}]}, "training": {"num_epochs": 4}}
     native = server.client.post("/jobs", json=spec).json()
     job = client.fine_tuning.jobs.create(

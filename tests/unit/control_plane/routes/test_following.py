@@ -1,4 +1,4 @@
-"""Followers of a job's events: the tail that they share, its reads counted, and the jobs that are marked as watched."""
+"""Followers of a job's events share one tail, whose reads are counted; followed jobs are marked as watched."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ FOLLOWERS = 50
 
 
 class Events:
-    """Those of one job, as a repository gives them."""
+    """Events of one job, read as from a repository."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -82,13 +82,13 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
         events.add(1)
         heard = await asyncio.gather(*(take(stream, 1) for stream in streams))
         assert heard == [[str(number)]] * FOLLOWERS
-    assert events.reads - caught_up < FOLLOWERS, "the tail's, not everybody's own"
+    assert events.reads - caught_up < FOLLOWERS, "followers share the reads of a tail"
     events.end()
     assert await asyncio.gather(*(take(stream, 1) for stream in streams)) == [["succeeded"]] * FOLLOWERS
     for stream in streams:
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-    assert not followers._tails, "nobody follows any more"
+    assert not followers._tails, "tails end with their last follower"
 
 
 async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
@@ -194,7 +194,7 @@ async def follow(client: httpx.AsyncClient, job_id: str, connected: asyncio.Sema
 
 @dataclass
 class Noted:
-    """Jobs whose watches are counted."""
+    """A repository that records when jobs are marked as watched."""
 
     until: list[tuple[str, float]] = field(default_factory=list)
     away: bool = False

@@ -1,4 +1,4 @@
-"""Whatever the control plane's own description allows, and does not allow, is answered, and never with a 5xx."""
+"""Requests that the control plane's OpenAPI document allows, and others, are never answered with a 5xx."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ EXAMPLES = 200 if "SWIFTKV_SOAK" in os.environ else 3
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[str]:
-    """A control plane with something of everything, whose clusters do nothing by themselves."""
+    """A control plane with an object of every kind, whose clusters do nothing by themselves."""
     directory = tmp_path_factory.mktemp("fuzz")
     parts = make_parts(directory, empty_database)
     closed = Settings(home=directory, source_roots=(), _env_file=None)

@@ -1,4 +1,4 @@
-"""Models that are imported: what is accepted, what an import that dies leaves."""
+"""Imports of models: what they accept, and what an import that dies leaves behind."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ REPORT = {"perplexity_ratio": 1.05, "tasks": [], "distilled": {"kl": 0.1}}
 
 
 def student(directory: Path, *, spec: dict[str, Any] | None = None, **metrics: Any) -> Path:
-    """A student as `swiftkv distill` leaves it, with a manifest; without a spec, as `swiftkv convert` does."""
+    """Write a student: with a `spec`, as `swiftkv distill` does, with a manifest; else as `swiftkv convert` does."""
     made = directory / "made"
     made.mkdir()
     (made / "config.json").write_text(json.dumps({"model_type": "llama_swiftkv"}))
@@ -76,7 +76,7 @@ def test_a_path_of_another_process_is_refused(server: Server) -> None:
 
 
 class Interrupted(Registry):
-    """A registry during whose imports something happens: while objects are copied, or before the row."""
+    """A registry that runs `copying` while an import copies objects, and `copied` before the row is written."""
 
     copying: Callable[[], None] = staticmethod(lambda: None)
     copied: Callable[[], None] = staticmethod(lambda: None)
@@ -113,7 +113,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
         interrupted(server, copied=killed).add(str(source), None, caller)
     assert imported(server) == 2 * files
     server.wait(DAY_S - 60)
-    assert (sweep(server), imported(server)) == ({}, 2 * files), "it may still be on its way"
+    assert (sweep(server), imported(server)) == ({}, 2 * files), "the import may still be running"
     server.wait(120)
     sweep(server)
     assert imported(server) == files
@@ -127,7 +127,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
 
 @pytest.mark.parametrize("swept", [False, True])
 def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: Path, swept: bool) -> None:
-    """An import whose process was stopped for hours: its objects may be about to go, or gone."""
+    """An import that was frozen for hours fails, whether a sweep has removed its objects or not."""
 
     def frozen() -> None:
         server.wait(DAY_S / 2 + 60 if not swept else DAY_S + 60)

@@ -53,7 +53,7 @@ def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Serv
     layers = [estimate[f"num_{kind}_layers"] for kind in ("hidden", "key_value", "kv_cache")]
     assert (layers, estimate["kv_bytes_ratio"]) == ([12, 6, 8], pytest.approx(2 / 3))
     assert estimate["memory_per_worker"] > estimate["parameters"] > estimate["trained_parameters"] > 0
-    assert estimate["max_tokens"] is None, "epochs decide"
+    assert estimate["max_tokens"] is None, "it depends on epochs"
     assert estimate["sources"] == [
         {"name_or_path": "builtin:python-stdlib", "num_files": None, "num_bytes": None, "formats": ["text"]}
     ]
@@ -184,9 +184,9 @@ def test_checkpoints_tell_their_held_out_kl_and_which_one_is_the_model(server: S
     server.run(job)
     worker, told = server.worker(job), f"/jobs/{job}/checkpoints"
     worker.checkpoint(0, held_out_kl=0.9, best_step=0, best_kl=0.9)
-    worker.checkpoint(2, best_step=2, best_kl=0.25)  # as versions before wrote it
+    worker.checkpoint(2, best_step=2, best_kl=0.25)  # as earlier versions wrote it
     worker.checkpoint(3, best_step=2, best_kl=0.25)
-    worker.checkpoint(4, held_out_kl=0.25, best_step=2, best_kl=0.25)  # after going back
+    worker.checkpoint(4, held_out_kl=0.25, best_step=2, best_kl=0.25)  # after a rollback
     found = [(each["step"], each["held_out_kl"]) for each in server.get(told)["data"]]
     assert found == [(0, 0.9), (2, 0.25), (3, None), (4, 0.25)]
     assert {each["distilled_model"] for each in server.get(told)["data"]} == {None}
@@ -225,7 +225,7 @@ def test_every_recipe_is_listed_with_its_comments_and_a_spec_that_is_accepted_as
 
 
 def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[str, str], tmp_path: Path) -> None:
-    """Each request goes to a control plane of its own, as after a restart with other settings."""
+    """A retry finds its job after source, rules or quota have changed. Each post goes to a restarted control plane."""
     granted = tmp_path / "tenants.yaml"
 
     def post(spec: dict[str, Any], roots: tuple[str, ...], grants: str = "max_queued_jobs: 1") -> httpx.Response:
@@ -234,12 +234,12 @@ def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[st
         return server.client.post("/jobs", json=spec, headers={"Idempotency-Key": "once"})
 
     spec, opened = {**SPEC, "model": teacher}, (str(tmp_path),)
-    refusal(post(spec, ()))  # a refusal is not remembered
+    refusal(post(spec, ()))  # a refusal does not use up the key
     first = post(spec, opened)
     assert first.status_code == 201, first.text
-    shutil.rmtree(teacher["name_or_path"])  # its source vanishes
+    shutil.rmtree(teacher["name_or_path"])  # the job's source vanishes
     assert post({**spec, "training": {"seed": 0}}, opened).json() == first.json(), "the same spec, written out"
-    for again in (post(spec, ()), post(spec, (), "max_queued_jobs: 0, max_cpus: 0")):  # so do rules and quota
+    for again in (post(spec, ()), post(spec, (), "max_queued_jobs: 0, max_cpus: 0")):  # rules and quota change
         waits_now = {"status_reason": again.json()["status_reason"]}
         assert (again.status_code, again.json()) == (201, {**first.json(), **waits_now})
         assert again.headers["Location"] == f"/jobs/{first.json()['id']}"
@@ -264,7 +264,7 @@ def test_a_job_that_waits_for_the_cluster_says_for_what_since_when_and_its_place
     server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 1})]
     second = server.submit(resources={"num_workers": 1})
     first = server.submit(limits={"priority": "high"})
-    assert [second["queue_place"], first["queue_place"]] == [1, 1], "when each was submitted"
+    assert [second["queue_place"], first["queue_place"]] == [1, 1], "the places at submission"
     server.tick()
     rows = {row["id"]: row for row in server.get("/jobs")["data"]}
     assert [rows[job["id"]]["queue_place"] for job in (first, second)] == [1, 2]
@@ -329,7 +329,7 @@ def test_a_job_on_the_cluster_says_its_phase_and_how_far_that_is(server: Server)
     assert told() == ("write", None)
     for part, done, eta in (("one", 0, None), ("two", 3, 5.5), ("one", 10, 0.0)):
         worker.say("progress", phase="write", part=part, done=done, total=10, eta_s=eta)
-    assert told() == ("write", ("2 parts", 13, 20, 6)), "workers write at the same time"
+    assert told() == ("write", ("2 parts", 13, 20, 6)), "the parts of workers are added up"
     place("prepare")
     assert told() == ("prepare", None)
     place("train")
@@ -342,7 +342,7 @@ def test_a_job_on_the_cluster_says_its_phase_and_how_far_that_is(server: Server)
     worker.say("progress", phase="evaluate", part="rewired", done=1, total=1)
     worker.say("progress", phase="evaluate", part="tasks", done=2, total=8)
     driver.step(2, time=2.0)
-    assert told() == ("evaluate", ("tasks", 2, 8, None)), "one part after the other; late metrics take nothing back"
+    assert told() == ("evaluate", ("tasks", 2, 8, None)), "the last part counts; late metrics change nothing"
     worker.say("progress", phase="publish", part="bytes", done=0, total=9)
     assert told() == ("publish", ("bytes", 0, 9, None))
     server.end(job, SubmissionStatus.FAILED)
@@ -350,7 +350,7 @@ def test_a_job_on_the_cluster_says_its_phase_and_how_far_that_is(server: Server)
 
 
 def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands(server: Server) -> None:
-    """The slot is taken and others go first, so that the queue has not come to it."""
+    """The queue has not reached the job: the slot is taken, and other jobs go first."""
     server.cluster.nodes = [Node({"CPU": 4}, {"CPU": 4})]
     server.submit()
     server.tick()
@@ -368,7 +368,7 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
     server.cluster.away = True
     server.wait(5)
     away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None}
-    assert reason() == away, "its nodes are not known now"
+    assert reason() == away, "the nodes are not known"
     server.cluster.away = False
     server.cluster.nodes = [Node({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1})]
     server.wait(5)

@@ -1,4 +1,4 @@
-"""Secrets that are planted everywhere the platform gets them from, and looked for everywhere it writes or answers."""
+"""Secrets are planted wherever the platform gets them, and looked for wherever it writes or answers."""
 
 import io
 import json
@@ -96,7 +96,7 @@ def test_no_planted_secret_is_written_or_told(
     assert [(path, found) for path in files if (found := found_in(path.read_bytes(), secrets))] == []
     assert [found for answer in answers if (found := found_in(answer, secrets))] == []
     assert found_in(log.getvalue().encode(), secrets) == []
-    assert REDACTED in log.getvalue(), "what was planted did come by"
+    assert REDACTED in log.getvalue(), "secrets did reach the log, and were redacted"
 
 
 def test_what_counts_as_a_secret() -> None:

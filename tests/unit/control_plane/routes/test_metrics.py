@@ -1,4 +1,4 @@
-"""`/metrics` and `/readyz`: all is counted once, asking often costs little, and loops that get nowhere are told of."""
+"""`/metrics` and `/readyz`: counts are right, asking often costs little, and stalled loops are reported."""
 
 import threading
 import time
@@ -25,19 +25,19 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def parts(tmp_path: Path, empty_database: Path) -> Components:
-    return replace(make_parts(tmp_path, empty_database), clock=time.time)  # by which leases are held while a step runs
+    return replace(make_parts(tmp_path, empty_database), clock=time.time)  # leases are renewed by it while a step runs
 
 
 @pytest.fixture
 def client(tmp_path: Path, parts: Components) -> Iterator[TestClient]:
-    """A control plane whose own loops turn."""
+    """A control plane whose own loops run."""
     settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
     with TestClient(create_app(settings, components=parts), base_url=URL) as client:
         yield client
 
 
 def samples(client: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by name and labels."""
+    """Values of the metrics page, by name and labels."""
     page = client.get("/metrics").text
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -82,7 +82,7 @@ def test_requests_are_counted_by_template_and_never_by_path(client: TestClient) 
     assert counted[("method", "GET"), ("route", "/jobs"), ("status", "2xx")] == 1
     assert counted[("method", "GET"), ("route", "unmatched"), ("status", "4xx")] == 30
     assert {dict(labels)["method"] for labels in counted} == {"GET", "other"}
-    assert len(counted) < 10, "neither 'nowhere' nor 'job_1' is a route"
+    assert len(counted) < 10, "labels hold routes, not paths"
 
 
 def test_a_request_that_fails_is_counted_as_a_5xx(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_probes_that_come_at_once_look_once(parts: Components, start: Start, mon
     assert sorted(calls) == ["check", "count_by_status", "count_by_status", "ping"]
     server.cluster.away = True
     server.wait(5)
-    assert refusal(server.client.get("/readyz"), 503)["field"] == "ray", "told within seconds"
+    assert refusal(server.client.get("/readyz"), 503)["field"] == "ray", "reported within seconds"
     server.cluster.away = False
     server.wait(60)
     assert server.client.get("/readyz").status_code == 200
@@ -183,7 +183,7 @@ def test_a_loop_that_gets_nowhere_is_told(parts: Components, tmp_path: Path, mon
     app = create_app(settings, components=replace(parts, clock=clock))
     with TestClient(app, base_url=URL) as client:
         assert failed.wait(30)
-        assert client.get("/readyz").status_code == 200, "it may be mended by its next turn"
+        assert client.get("/readyz").status_code == 200, "one failed turn is not a stalled loop"
         clock.now += 300
         response = client.get("/readyz")
         assert response.status_code == 503
@@ -210,7 +210,7 @@ def test_a_loop_that_hangs_is_no_living_process(
         assert client.get("/healthz").json() == {"status": "ok"}
         clock.now += 200
         while (answer := client.get("/healthz")).json()["errors"][1:]:
-            pass  # the first steps of other loops come to their end
+            pass  # until the first steps of the other loops have ended
         assert (answer.status_code, answer.json()["errors"][0]["field"]) == (503, "loop jobs")
         leave.set()
 

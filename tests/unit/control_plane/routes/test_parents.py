@@ -1,4 +1,4 @@
-"""Jobs that continue from models and checkpoints, and models that are made of checkpoints."""
+"""Jobs that continue from models and checkpoints, and models that are made from checkpoints."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
         "sweep",
     ),
 ]
-"""Parents and sections that do not fit together, with the field that is named and what is said of it."""
+"""Parents and sections that do not fit together, with the field and a part of the message of the refusal."""
 
 
 def test_what_does_not_fit_is_refused(server: Server, parent: dict[str, Any]) -> None:

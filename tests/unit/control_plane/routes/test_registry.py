@@ -42,7 +42,7 @@ def test_promotions_and_rollbacks_are_kept_with_who_and_why(server: Server, mode
     promoted = promote(server, first, reason="the first")
     assert (promoted["action"], promoted["model"], promoted["previous"]) == ("promote", first, None)
     assert (promoted["by"], promoted["reason"]) == ("local", "the first")
-    assert promote(server, first) == promoted, "again is the same"
+    assert promote(server, first) == promoted, "a repeated promotion changes nothing"
     promote(server, second)
     promote(server, third)
     assert (roll_back(server)["model"], roll_back(server)["model"]) == (second, first)
@@ -88,7 +88,7 @@ def test_a_model_with_an_undecided_gate_is_promoted_only_on_a_word(server: Serve
     assert refused["field"] == "accept_undecided"
     assert "points lost on ifeval is 0.4, evaluation.max_drop asks for 1" in refused["message"]
     assert server.client.get("/aliases/production").status_code == 404
-    assert server.client.post("/deployments", json={"model": model}).status_code == 201, "to try it out"
+    assert server.client.post("/deployments", json={"model": model}).status_code == 201, "deploying it is allowed"
     assert post(server, f"/models/{model}/promote", {**asked, "accept_undecided": True})["model"] == model
 
 
@@ -111,7 +111,7 @@ def test_a_deployment_of_an_alias_follows_it(server: Server, models: list[str]) 
     roll_back(server)
     assert server.get(f"/deployments/{created['id']}")["model"] == models[0]
     pinned = server.client.patch(f"/deployments/{created['id']}", json={"model": models[2]}).json()
-    assert (pinned["model"], pinned["alias"]) == (models[2], None), "named by its id it follows nothing any more"
+    assert (pinned["model"], pinned["alias"]) == (models[2], None), "a model named by its id follows no alias"
     promote(server, models[1])
     assert server.get(f"/deployments/{created['id']}")["model"] == models[2]
 
@@ -144,7 +144,7 @@ def test_what_stands_for_no_model_is_refused(server: Server) -> None:
     model = job["distilled_model"]
     for name in ("mdl_x", "job_x", "production", ""):
         assert refusal(server.client.post("/deployments", json={"model": name}))["field"] == "model"
-    assert post(server, "/deployments", {"model": job["id"]}, 201)["model"] == model, "a job stands for its own"
+    assert post(server, "/deployments", {"model": job["id"]}, 201)["model"] == model, "a job names its model"
     for body in ({"alias": "production"}, {"reason": ""}, {"reason": "x", "alias": "mdl_x"}):
         post(server, f"/models/{model}/promote", body, 422)
     for path in ("/aliases/nothing/rollback", "/models/mdl_x/promote"):
@@ -157,13 +157,13 @@ def test_a_name_is_a_models_while_one_alone_has_it(server: Server, models: list[
     for name, body in (("second", {}), ("third", {"candidate": {"model": "first"}})):
         made = post(server, "/deployments", {"model": name, "route_prefix": f"/{name}", **body}, 201)
         assert made["model"] == models[("first", "second", "third").index(name)]
-        assert made["alias"] is None, "another model of the name, made later, is not swapped in"
+        assert made["alias"] is None, "a later model of that name is not swapped in"
     assert made["candidate"]["model"] == first
     assert promote(server, "third", alias="second")["model"] == third
     post(server, "/models/second/promote", {"alias": "canary", "reason": "what `second` stands for"})
     assert server.get("/aliases/canary")["model"] == server.get("/models/second")["id"] == third, "an alias goes first"
     assert server.get("/models/first/compare/third")["b"] == server.get("/models/third/lineage")["model"] == third
-    assert server.client.delete("/models/first").status_code == 404, "what is deleted is named by its id"
+    assert server.client.delete("/models/first").status_code == 404, "deletion takes only an id"
     again = server.succeed(name="first")["distilled_model"]
     for path, body in (("/deployments", {"model": "first"}), ("/models/first/promote", {"alias": "a", "reason": "b"})):
         refused = refusal(server.client.post(path, json=body))
@@ -201,7 +201,7 @@ PLACE = "s3://models/default/one"
 
 @pytest.fixture
 def opened(start: Start) -> Server:
-    """A control plane whose operator opens places of each tenant."""
+    """A control plane whose operator has opened places for publishing to each tenant."""
     return start(publish_targets=("s3://models/{tenant}/", "hf://acme"))
 
 
@@ -214,7 +214,7 @@ def test_a_model_is_published_by_a_job_that_makes_none(opened: Server) -> None:
     job = response.json()
     assert response.headers["Location"] == f"/jobs/{job['id']}"
     assert (job["name"], job["spec"]["publish"]) == ("publish-test", {"adapter": False, "to": PLACE, "private": True})
-    assert opened.client.delete(f"/models/{model}").status_code == 409, "what is being copied is deleted"
+    assert opened.client.delete(f"/models/{model}").status_code == 409, "a model that is being copied was deleted"
     opened.tick()
     request = opened.parts.attempts.read_request(AttemptId(job["id"], 1))
     assert (request.spec.only_publishes, request.traceparent) == (True, traced["traceparent"])
@@ -249,13 +249,13 @@ def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, serv
             assert (error["field"], "s3://models/default" in error["message"]) == ("publish.to", True)
     for place in ("acme/one", "hf://one", "s3://bucket", "hf://acme/../one", "/models/../etc", "hf://a/b/c"):
         refused = opened.client.post("/jobs", json={**SPEC, "publish": {"to": place}})
-        assert refusal(refused)["field"] == "publish.to", "it is no place"
+        assert refusal(refused)["field"] == "publish.to", "not an address of a place"
     closed = refusal(server.client.post("/jobs", json={**SPEC, "publish": {"to": PLACE}}))
     assert "SWIFTKV_PUBLISH_TARGETS" in closed["message"]
 
 
 def sweep(server: Server) -> dict[str, int]:
-    """Objects that a round removes, by kind."""
+    """Run a round of the sweeper; return the number of objects removed, by kind."""
     rows, objects = RetainedRows(server.parts.database), RetainedObjects(server.parts.objects)
     sweeper = Sweeper(rows, objects, retention(server.settings), server.parts.clock)
     removed: dict[str, int] = {}

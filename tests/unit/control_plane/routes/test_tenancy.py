@@ -18,14 +18,14 @@ from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 OPEN = {"/healthz", "/readyz", "/readyz/{check}", "/metrics"}
-"""Nothing of any tenant's is told there."""
+"""Routes without a key, which tell nothing of any tenant."""
 
 As = Callable[..., TestClient]
 
 
 @pytest.fixture
 def as_(start: Start, tmp_path: Path) -> As:
-    """A client with a fresh key of a tenant, on the same control plane but with keys."""
+    """Return a function that makes a client with a new key of a tenant, on the same state but with keys."""
     path = tmp_path / "keys.json"
     create_key(path, name="operator", tenant="operators", scopes=frozenset({Scope.ADMIN}))
     client = start("http://swiftkv.example", max_request_bytes=4096, api_keys_file=path).client
@@ -93,7 +93,7 @@ def call(client: TestClient, method: str, path: str, ids: dict[str, str]) -> htt
 
 
 def code_of(refused: httpx.Response) -> str:
-    """The code of an error, in OpenAI's shape too."""
+    """The code of an error, also of one in OpenAI's form."""
     answer: dict[str, Any] = refused.json()
     return str(answer.get("error", answer)["code"])
 
@@ -126,7 +126,7 @@ def test_a_key_opens_no_more_than_its_scopes(as_: As) -> None:
 def test_a_deployment_is_asked_with_the_callers_own_key(
     server: Server, start: Start, tmp_path: Path, by_cookie: bool
 ) -> None:
-    """Replicas that have the key file would refuse the control plane itself."""
+    """Replicas that have the key file would refuse a request by the control plane itself."""
     path, script = tmp_path / "keys.json", Script()
     token = create_key(path, name="ann", tenant="default", scopes=frozenset({Scope.ADMIN}))
     script.on("POST", "/generate", json_answer({"choices": []}))
@@ -177,7 +177,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
             assert answer.status_code == 404, where
         elif method == "GET":
             assert answer.status_code == 200, where
-            if path == "/audit":  # repeats what the stranger has asked for itself
+            if path == "/audit":  # holds what the stranger itself has asked for
                 assert {entry["tenant"] for entry in answer.json()["data"]} <= {"other"}, where
                 continue
             assert not any(found in answer.text for found in theirs), where
@@ -194,12 +194,12 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         assert refused.status_code == 422, refused.text
     lists = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}
     for path, foreign in {**lists, "/v1/files": file, "/v1/fine_tuning/jobs": job["id"]}.items():
-        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a cursor is an id too"
+        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a foreign id is no cursor"
     assert whole(as_("acme"), ids) == before
 
 
 def test_refusals_tell_nothing_of_another_tenants(as_: As, server: Server) -> None:
-    """Every wrong request around what another tenant has: an answer repeats what it was asked, and knows no more."""
+    """However a request touches another tenant's objects, its answer repeats only what the request itself names."""
     before_keys = server.client.post(
         "/deployments", json={"model": server.succeed()["distilled_model"], "route_prefix": "/legacy"}
     ).json()
@@ -235,7 +235,7 @@ def test_refusals_tell_nothing_of_another_tenants(as_: As, server: Server) -> No
 
 
 def made_model(as_: As, server: Server, tenant: str) -> str:
-    """Id of a model that the tenant has distilled."""
+    """Let the tenant distil a model; return its id."""
     job = as_(tenant).post("/jobs", json=SPEC).json()["id"]
     server.run(job).artifact()
     server.end(job)
@@ -243,7 +243,7 @@ def made_model(as_: As, server: Server, tenant: str) -> str:
 
 
 def whole(client: TestClient, ids: dict[str, str]) -> dict[str, Any]:
-    """Everything a tenant can read, but what other tenants' jobs may change and what passes with time."""
+    """Answers of all routes that a tenant can read, except what other tenants' jobs or time may change."""
     answers = {path: call(client, "GET", path, ids) for method, path in routes(client) if method == "GET"}
     passing = {"/quota", "/deployments/{deployment_id}/metrics"}
     return {path: answer.text for path, answer in answers.items() if path not in passing}
@@ -265,7 +265,7 @@ def test_a_key_that_asks_too_often_is_told_to_wait(start: Start, tmp_path: Path)
     statuses = [client.get("/jobs", headers=hasty).status_code for _ in range(5)]
     assert statuses == [200, 200, 200, 429, 429]
     refused = client.get("/jobs", headers=hasty)
-    assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "a token every 2 s"
+    assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "30 a minute"
     assert client.get("/jobs", headers=calm).status_code == 200
 
 
@@ -330,7 +330,7 @@ def test_two_tenants_of_one_place_do_not_write_over_each_other(start: Start, tmp
         (f"{shared}/acme/one", f"{shared}/link/one"),
     ):
         assert publish("acme", place).status_code == 201
-        assert publish("acme", same).status_code == 201, "its own it may replace"
+        assert publish("acme", same).status_code == 201, "it may replace its own"
         error = refusal(publish("other", same), 409)
         assert (error["field"], "another tenant publishes" in error["message"]) == ("publish.to", True)
         assert "acme" not in error["message"].replace(same, "").replace(place, "")

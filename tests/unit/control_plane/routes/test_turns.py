@@ -1,4 +1,4 @@
-"""Requests of a tenant take turns, by what they ask for."""
+"""A tenant's requests take turns: those that read, and those that submit."""
 
 import asyncio
 from collections import Counter
@@ -74,7 +74,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
 
     @app.post("/")
     async def submitted(_body: Body, _caller: Submitter) -> int:
-        return (await client.get("/", headers={"tenant": "a"})).status_code  # what reads waits for none that submits
+        return (await client.get("/", headers={"tenant": "a"})).status_code  # reads do not wait for submissions
 
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers={"tenant": "a"}) as client:
@@ -102,7 +102,7 @@ def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Pa
 
 
 def test_a_stream_is_held_before_a_turn_is_taken(tmp_path: Path) -> None:
-    """One too many is refused at once, and its job is not read."""
+    """A stream too many is refused at once, without reading its job."""
     streamed = []
     for route in iter_route_contexts(create_app(Settings(home=tmp_path, _env_file=None)).routes):
         if (dependant := getattr(route, "dependant", None)) is not None:

@@ -1,4 +1,4 @@
-"""Webhooks from a job's change to a receiver that really listens: signed, again until they arrive, in order, once."""
+"""Webhooks of job changes to a real receiver: signed, retried until they arrive, in order, once each."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SECRET = "a secret that signs webhooks"
 
 
 class Receiver(Script):
-    """A server of a tenant's; any path is a webhook."""
+    """A tenant's HTTP server; every path takes webhooks."""
 
     url = ""
 
@@ -40,7 +40,7 @@ class Receiver(Script):
 
 @pytest.fixture
 def gone() -> str:
-    """An address without a listener."""
+    """An address at which nothing listens."""
     return f"http://127.0.0.1:{free_port()}"
 
 
@@ -101,7 +101,7 @@ def test_what_fails_is_sent_again_later_and_keeps_its_order(server: Server, rece
     assert receiver.told() == ["queued", "queued", "queued", "starting", "running", "succeeded"]
     assert {request.path for request in receiver.requests} == {"/hook"}, "a redirect is not followed"
     first, again = (request.headers["webhook-id"] for request in receiver.requests[:2])
-    assert first == again, "a receiver can tell a repetition"
+    assert first == again, "a repetition has the same id"
     assert SECRET not in str(logs)
 
 
@@ -117,7 +117,7 @@ def test_a_receiver_that_is_away_for_a_day_is_given_up(server: Server, receiver:
     server.wait(20)
     assert 'swiftkv_webhook_deliveries{status="failed"} 1.0' in server.client.get("/metrics").text
     error = server.get(f"/jobs/{job['id']}")["error"]
-    assert error is None or error["code"] == "worker_lost", "a day without a word ends the job; the receiver does not"
+    assert error is None or error["code"] == "worker_lost", "the job may end for its silence, not for the receiver"
 
 
 def test_a_receiver_is_told_what_it_chooses_whatever_another_does(

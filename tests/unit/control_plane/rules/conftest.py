@@ -34,7 +34,7 @@ class Clock:
 
 @dataclass
 class Plane:
-    """Everything a reconciler works on; it can be built anew on the same state, as after a restart."""
+    """Everything that a reconciler works on. New reconcilers can be built on the same state, as after a restart."""
 
     database: Database
     objects: InMemoryObjectStore = field(default_factory=InMemoryObjectStore)
@@ -65,11 +65,11 @@ class Plane:
         return self.reconciler()
 
     def tick(self) -> None:
-        """Turn a reconciler that is the same each time."""
+        """Tick one reconciler, the same each time."""
         self._loop.tick()
 
     def started(self, **spec: Any) -> Job:
-        """A job that is on the cluster."""
+        """Submit a job and start it."""
         job = self.submit(**spec)
         self.tick()
         return job
@@ -77,7 +77,7 @@ class Plane:
     def end(
         self, job: Job, status: SubmissionStatus = SubmissionStatus.SUCCEEDED, message: str = "", attempt: int = 1
     ) -> Job:
-        """Have an attempt's process end, and the reconciler see it."""
+        """End an attempt's process, and let the reconciler see it."""
         self.cluster.finish(f"{job.id}-{attempt}", status, message)
         self.tick()
         return self.get(job)

@@ -1,4 +1,4 @@
-"""Jobs wait in the queue until the cluster has places for them, and say for what; what Ray tells of its nodes."""
+"""Jobs wait in the queue until the cluster has places for them, and say for what; what Ray reports of its nodes."""
 
 import json
 from dataclasses import replace
@@ -51,8 +51,8 @@ def test_two_jobs_that_together_do_not_fit_run_one_after_the_other(plane: Plane,
     assert (reason.code, reason.field) == ("waiting_for_resources", "resources")
     assert "2 workers with 1 CPU each" in reason.message
     assert waiting.waiting_since == plane.clock.now
-    assert plane.get(third).status_reason is None, "it waits for the second one"
-    assert len(plane.events(second)) == 2, "said once"
+    assert plane.get(third).status_reason is None, "it waits behind the second one"
+    assert len(plane.events(second)) == 2, "the reason is told once"
     plane.clock.now += 10
     plane.worker(first).artifact()
     plane.cluster.finish(f"{first.id}-1", plane.cluster.submissions[f"{first.id}-1"].state.status.SUCCEEDED)
@@ -89,7 +89,7 @@ def test_a_job_starts_where_its_workers_find_places(plane: Plane, nodes: Any, as
 
 
 def test_what_no_node_holds_waits_until_one_joins_and_stops_nobody(plane: Plane) -> None:
-    """One that overtakes it takes nothing that it could have."""
+    """A job that overtakes it takes no place that it could have used."""
     plane.cluster.nodes = [node(2)]
     reconciler = plane.reconciler()
     large, small = plane.submit(resources=workers(1, gpus_per_worker=8)), plane.submit(resources=workers(1))
@@ -120,7 +120,7 @@ def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
         ({"gpu": NodeGroup(max_nodes=1, resources={"CPU": 8, "GPU": 8})}, None, False),  # Ray is away
         ({"gpu": NodeGroup(max_nodes=9, resources={"CPU": 8, "GPU": 4})}, [], True),
         ({"cpu": NodeGroup(max_nodes=9, resources={"CPU": 64})}, [node(8, 8)], True),
-        ({}, [], False),  # nodes come and go
+        ({}, [], False),  # no groups: nodes may come and go
     ],
 )
 def test_what_no_group_can_ever_hold_is_known(groups: Any, nodes: Any, refused: bool) -> None:
@@ -167,7 +167,7 @@ def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) 
     ],
 )
 def test_what_a_job_has_still_to_take_is_kept_for_it(job: Job, now: float, left: int) -> None:
-    """Ray tells of a place some seconds after it was taken."""
+    """Ray reports a place as taken only some seconds later."""
     assert len(outstanding(job, driver={"CPU": 1.0}, now=now)) == left
 
 
@@ -219,8 +219,8 @@ GROUPS = {
 
 
 def test_groups_that_an_autoscaler_fills_count_with_the_nodes_that_may_come() -> None:
-    """Ray's autoscaler v2 tells what nodes hold in words, and nothing of its groups. The node of the recorded answers
-    was started without one, so its group is added here."""
+    """Ray's autoscaler v2 describes nodes in words and does not report its groups. The recorded node was started with
+    no group, so one is added here."""
     state = recorded("v2_state")
     state["data"]["result"]["result"][0]["labels"]["ray.io/node-group"] = "cpu"
     arguments = (recorded("v2_cluster_status"), recorded("v2_nodes"), state)
@@ -237,7 +237,7 @@ def test_groups_that_an_autoscaler_fills_count_with_the_nodes_that_may_come() ->
 
 @pytest.mark.parametrize("name", ["starting", "grows", "v2", "old", "other", "words"])
 def test_where_ray_does_not_tell_nothing_is_known(name: str) -> None:
-    """A cluster that an autoscaler enlarges grows when an attempt asks for places, not while it is in the queue."""
+    """An autoscaler enlarges the cluster when an attempt asks for places, so jobs must not wait in the queue for it."""
     grows = recorded("cluster_status")
     grows["data"]["clusterStatus"]["autoscalerReport"]["nodeTypeMapping"] = {"10.0.0.7": "gpu-group"}
     no_report = {"data": {"clusterStatus": None}}

@@ -1,7 +1,7 @@
-"""`kill -9` of the control plane before everything that it does: nothing is lost, nothing happens twice.
+"""`kill -9` of the control plane before each of its effects: nothing is lost, nothing happens twice.
 
-A run is recorded once without a kill; then it is repeated, killed before another of its effects each time, and carried
-on by a new reconciler on the same database, object store and cluster. A kill after an effect is one before the next.
+A run is recorded once without a kill. Then it is repeated, each time killed before another of its effects, and resumed
+by a new reconciler on the same database, object store and cluster. A kill after an effect is one before the next.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ANN = Caller(TENANT, "ann")
 
 
 EFFECTS = frozenset({"claim", "update", "write_request", "request_pause", "submit", "stop", "save_logs"})
-"""A kill at any other call is the same as one before the next of these."""
+"""Calls with effects; a kill at any other call equals a kill before the next one of these."""
 
 
 class KilledError(BaseException):
-    """Nothing may catch it, as nothing catches SIGKILL."""
+    """Takes the place of SIGKILL: no code may catch it."""
 
 
 class Killer:
-    """Counts the effects on every port it wraps and ends the process before one of them, or after the last."""
+    """Counts the effects on every port that it wraps, and raises `KilledError` before a given one or after the last."""
 
     def __init__(self, at: int | None = None) -> None:
         self._at = at
@@ -61,7 +61,7 @@ class _Mortal:
 
 
 class World:
-    """Events outside the control plane: each submission runs its course over a few looks at it."""
+    """Events outside the control plane: each look at a submission takes it a step further."""
 
     def __init__(self, plane: Plane, job: Job, script: Callable[[World, int, int], None]) -> None:
         self.plane = plane
@@ -87,7 +87,7 @@ class World:
 
 
 def succeed(world: World, attempt: int, age: int) -> None:
-    """Running, two steps, evaluation, artifact."""
+    """The attempt runs two steps, evaluates and publishes."""
     worker = world.plane.worker(world.job, attempt)
     if age == 0:
         worker.say("status", status="running")
@@ -112,7 +112,7 @@ def fail_once(world: World, attempt: int, age: int) -> None:
 
 
 def forgotten_once(world: World, attempt: int, age: int) -> None:
-    """Ray's head restarts during the first attempt."""
+    """Ray's head restarts and forgets the first attempt."""
     if attempt == 1 and age == 1:
         world.plane.cluster.forget()
     else:
@@ -139,7 +139,7 @@ def paused_once(world: World, attempt: int, age: int) -> None:
 
 
 def carry_on(world: World, reconciler: Reconciler) -> Job:
-    """Tick until the job has ended, and twice more, which must change nothing."""
+    """Tick until the job has ended, and twice more; these ticks must change nothing."""
     for _ in range(25):
         reconciler.tick()
         world.move()

@@ -31,7 +31,7 @@ from tests.records import standing_of
 
 @dataclass
 class Granted(Tenants):
-    """Policies without a file."""
+    """Policies of tenants, without a file."""
 
     policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 
 
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
-    """The queue's choice of these jobs, which stand as the database would say (`tests/contract/test_queue.py`)."""
+    """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
     chosen = queue.next(standing_of(live, most=len(live), now=now), room=room)
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
@@ -75,7 +75,7 @@ def test_a_weight_of_two_gets_twice_as_much() -> None:
 
 
 def test_what_a_tenant_holds_most_of_counts() -> None:
-    """One job with all GPUs in play weighs more than two of the many CPU jobs."""
+    """A tenant weighs by the resource of which it holds the largest share: all GPUs outweigh a few CPUs."""
     live = [job("gpu", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
     live += [job("cpu", status=JobStatus.RUNNING) for _ in range(2)] + [job("gpu"), *(job("cpu") for _ in range(5))]
     assert tenants(choose(FairQueue(Granted()), live, room=2)) == ["cpu", "cpu"]

@@ -61,7 +61,7 @@ def test_a_loop_whose_step_never_comes_back_hangs_and_one_that_fails_does_not() 
     while loop._step_began is not None:
         threading.Event().wait(0.001)
     now[0] = 10_000.0
-    assert (loop.is_stalled, loop.is_hung) == (True, False), "it failed, and is tried again"
+    assert (loop.is_stalled, loop.is_hung) == (True, False), "a turn failed, and the loop tries again"
     loop.stop(30)
     assert not loop.is_hung
 
@@ -82,11 +82,11 @@ def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
     assert turns[3:] == ["b"]
     plane.clock.now += LEASE_S
     step_a()
-    assert turns[3:] == ["b", "a"], "nobody has heard of b for as long as its lease"
+    assert turns[3:] == ["b", "a"], "b has been silent for as long as its lease"
 
 
 def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(plane: Plane) -> None:
-    """The other one takes over while the first is about to submit, as when its process is frozen there."""
+    """Another control plane takes over while the first, frozen, is about to submit."""
     calls: list[str] = []
     submit = plane.cluster.submit
 
@@ -100,7 +100,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
     other = second.guard(plane.reconciler(lease=second).tick)
 
     class Slow:
-        """The attempt store, where one request takes longer than the lease."""
+        """An attempt store in which one request takes longer than the lease."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(plane.store, name)
@@ -174,7 +174,7 @@ def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_no
     seconds = LEASE_S + 1.0
     guarded = lease.guard(step)
     with pytest.raises(LeaseLostError):
-        guarded()  # which its loop tells as a failure
+        guarded()  # its loop reports a failure
     for _ in range(3):
         guarded()
     assert turns == ["a", "a", "a"]
@@ -186,7 +186,7 @@ def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_no
 
 
 def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
-    """By an hour, as on a machine that goes on after a pause: jobs, the cluster that was away, readiness, the lease."""
+    """A clock set back by an hour delays neither jobs, nor a cluster that was away, readiness or the lease."""
     lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
     step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(SPARING), lease=lease).tick)
     readiness = Kept(lambda: plane.clock.now, plane.clock, keep_s=2.0)
@@ -206,7 +206,7 @@ def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     plane.clock.now -= 3600.0
     restarted, turns = Leadership(Leases(plane.database), "jobs", "b", plane.clock), list[str]()
     restarted.guard(lambda: turns.append("b"))()
-    assert turns == ["b"], "the one that was killed held it until an hour from now"
+    assert turns == ["b"], "the killed one had a lease for an hour from now"
     lease.guard(lambda: turns.append("a"))()
     assert turns == ["b"]
 
@@ -216,7 +216,7 @@ def placed(count: int) -> list[Placed]:
 
 
 def looks(polls: PollSchedule, jobs: list[Placed], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
-    """The seconds at which each job was looked at, a tick a second; the first ones say something each second."""
+    """Seconds at which each job is looked at, with a tick a second; the first jobs report something each second."""
     seen: dict[str, list[int]] = {job.id: [] for job in jobs}
     for now in range(seconds):
         for job_id in polls.due(jobs, float(now)):
@@ -251,7 +251,7 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
     changed = replace(jobs[2], version=2)
     due = polls.due([watched, cancelling, changed, *jobs[3:]], 101.0)
     assert {"job_0000", "job_0001", "job_0002"} <= set(due)
-    assert due[0] == "job_0002", "what was changed comes first"
+    assert due[0] == "job_0002", "the changed job comes first"
     assert len(due) < 20
 
 
@@ -278,7 +278,7 @@ def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdu
     assert gaps(looks(polls, jobs, 100)["job_0250"])[-50:] == [1] * 50
     everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]
     seen = looks(polls, [*everyone, *jobs[200:]], 300)
-    assert all(seen.values()), "nor do many watched ones keep the others out"
+    assert all(seen.values()), "many watched jobs do not keep the others out"
 
 
 def test_a_job_that_has_left_the_cluster_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Attempts end for others: those that find no place, have had their turn, or hold what is open to deployments."""
+"""Attempts that end to make room: they find no place, had their turn, or hold what is open to deployments."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.unit.control_plane.rules.test_orphans import DEADLINE_S, NEEDS, later
 def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(
     plane: Plane, phase: str, slots: int, cpus: int
 ) -> None:
-    """Whether that one lacks the slot, or the places that are kept for the first one."""
+    """The other job lacks either the slot or the places that are reserved for the first."""
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
     reconciler = plane.reconciler(max_running_jobs=slots)
     job = plane.submit(resources={"num_workers": 4 // cpus, "cpus_per_worker": cpus})
@@ -40,7 +40,7 @@ def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(
     larger = plane.submit(tenant="others", resources={"num_workers": 2})
     for _ in range(4):
         later(plane, reconciler, 20)
-    assert plane.cluster.started == [f"{job.id}-1"], "its tenant's waits behind it, the larger finds no place"
+    assert plane.cluster.started == [f"{job.id}-1"], "its own tenant's job waits, and the larger one finds no place"
     assert plane.get(job).status.holds_cluster
     other = plane.submit(tenant="third", resources={"num_workers": 1})
     for _ in range(4):
@@ -56,7 +56,7 @@ def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(
 
 @pytest.mark.parametrize("free", [[4.0], None])
 def test_a_job_whose_places_come_keeps_its_slot(plane: Plane, free: list[float] | None) -> None:
-    """Nodes that an autoscaler may add count as free; where it does not tell of them, they are waited for."""
+    """Nodes that an autoscaler may add count as free; if it does not report them, the job waits its time for them."""
     plane.cluster.nodes = free and [Node({"CPU": cpus}, {"CPU": cpus}) for cpus in free]
     reconciler = plane.reconciler()
     job = plane.submit(resources={"num_workers": 2, "cpus_per_worker": 2})
@@ -80,7 +80,7 @@ def test_a_job_whose_places_come_keeps_its_slot(plane: Plane, free: list[float] 
 def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     plane: Plane, nodes: list[Node] | None, slots: int, obeys: bool
 ) -> None:
-    """A job of any length holds a slot; its own tenant's jobs may wait for it."""
+    """After its turn a job is preempted for another tenant's job, but not for one of its own tenant."""
     plane.cluster.nodes = nodes and [Node({"CPU": 4.0}, {"CPU": 4.0})]
     reconciler = plane.reconciler(max_running_jobs=slots, limits=AttemptLimits(turn_s=3600))
     job = plane.submit(resources={"num_workers": 3})
@@ -92,15 +92,15 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     if slots == 1:
         plane.submit(resources={"num_workers": 3})
     later(plane, reconciler, 4000)
-    assert not plane.store.preemption_announced(job.attempt_id), "nobody else waits"
+    assert not plane.store.preemption_announced(job.attempt_id), "no other tenant waits"
     other = plane.submit(tenant="others", resources={"num_workers": 2})
     later(plane, reconciler, 1)
     if slots == 2 and nodes is None:
         assert plane.get(other).status.holds_cluster
-        assert not plane.store.preemption_announced(job.attempt_id), "there was a slot"
+        assert not plane.store.preemption_announced(job.attempt_id), "a slot was free"
         return
     assert plane.store.preemption_announced(job.attempt_id)
-    assert plane.get(job).status is JobStatus.RUNNING, "until its checkpoint is complete"
+    assert plane.get(job).status is JobStatus.RUNNING, "it runs until its checkpoint is complete"
     if obeys:
         worker.checkpoint(1)
         worker.say("error", "told to stop", level="error", code="preempted", retryable=True)
@@ -122,12 +122,12 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
         (3, 0.5, 0.0, "ann", 1, DeploymentStatus.UNHEALTHY, True),
         ({"min": 1, "max": 64}, 0.5, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
         (3, 0.2, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
-        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # the jobs hold what is theirs
-        (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # without tenants
-        (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # it is loaded
-        (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # the tenant's own
+        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # nothing is open to deployments
+        (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # everything is open: no tenants
+        (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # a place is free: it is loading
+        (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # of the jobs' own tenant
         (3, 0.5, 0.0, "ann", 0, DeploymentStatus.DEPLOYING, False),
-        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.PENDING, False),  # beyond its share
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.PENDING, False),  # beyond its tenant's share
         (3, 0.5, 0.0, "ann", 1, DeploymentStatus.RUNNING, False),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
     status: DeploymentStatus,
     gives_way: bool,
 ) -> None:
-    """A job of any size and length may take all that is free before there are deployments."""
+    """Jobs may take all that is free before there are deployments, whatever their size and length."""
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://b/a", min_replicas=fewest)
     deployment = Deployment(spec, tenant, 1, DeploymentState(status))
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
@@ -157,7 +157,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
     for _ in range(3):
         later(plane, reconciler, 40)
     assert plane.store.preemption_announced(large.attempt_id) is gives_way
-    assert not plane.store.preemption_announced(small.attempt_id), "one is enough"
+    assert not plane.store.preemption_announced(small.attempt_id), "preempting one job is enough"
     if gives_way:
         plane.cluster.finish(f"{large.id}-1", SubmissionStatus.FAILED)
         later(plane, reconciler, 1)
@@ -171,7 +171,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
 def test_a_turn_that_ends_before_training_is_longer_the_next_time(
     plane: Plane, attempt: int, seconds: int, is_over: bool
 ) -> None:
-    """Preparation and evaluation begin anew with each attempt, and would never come to an end."""
+    """Preparation starts over in each attempt: with turns of one length it might never finish."""
     reconciler = plane.reconciler(limits=AttemptLimits(turn_s=3600))
     job = plane.submit(resources={"num_workers": 2})
     if attempt == 2:

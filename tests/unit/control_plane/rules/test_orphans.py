@@ -1,4 +1,4 @@
-"""Attempts that run for no job are stopped, and those that find no place give their slot back after a while."""
+"""Attempts without a job are stopped, and attempts that find no place give their slot back after a while."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,7 +37,7 @@ def runs(plane: Plane, name: str) -> bool:
 
 
 def test_a_submission_that_arrives_after_its_job_was_cancelled_is_stopped(plane: Plane) -> None:
-    """Ray took longer than the request: when the job was looked at it was not there, so the job has ended."""
+    """Ray started the submission after the request had timed out and the job, found without it, had ended."""
     job = plane.submit()
     entrypoint = Entrypoint(("python", "-m", "swiftkv_platform.jobs.distill"), STORE)
     for status in (JobStatus.STARTING, JobStatus.CANCELLING, JobStatus.CANCELLED):
@@ -63,7 +63,7 @@ def test_it_looks_once_a_minute_and_waits_for_a_cluster_that_is_away(plane: Plan
 
 def test_what_no_job_has_is_stopped_and_what_one_has_runs_on(plane: Plane) -> None:
     lost, replaced, damaged, kept = (started(plane) for _ in range(4))
-    with plane.database.writing() as session:  # as one that was restored
+    with plane.database.writing() as session:  # as in a restored database
         session.execute(delete(EventRow).where(EventRow.job_id == lost.id))
         session.execute(delete(JobRow).where(JobRow.id == lost.id))
         damage = text("UPDATE jobs SET state = 'damaged', status = 'unheard-of' WHERE id = :id")
@@ -84,23 +84,23 @@ def test_what_no_job_has_is_stopped_and_what_one_has_runs_on(plane: Plane) -> No
     assert not runs(plane, f"{replaced.id}-1")
     assert stopper.stopped == 2
     for name in (f"{kept.id}-1", f"{damaged.id}-1", *(name for name, _ in others)):
-        assert runs(plane, name), "it is not this control plane's, or its row cannot be read"
+        assert runs(plane, name), "another control plane's, its job's own, or of an unreadable row"
 
 
 def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: Plane) -> None:
-    """Its log is saved by then; Ray itself forgets nothing."""
+    """Ray itself forgets no submission; logs are saved before they are deleted there."""
     followed, retried, done = (started(plane) for _ in range(3))
     plane.worker(done).artifact()
     for job in (retried, done):
         plane.cluster.submissions[f"{job.id}-1"].log = "trained\n"
         plane.end(job, SubmissionStatus.SUCCEEDED if job is done else SubmissionStatus.FAILED)
-    plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # and no control plane has seen it
+    plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # before any control plane has seen it
     other = Entrypoint(("python",), "s3://another/store").shell(AttemptId("job_1", 1))
     plane.cluster.submit("job_1-1", other, {})
     plane.cluster.finish("job_1-1", SubmissionStatus.SUCCEEDED)
     stopper, ended = orphans(plane), {f"{job.id}-1" for job in (retried, done)}
     stopper.tick()
-    assert ended < plane.cluster.submissions.keys(), "it can be looked at in Ray's dashboard for a day"
+    assert ended < plane.cluster.submissions.keys(), "they stay in Ray's dashboard for a day"
     plane.clock.now += 24 * 3600 + 1
     for _ in range(2):
         stopper.stop()
@@ -114,7 +114,7 @@ def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: P
 
 
 def test_a_driver_reserves_what_is_set_and_nothing_else() -> None:
-    """Ray moves a driver off its head as soon as one reservation is named, be it of nothing."""
+    """Ray moves a driver off the head once any reservation is named, even one of zero."""
     for reserved in ({}, {"entrypoint_num_cpus": 0.5}, {"entrypoint_num_cpus": 1.0, "entrypoint_memory": 2 << 30}):
         script = Script()
         script.on("POST", "/api/jobs/", json_answer({"submission_id": "job_1-1"}))
@@ -125,7 +125,7 @@ def test_a_driver_reserves_what_is_set_and_nothing_else() -> None:
 
 
 def test_submissions_are_listed_with_their_ends() -> None:
-    """Drivers that connected by themselves have no submission, and are in the list as well."""
+    """Ray's list also has drivers without a submission, which are left out."""
     script = Script()
     listed = [
         {"type": "SUBMISSION", "submission_id": "a-1", "entrypoint": "one", "status": "RUNNING"},
@@ -142,7 +142,7 @@ def test_submissions_are_listed_with_their_ends() -> None:
 
 @pytest.mark.parametrize("state", ["alive", "dead", "silent"])
 def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
-    """Its version and jobs are told while a head starts, and when its node hangs, but it takes no submission."""
+    """While a head starts or its node hangs, the dashboard answers, but it takes no submission."""
     nodes = [{"node_id": "a", "state": "ALIVE"}] if state == "alive" else []
     script = Script()
     script.on(
@@ -164,7 +164,7 @@ def test_what_ray_does_not_know_is_removed_and_what_it_will_not_remove_is_told()
 
 
 DEADLINE_S = 1800
-"""Where the operator says nothing else."""
+"""The default of the operator's limit."""
 
 NEEDS = "2 workers with 8 GPUs and 1 CPU each; the cluster has 0 GPUs and 4 CPUs"
 
@@ -186,7 +186,7 @@ def later(plane: Plane, reconciler: Reconciler, seconds: float) -> None:
 
 
 def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: str) -> None:
-    """The job is in the queue again, and the next one has the slot."""
+    """Check that the job is in the queue again, for lack of `missing`, and that the next job has the slot."""
     plane.submit()
     assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
     reconciler.tick()
@@ -196,11 +196,11 @@ def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: st
     assert (reason.code, reason.field) == ("not_placed", "resources")
     assert missing in reason.message
     [placed] = plane.jobs.on_cluster()
-    assert placed.id != job.id, "the slot is another's"
+    assert placed.id != job.id, "another job has the slot"
 
 
 def waiting(plane: Plane, reconciler: Reconciler, phase: str = "prepare", **spec: Any) -> tuple[Job, FakeWorker]:
-    """A job whose worker has said that it waits for a place."""
+    """Return a job whose worker has reported that it waits for a place, and that worker."""
     job = on_cluster(plane, reconciler, **spec)
     worker = plane.worker(job)
     worker.say("status", status="running")
@@ -230,7 +230,7 @@ def test_a_process_that_says_nothing_costs_a_retry(plane: Plane, reconciler: Rec
 
 @pytest.mark.parametrize("first", ["waiting", "placed"])
 def test_placed_workers_have_all_the_time_they_need(plane: Plane, reconciler: Reconciler, first: str) -> None:
-    """Whatever order the events of driver and worker arrive in."""
+    """In whatever order the events of driver and worker arrive."""
     job = on_cluster(plane, reconciler)
     driver, worker = plane.worker(job, writer="driver"), plane.worker(job, writer="worker")
     driver.say("status", status="running")
@@ -260,7 +260,7 @@ def test_each_phase_has_its_own_deadline(plane: Plane, reconciler: Reconciler) -
 
 @pytest.mark.parametrize("phase", ["train of trial-2", "evaluate of test", "publish of test"])
 def test_a_job_that_has_trained_waits_as_long_as_it_lasts(plane: Plane, reconciler: Reconciler, phase: str) -> None:
-    """Time in which it waits is none in which it runs."""
+    """Time spent waiting does not count as running time."""
     job, worker = waiting(plane, reconciler, "train of test", limits={"max_runtime_s": DEADLINE_S})
     worker.say("placement", phase="train of test", state="placed")
     worker.step(1, time=plane.clock.now)

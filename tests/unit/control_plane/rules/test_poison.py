@@ -1,5 +1,5 @@
-"""A job whose handling fails unexpectedly costs the others nothing: it fails, and its slot is another's. A row that
-cannot be read hides no other. Nothing here fails for a cluster, store or database that is merely away.
+"""A job whose handling raises an unexpected error fails and frees its slot; others go on. An unreadable row hides no
+other. A cluster, store or database that is merely away fails no job.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def _short_logs() -> Iterator[None]:
 
 
 class Poisoned:
-    """The attempt store, except that calls about certain jobs raise."""
+    """An attempt store in which certain calls about certain jobs raise."""
 
     def __init__(self, store: Any, error: Exception, *methods: str) -> None:
         self._store = store
@@ -54,7 +54,7 @@ SURROGATE = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"
 
 
 def turn(plane: Plane, reconciler: Reconciler, seconds: int) -> None:
-    """A tick a second, as the loop does it."""
+    """Tick once a second, as the loop does."""
     for _ in range(seconds):
         reconciler.tick()
         plane.clock.now += 1
@@ -76,7 +76,7 @@ def test_poison_in_every_slot_stops_no_good_job(plane: Plane, where: str) -> Non
     reconciler = plane.reconciler(max_running_jobs=SLOTS, store=store)
     poison = [plane.submit(tenant="mallory") for _ in range(SLOTS)]
     store.jobs.update(job.id for job in poison)
-    if where == "newest_checkpoint":  # asked for second attempts alone
+    if where == "newest_checkpoint":  # asked only for second attempts
         for job in poison:
             found = plane.get(job)
             plane.jobs.update(replace(found, attempt=replace(found.attempt, number=2)))
@@ -107,7 +107,7 @@ def test_a_state_that_should_not_be_is_poison_too(plane: Plane) -> None:
 
 
 def test_while_ray_is_away_a_poison_job_is_not_given_up(plane: Plane) -> None:
-    """Its submission could not be stopped, and would go on with nothing that knows it."""
+    """Its submission could not be stopped, and would go on without a job."""
     store = Poisoned(plane.store, ZeroDivisionError("a bug"), "read_events")
     reconciler = plane.reconciler(store=store)
     job = plane.submit()

@@ -69,7 +69,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
 
 
 def test_the_end_of_a_sweep_is_not_foreseen(plane: Plane) -> None:
-    """Between the steps of two trials lie a calibration and a measurement."""
+    """Between the steps of two trials come a calibration and a measurement, so no time left is told."""
     job = plane.started(sweep={"num_key_value_layers": [2, 4]}, evaluation={"max_kl": 0.2})
     worker = plane.worker(job)
     worker.say("status", time=1001, status="running")
@@ -94,7 +94,7 @@ def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(
     waiting = plane.get(job)
     assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 1)
     assert plane.reason(job).code == "storage_error"
-    assert plane.cluster.started == [f"{job.id}-1"], "a retry waits a moment"
+    assert plane.cluster.started == [f"{job.id}-1"], "a retry waits first"
 
     plane.clock.now += 1
     plane.tick()
@@ -151,7 +151,7 @@ def test_a_failure_without_a_word_is_a_lost_worker(plane: Plane) -> None:
 def test_a_run_that_ends_well_has_a_whole_artifact(
     plane: Plane, manifest: bytes | None, code: str, status: JobStatus
 ) -> None:
-    """Without one it has failed; a damaged one is made again."""
+    """Without an artifact the job fails; a damaged one leads to another attempt."""
     job = plane.started()
     if manifest is not None:
         plane.objects.put_bytes(f"{AttemptId(job.id, 1).artifact_prefix}/{MANIFEST}", manifest)
@@ -182,11 +182,11 @@ def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) ->
     plane.clock.now += 60
     plane.tick()
     assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
-    # The orphan of the first attempt writes where it is not read any more.
+    # The orphan of the first attempt writes where nothing reads any more.
     plane.worker(job, attempt=1).say("error", "orphaned", code="data_error", retryable=False)
     plane.tick()
     assert plane.get(job).status is JobStatus.STARTING
-    plane.cluster.stop(f"{job.id}-2")  # as somebody else does
+    plane.cluster.stop(f"{job.id}-2")  # as another user of Ray would
     plane.tick()
     assert (plane.reason(job).code, plane.get(job).attempt.number) == ("preempted", 3)
 
@@ -271,7 +271,7 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
 
 
 def test_an_attempt_that_has_ended_is_settled_when_all_its_events_are_read(plane: Plane) -> None:
-    """More of them than a look reads: after an hour in which the store was away, say."""
+    """There are more events than one look reads, such as after an hour without the store."""
     job = plane.started()
     worker = plane.worker(job)
     worker.say("status", status="running")
@@ -287,7 +287,7 @@ def test_an_attempt_that_has_ended_is_settled_when_all_its_events_are_read(plane
 
 
 class _Meeting:
-    """The attempt store, whose reader waits until as many others read."""
+    """An attempt store whose readers wait until a number of them read at once."""
 
     def __init__(self, store: object, readers: int) -> None:
         self._store = store

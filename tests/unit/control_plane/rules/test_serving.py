@@ -1,4 +1,4 @@
-"""Deployments: applied when they or what is served change, followed as the cluster reports them, deleted when gone."""
+"""Deployments: applied when they or their models change, followed by reports of the cluster, removed once deleted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -80,17 +80,17 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
         reconciler.tick()
     assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.RUNNING
     assert plane.serving.applied[-1] == [sound.spec, third.spec]
-    assert len(plane.serving.applied) == number, "nothing is applied again for it"
+    assert len(plane.serving.applied) == number, "an unreadable row causes no new apply"
     assert list(reconciler.unreadable) == [damaged.spec.id]
     assert [entry["ids"] for entry in logs if "served on" in entry["event"]] == [[damaged.spec.id]]
     with plane.database.writing() as session:
         session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
     reconciler.tick()
-    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "it is gone from the rows"
+    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "its row is gone"
 
 
 class BusyCatalog(Registry):
-    """Lets another caller's changes through between what is read and what is written."""
+    """A registry in which other callers change the deployment between a read and its write."""
 
     meanwhile: list[Mapping[str, Any]]
 
@@ -116,7 +116,7 @@ def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(pl
 
     found = update({"max_replicas": 5}, upscale_delay_s=1.0)
     assert (found.spec.max_replicas, found.spec.upscale_delay_s, found.version) == (5, 1.0, 3), "different fields"
-    assert update({"max_replicas": 7}, max_replicas=7).spec.max_replicas == 7, "both want the same"
+    assert update({"max_replicas": 7}, max_replicas=7).spec.max_replicas == 7, "equal changes do not conflict"
     engine = update({"engine": {"dtype": "float32", "seed": 1}}, engine={"block_size": 8}).spec.engine
     assert engine == {"dtype": "float32", "seed": 1, "block_size": 8}
     for meanwhile, changes, field in (
@@ -160,7 +160,7 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
 def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
     reconciler = DeploymentReconciler(plane.catalog, plane.serving)
     plane.serving.away = True
-    reconciler.tick()  # it is left alone where nothing was ever deployed
+    reconciler.tick()  # Serve is left alone where nothing was ever deployed
     deployment = deploy(plane, model.id)
     with pytest.raises(ClusterUnavailableError):
         reconciler.tick()
@@ -178,12 +178,12 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
     reconciler.tick()
     assert status(plane, deployment) is DeploymentStatus.RUNNING
-    DeploymentReconciler(plane.catalog, FakeServeCluster()).tick()  # started anew, with another cluster's address
-    assert status(plane, deployment) is DeploymentStatus.PENDING, "it runs where nobody is sent any more"
+    DeploymentReconciler(plane.catalog, FakeServeCluster()).tick()  # restarted, with another cluster's address
+    assert status(plane, deployment) is DeploymentStatus.PENDING, "it runs only on the cluster of before"
     delete(plane, deployment)
     restarted = DeploymentReconciler(plane.catalog, plane.serving)
     restarted.tick()
-    assert plane.serving.applied[-1] == [], "what was deleted while the control plane was down goes"
+    assert plane.serving.applied[-1] == [], "deletions made while the control plane was down are applied"
     plane.serving.forget()
     restarted.tick()
     assert plane.catalog.all_deployments().items == []
@@ -194,7 +194,7 @@ HALF: dict[str, Any] = {"share": 0.5}
 
 
 def sharing(plane: Plane, *cpus: float, gpus: float = 0.0, **options: Any) -> DeploymentReconciler:
-    """A reconciler on nodes with this many CPUs each, the last with GPUs."""
+    """A reconciler on nodes with these CPUs, of which the last also has `gpus`."""
     gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
     nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
     return DeploymentReconciler(plane.catalog, plane.serving, nodes=lambda: nodes, clock=plane.clock, **options)
@@ -282,7 +282,7 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     plane.serving.become(first, DeploymentStatus.RUNNING, replicas=1)
     reconciler.tick()
     reconciler.tick()
-    assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest of the tenant that has most makes room"
+    assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest deployment of the largest tenant makes room"
     assert told(second)[0] is DeploymentStatus.PENDING
     assert "0 of min_replicas 2 have places, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
     assert told(first)[0] is DeploymentStatus.RUNNING
@@ -299,7 +299,7 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
 
 @pytest.mark.parametrize("how", ["delete", "shrink", "resize", "gone"])
 def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: Model, how: str) -> None:
-    """Else who changes deployments all the time holds more and more places."""
+    """Otherwise a tenant that keeps changing deployments would hold more and more places."""
     reconciler, first = sharing(plane, 4, **HALF), want(plane, model, "eve-0", fewest=2)
     reconciler.tick()
     if how in ("delete", "gone"):
@@ -323,7 +323,7 @@ def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: M
     if how != "resize":
         want(plane, model, "ann")
         reconciler.tick()
-        assert asked(plane) == {**kept, "ann": (1, 1)}, "what drains is not held against others"
+        assert asked(plane) == {**kept, "ann": (1, 1)}, "draining replicas take nothing from other tenants"
     plane.clock.now += 200
     reconciler.tick()
     left = {"delete": {"eve-1": (1, 1), "ann": (1, 1)}, "shrink": {**kept, "ann": (1, 1)}, "resize": kept}

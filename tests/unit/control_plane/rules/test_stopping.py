@@ -1,4 +1,4 @@
-"""Jobs that are cancelled, paused and resumed, or over their time; and workers of version 0.1.0."""
+"""Jobs that are cancelled, paused and resumed, or over their time; and attempts whose workers are of version 0.1.0."""
 
 import argparse
 
@@ -53,7 +53,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
     plane.tick()
     assert plane.store.pause_requested(AttemptId(job.id, 1))
     running = plane.cluster.status(f"{job.id}-1")
-    assert running.status is SubmissionStatus.RUNNING, "the attempt is given the time to checkpoint"
+    assert running.status is SubmissionStatus.RUNNING, "the attempt has time to write a checkpoint"
 
     checkpoint = worker.checkpoint(5)
     worker.say("status", status="paused")
@@ -91,7 +91,7 @@ def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:
     assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.RUNNING
     plane.clock.now += 1
     plane.tick()
-    # What the process says while it is being stopped does not hide the cause.
+    # An error of the process while it is being stopped does not hide the cause.
     plane.worker(job).say("error", "interrupted", code="worker_lost", retryable=True)
     plane.tick()
     error = plane.get(job).error
@@ -130,7 +130,7 @@ def test_an_attempt_that_ends_while_pausing_is_paused_unless_no_other_try_can_me
 
 
 def repeat(old_job: str, plane: Plane, job: Job) -> None:
-    """Let the attempt of a job do what one of version 0.1.0 did."""
+    """Write what a recorded attempt of version 0.1.0 wrote below the job's first attempt."""
     for key, data in old_attempts()[old_job].items():
         plane.objects.put_bytes(f"{AttemptId(job.id, 1).prefix}/{key}", data)
 
@@ -181,7 +181,7 @@ def test_an_old_image_is_refused_in_one_sentence(plane: Plane, capsys: pytest.Ca
     printed = printed_by_old_driver(entrypoint.split()[3:], capsys)
     message = f"Job entrypoint command failed with exit code 2, last available logs (truncated):\n{printed}"
     plane.end(job, SubmissionStatus.FAILED, message)
-    assert plane.get(job).status is JobStatus.FAILED, "another try would get the same image"
+    assert plane.get(job).status is JobStatus.FAILED, "another attempt would run the same image"
     assert plane.reason(job).code == "protocol_mismatch"
     assert plane.reason(job).message == (
         f"the workers' image speaks protocol 1 and the control plane protocol {PROTOCOL}"

@@ -1,4 +1,4 @@
-"""The sweeper: bounded steps, crashes in between, two at a time, and weeks after which nothing has grown."""
+"""The sweeper: bounded steps, crashes between them, two sweepers at once, and weeks without growth."""
 
 import itertools
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def keys(plane: Plane) -> list[str]:
 
 
 def run(plane: Plane, reconciler: Reconciler, *, well: bool = True, name: str = "test", steps: int = 10) -> Job:
-    """A job from its submission to its end, with everything that one leaves behind."""
+    """Run a job from its submission to its end, with everything that a job leaves behind."""
     job = plane.submit(name=name)
     reconciler.tick()
     worker, prefix = plane.worker(job), plane.get(job).attempt_id.prefix
@@ -73,7 +73,7 @@ def run(plane: Plane, reconciler: Reconciler, *, well: bool = True, name: str = 
 
 
 def state(plane: Plane) -> tuple[list[str], dict[str, int]]:
-    """All keys, and the number of rows of each table."""
+    """All keys of the store, and the number of rows of each table."""
     return keys(plane), RetainedRows(plane.database).count_rows()
 
 
@@ -88,7 +88,7 @@ def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) 
     told = summed(sweeper(plane).round(dry_run=True))
     assert state(plane) == before
     assert {"events", "metrics", "event_objects", "checkpoints", "logs", "tracking", "deleted"} <= told.keys()
-    assert set(summed(sweeper(plane, Retention()).round())) == {"deleted"}, "all else stays where retention is off"
+    assert set(summed(sweeper(plane, Retention()).round())) == {"deleted"}, "without retention only deleted jobs go"
     rest = summed(sweeper(plane).round())
     assert rest == {kind: counts for kind, counts in told.items() if kind != "deleted"}
     assert len(before[0]) - len(keys(plane)) == sum(objects for _, objects, _ in told.values())
@@ -111,7 +111,7 @@ def test_an_ended_job_keeps_its_record_its_history_and_its_model(plane: Plane) -
 
 
 class Dying(InMemoryObjectStore):
-    """A store after whose nth change the process is gone."""
+    """A store that lets `left` changes pass; at the next one the process dies."""
 
     def __init__(self, objects: InMemoryObjectStore) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
             summed(Sweeper(rows, objects, EVERYTHING, plane.clock).round())
         except KeyboardInterrupt:
             deaths += 1
-            # An object is gone only after the row said so: each model that is known is whole.
+            # Rows go before objects: each model that has a row is whole.
             for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items:
                 job = plane.jobs.get(model.job_id, tenant=TENANT)
                 assert plane.store.artifact_manifest(job.attempt_id) is not None
@@ -169,7 +169,7 @@ def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
     jobs = [run(plane, reconciler) for _ in range(4)]
     plane.clock.now += 5 * DAY_S
     rounds = [sweeper(plane).round(), sweeper(plane).round()]
-    while rounds:  # a step of one, a step of the other
+    while rounds:  # a step of one sweeper, a step of the other
         for each in list(rounds):
             if next(each, None) is None:
                 rounds.remove(each)
@@ -178,7 +178,7 @@ def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
 
 
 class Refusing(InMemoryObjectStore):
-    """A store that does not remove what lies below some jobs."""
+    """A store that refuses to remove objects of some jobs."""
 
     def __init__(self, objects: InMemoryObjectStore, *refused: str) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_tick_is_short_and_the_next_goes_on(plane: Plane) -> None:
 
 @pytest.mark.slow("two jobs and a sweep a day, each transaction on a disk")
 def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Path) -> None:
-    """Each day: jobs that succeed and fail, promotions, a rollback now and then; each night a sweep."""
+    """Each day has jobs that succeed and fail, promotions and at times a rollback; each night has a sweep."""
     store = LocalObjectStore(tmp_path / "store")
     plane.objects = store  # type: ignore[assignment]
     plane.__post_init__()
@@ -258,7 +258,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         nightly.tick()
         objects = {f"objects of {kind}": number for kind, number in nightly.counts.objects.items()}
         sizes.append({**nightly.counts.rows, **objects})
-        # Of the models that are kept for rollbacks, one has been rolled back and is not made up for.
+        # One of the models kept for rollbacks was rolled back, and none is kept in its place.
         in_use = promoted[-1:] if day % 5 == 4 else promoted[-EVERYTHING.rollbacks :]
         for held in (pinned.distilled_model, *in_use):
             found = plane.catalog.get_model(held, tenant=TENANT)
@@ -271,7 +271,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
     assert plane.get(resumable).status is JobStatus.PAUSED
     assert registry.resolve("production", TENANT)[0].id == promoted[-1]
     empty = [path for path in (tmp_path / "store").rglob("*") if path.is_dir() and not any(path.iterdir())]
-    assert len(empty) < 100, "a directory store keeps no empty directories of what is gone"
+    assert len(empty) < 100, "a directory store keeps no empty directories"
 
 
 def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is_away_ends_the_round(
@@ -288,4 +288,4 @@ def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is
     summed(Sweeper(rows, refusing, EVERYTHING, plane.clock).round())
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
     summed(sweeper(plane).round())
-    assert [key for key in keys(plane) if "checkpoints" in key] == [], "it was tried again"
+    assert [key for key in keys(plane) if "checkpoints" in key] == [], "the next round tries it again"

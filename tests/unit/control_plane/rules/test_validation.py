@@ -52,7 +52,7 @@ def test_the_estimate_is_the_plans(teacher: dict[str, Any]) -> None:
     estimate = check(model=teacher, **spec)
     assert (estimate.num_hidden_layers, estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (12, 6, 8)
     assert estimate.kv_bytes_ratio == pytest.approx(8 / 12)
-    assert estimate.kv_bytes_per_token == 8 * 2 * 8 * 4 * 2, "layers, K and V, heads, their size, bytes"
+    assert estimate.kv_bytes_per_token == 8 * 2 * 8 * 4 * 2, "layers, K and V, heads, head size, bytes"
     assert estimate.prefill_flops_ratio == pytest.approx(0.5, abs=0.05)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     student = 6 * 64 * 64 + 2 * 2 * 2 * 64 * 32 + 64  # K and V of two groups, of skipped and of deep tokens
@@ -69,7 +69,7 @@ def test_the_estimate_is_the_plans(teacher: dict[str, Any]) -> None:
 
 
 def refused(kind: type[InvalidInputError], complaint: str, **spec: Any) -> tuple[str | None, Any]:
-    """Field and value of the refusal of a spec."""
+    """Check a spec that is refused with `complaint`; return the field and value that the error names."""
     with pytest.raises(kind, match=complaint) as caught:
         check(**spec)
     return caught.value.field, caught.value.value
@@ -83,13 +83,13 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
         assert found == (f"swiftkv.{field}", swiftkv[field])
     for name, values in ((layers, [6, 12]), (group, [8, 7])):
         found = refused(InvalidInputError, ".", model=teacher, sweep={name: values}, evaluation={"max_kl": 0.2})
-        assert found == (f"swiftkv.{name}", max(values)), "no trial of a sweep may be misshapen"
+        assert found == (f"swiftkv.{name}", max(values)), "every trial of a sweep must fit"
     sweep = {layers: [9, 6], group: [4]}
     estimate = check(model=teacher, sweep=sweep, evaluation={"max_kl": 0.2})
     assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8), "a group may be too large for some"
     listed = check(model=teacher, swiftkv={"prefill_layers": [0, 1, 2, 3, 5, 7]})
     assert (listed.num_key_value_layers, listed.num_kv_cache_layers) == (8, 12)
-    assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "six each"
+    assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "both have six"
     field = "swiftkv.prefill_layers"
     found = refused(InvalidInputError, r"of 12 layers 0\.\.10", model=teacher, swiftkv={"prefill_layers": [0, 11]})
     assert found == (field, [0, 11])
@@ -120,7 +120,7 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
     ):
         if config is not None:
             (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
-        sources = [{"name_or_path": str(tmp_path / "missing.jsonl")}]  # the model comes first
+        sources = [{"name_or_path": str(tmp_path / "missing.jsonl")}]  # the model is checked first
         found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)}, data={"sources": sources})
         assert found[0] == "model.name_or_path"
     for name in ("/missing/model", "./missing", "a/b/c", "builtin:other", "s3://bucket/missing"):
@@ -185,7 +185,7 @@ def test_readable_data_is_accepted(tmp_path: Path) -> None:
         '{"text": "x"}\n{"text": "y"}\n',
         '\ufeff\n[{"prompt": "a", "response": "b"}]',
         '{"instruction": "a", "input": "", "output": "b"}',
-        '{"text": "' + "x" * (1 << 20) + '"}',  # longer than what is looked at
+        '{"text": "' + "x" * (1 << 20) + '"}',  # longer than what is read
     ):
         check_data(data_file(tmp_path, content))
     text = data_file(tmp_path, '{"text": "x"}')

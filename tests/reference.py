@@ -199,7 +199,7 @@ def logits(
     below: torch.Tensor | None = None,
     entering: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Map [T] token ids to [T, vocab_size] float32 logits. Args: `turns`: for each token its turn if it is deep, else
+    """Map [T] token ids to [T, vocab_size] float32 logits. `turns`: for each token its turn if it is deep, else
     -1; None: only the last token is deep. It matters for deep tokens that keep their own K and V. `below`: the same for
     the layers below l, which tokens that exit at l run through; None: as `turns`. `entering` receives the hidden states
     that enter layers >= l, [T, hidden_size]."""

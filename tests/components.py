@@ -1,4 +1,4 @@
-"""The control plane's parts on a real database and object store, with clusters that a test commands."""
+"""The control plane's parts on a real database and object store, with fake clusters."""
 
 import time
 from typing import Any
@@ -22,7 +22,7 @@ from tests.fakes.serve_cluster import FakeServeCluster
 
 
 def _build_once(build: Any) -> Any:
-    """Let all control planes of a process share their routes, which FastAPI builds anew for each: most of its start."""
+    """Share built routes among the control planes of a process; building them is most of a control plane's start."""
     built: dict[int, Any] = {}
 
     def build_or_take(included: Any, route: Any) -> Any:

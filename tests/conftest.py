@@ -1,4 +1,4 @@
-"""Shared fixtures, made here so that no test needs a network or a download."""
+"""Shared fixtures, created locally so that no test needs a network or a download."""
 
 import atexit
 import gc
@@ -28,7 +28,7 @@ from tests.requirements import missing
 
 become_a_driver()
 
-# A search for new counterexamples belongs to `make soak`; elsewhere the same examples are tried each time.
+# Hypothesis searches for new counterexamples in `make soak`; elsewhere it repeats the same examples.
 SOAK = "SWIFTKV_SOAK" in os.environ
 settings.register_profile("repeatable", deadline=None, derandomize=not SOAK)
 settings.load_profile("repeatable")
@@ -40,7 +40,7 @@ _PROCESSES = {"subprocess", "multiprocessing", "Popen"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow what starts a service or a process, which takes seconds to import what it needs."""
+    """Mark tests that start a service or a process as slow: their imports take seconds."""
     names = [item.name, *getattr(item, "fixturenames", ())]
     starts_a_service = any(service in name for service in _SERVICES for name in names)
     if starts_a_service or (isinstance(item, pytest.Function) and _starts_a_process(item)):
@@ -56,12 +56,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @cache
 def _grows(module: ModuleType) -> bool:
-    """Whether sizes in the module depend on the variables of the soak."""
+    """Whether the module's sizes depend on the soak's variables."""
     return any(name in inspect.getsource(module) for name in ("SWIFTKV_SOAK", "SWIFTKV_SCHEDULES"))
 
 
 def _starts_a_process(item: pytest.Function) -> bool:
-    """Whether the test, a fixture of its own module, or a function of the tests that one of them calls, names them."""
+    """Whether the test, a fixture of its module, or a test function that one of these calls, starts a process."""
     module = vars(item.module)
     names = {item.originalname, *item.fixturenames}
     for _ in range(2):
@@ -74,7 +74,7 @@ def _starts_a_process(item: pytest.Function) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `make soak` runs, and refuse tests of one name, of which xdist would run the first alone."""
+    """Leave out the soak's tests, and refuse tests with the same name, of which xdist would run only the first."""
     twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
     if twice:
         message = f"several tests are called {', '.join(twice)}"
@@ -86,13 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of the garbage collector's passes, each of which would take a second and more."""
+    """Exclude imported objects from garbage collection, whose passes would each take over a second."""
     gc.collect()
     gc.freeze()
 
 
 _durations: dict[str, tuple[float, dict[str, str]]] = {}
-"""Seconds of each test with its fixtures, and what marks it, by name."""
+"""Duration of each test with its fixtures in seconds, and its markers, by name."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -101,7 +101,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the slowest tests; point at those that say nothing of it (`slow` above 5 s, with a reason above 30 s)."""
+    """List the slowest tests; point out those without a marker (`slow` above 5 s, with a reason above 30 s)."""
     slowest = sorted(_durations.items(), key=lambda item: -item[1][0])[:15]
     if not slowest or slowest[0][1][0] < 1.0:
         return
@@ -128,11 +128,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End here. Threads of Ray and torch outlive the tests, and an interpreter that is taken down under them has
-    crashed after the summary, which made a failure of tests that had passed."""
+    """Exit here: threads of Ray and torch outlive the tests, and have crashed the interpreter's shutdown after the
+    summary, which failed runs whose tests had passed."""
     status = config.stash.get(_EXIT_STATUS, None)
     if status is not None:
-        if _internal_errors:  # the first is the reason, and has scrolled by
+        if _internal_errors:  # the first is the cause, and has scrolled away
             print("pytest broke:", *_internal_errors[0].splitlines()[-15:], sep="\n")
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -142,7 +142,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def native_kernels() -> None:
-    """Skip where this machine cannot build or run the engine's kernels."""
+    """Skip the test if this machine cannot build or run the engine's kernels."""
     import torch
 
     from swiftkv_platform.engine import kernels
@@ -164,7 +164,7 @@ def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with the newest schema, to be copied."""
+    """An SQLite file with the newest schema, to copy."""
     path = tmp_path_factory.mktemp("database") / "empty.db"
     with closing(Database(f"sqlite:///{path}")) as database:
         database.upgrade()
@@ -173,14 +173,14 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A PostgreSQL database; what is in it may be dropped."""
+    """A PostgreSQL database whose contents may be dropped."""
     with postgres_server() as url:
         yield url
 
 
 @pytest.fixture
 def sqlite_database(empty_database: Path, tmp_path: Path) -> Iterator[Database]:
-    """An empty SQLite database of the newest schema."""
+    """An empty SQLite database with the newest schema."""
     shutil.copy(empty_database, tmp_path / "test.db")
     with closing(Database(f"sqlite:///{tmp_path / 'test.db'}")) as database:
         yield database
@@ -188,7 +188,7 @@ def sqlite_database(empty_database: Path, tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
-    """An empty database of each kind, with the newest schema."""
+    """An empty database of each kind with the newest schema."""
     if request.param == "sqlite":
         yield request.getfixturevalue("sqlite_database")
         return

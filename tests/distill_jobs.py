@@ -1,4 +1,4 @@
-"""Attempts of a small distillation job as a Ray Job runs them: started, watched and looked into."""
+"""Start, watch and inspect attempts of a small distillation job, as a Ray Job runs them."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int | None, 
 def start(
     store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1, module: str = "swiftkv_platform.jobs.distill"
 ) -> subprocess.Popen[bytes]:
-    """The entrypoint, as a Ray Job runs it, or another `module` in its place."""
+    """Start the attempt's entrypoint as a Ray Job does, or `module` instead."""
     newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)
     request = AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, resume_from=newest, run_id="run")
     AttemptStore(store).write_request(request)
@@ -58,7 +58,7 @@ def events(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[A
 
 
 def starts(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[int]:
-    """The step at which the attempt's workers began, for each time that they did."""
+    """Return the step at which the attempt's workers began, for each of their starts."""
     said = events(store, attempt=attempt, job_id=job_id)
     return [event.data["step"] for event in said if event.message.startswith("training begins")]
 
@@ -98,7 +98,7 @@ def assert_equal_bit_for_bit(actual: dict[str, torch.Tensor], expected: dict[str
 def train_workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended since, or waits for its parent to notice
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is a zombie
             if "RayTrainWorker" in " ".join(process.cmdline()):
                 found.append(process)
     return found

@@ -12,7 +12,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page; `not_run` is the reason that the comment above it gives, if there is one."""
+    """A fenced block of a page; `not_run`: the reason not to run it, from the comment above it, if any."""
 
     place: str
     language: str
@@ -20,12 +20,12 @@ class Block:
     not_run: str | None
 
     def commands(self) -> list[str]:
-        """Commands to type: of a console what follows `$`, of a shell script every line that is no comment."""
+        """Return the commands to type: after `$` in a console, every line that is no comment in a shell script."""
         lines, shown = iter(self.text.splitlines()), []
         for line in lines:
             command = line.removeprefix("$ ") if self.language == "console" else line
             if command == line and self.language == "console":
-                continue  # what was printed
+                continue  # output
             while not _whole(command):
                 command += "\n" + next(lines)
             if shlex.split(command, comments=True):
@@ -34,7 +34,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The page's fenced blocks, in order."""
+    """Return the page's fenced blocks, in order."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(f"{page}:{text[: found.start()].count(chr(10)) + 1}", found["language"], found["text"], found["reason"])
@@ -43,9 +43,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def _whole(command: str) -> bool:
-    """Whether a shell would run it, instead of asking for another line."""
+    """Whether a shell would run the command rather than ask for another line."""
     try:
         shlex.split(command, comments=True)
-    except ValueError:  # a quotation that is not closed, or a backslash at the end
+    except ValueError:  # an open quotation, or a backslash at the end
         return False
     return not command.endswith("\\")

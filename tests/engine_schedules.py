@@ -1,4 +1,4 @@
-"""Random schedules of an engine, and what they must come to: the plain forward pass's tokens, and no lost block."""
+"""Random schedules for an engine, which must give the plain forward's tokens and leak no blocks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from swiftkv_platform.model import load_dense
 from tests import reference
 
 TIE = 1e-4
-"""Two logits, or a confidence and its threshold, that lie this close may go either way."""
+"""Two logits, or a confidence and its threshold, may go either way if they are this close."""
 SHARED_PREFIXES = 3
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
+"""Draft costs with which the engine drafts everything that it may."""
 
 
 @contextmanager
 def free_drafts() -> Iterator[None]:
-    """Engines that are made meanwhile draft whatever they may."""
+    """Let engines that are created in the block draft everything that they may."""
     with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
         yield
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to serve, and a second copy of it to compare with."""
+    """A model to serve, and a copy of it to compare with."""
 
     loaded: LoadedModel
     plain: Any
-    """Never touched by an engine."""
+    """The copy, which no engine uses."""
 
     @classmethod
     def load(cls, directory: Path) -> Subject:
@@ -66,7 +66,7 @@ class Subject:
 
 @torch.no_grad()
 def scattered_exits(student: Any) -> Any:
-    """Move a student from its start; its exit head is sure of some tokens, right or wrong."""
+    """Move a student from its start, so that its exit head is sure of some tokens, right or wrong."""
     for name, parameter in student.swiftkv_parameters().items():
         parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
     return student
@@ -74,8 +74,8 @@ def scattered_exits(student: Any) -> Any:
 
 @torch.no_grad()
 def agreeing_exits(student: Any) -> Any:
-    """Make layers 2 and later of a student add little to x, so that its exit head agrees with the whole model often,
-    not always."""
+    """Make the layers from 2 on add little to x, so that the exit head agrees with the whole model often, but not
+    always."""
     for name, module in student.model.layers[2:].named_modules():
         if name.endswith(("o_proj", "down_proj")):
             module.weight.mul_(0.3)
@@ -92,11 +92,11 @@ class Arrival:
     priority: int
     tenant: str
     abort_after: int | None
-    """Steps from its arrival to its abort."""
+    """Steps between arrival and abort; None if it is not aborted."""
 
 
 def random_config(draw: random.Random, subject: Subject, arrivals: list[Arrival]) -> EngineConfig:
-    """Small enough that sequences wait and push each other out."""
+    """Return a config so small that sequences wait and preempt each other."""
     block_size = draw.choice([1, 3, 8, 16])
     largest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
     num_blocks = -(-largest // block_size) + draw.randrange(0, 12)
@@ -142,7 +142,7 @@ def random_arrivals(draw: random.Random, vocab_size: int, *, exits: bool) -> lis
 
 
 def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOutput]]:
-    """Finished outputs by number of the arrival; blocks are checked after every step."""
+    """Run the schedule, check blocks after every step, and return the finished outputs by index of the arrival."""
     finished: dict[str, list[RequestOutput]] = {str(number): [] for number in range(len(arrivals))}
     step, last = 0, max(arrival.step for arrival in arrivals)
     while step <= last or engine.has_unfinished_requests:
@@ -163,7 +163,7 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
 
 
 def happened(outputs: list[RequestOutput]) -> Counter[str]:
-    """Events of a schedule, counted."""
+    """Count the events of a schedule."""
     seen: Counter[str] = Counter()
     for output in outputs:
         seen["cached"] += output.num_cached_tokens
@@ -176,7 +176,7 @@ def happened(outputs: list[RequestOutput]) -> Counter[str]:
 
 
 def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:
-    """Every answer that was not taken back is complete and the reference's."""
+    """Assert that every answer that was not aborted is complete and equals the reference's."""
     for number, arrival in enumerate(arrivals):
         outputs = finished[str(number)]
         assert arrival.abort_after is not None or len(outputs) == arrival.params.n
@@ -188,7 +188,7 @@ def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str,
 
 
 def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
-    """Each greedy token is the best one after those before it; in mode `threshold` the exit head's where it is sure."""
+    """Assert that each greedy token is the reference's best; in mode `threshold`, the exit head's where it is sure."""
     if params.temperature:
         return
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
@@ -202,7 +202,7 @@ def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutpu
         margins = heads.softmax(-1).amax(-1) - params.early_exit.threshold
         turns[len(prompt) - 1 :][margins > 0] = -1
     full = subject.logits(whole, turns, below=below)[len(prompt) - 1 :]
-    sources = [[logits] for logits in full]  # by token, the logits that may have chosen it
+    sources = [[logits] for logits in full]  # for each token, the logits that may have chosen it
     num_exits = [0, 0]  # at least, at most
     if params.early_exit.mode == "threshold":
         for at, (head, margin) in enumerate(zip(heads, margins.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""Contents of infra/, read for the tests that hold it to the code."""
+"""Contents of infra/, read for tests that compare it to the code."""
 
 import re
 import tomllib
@@ -14,9 +14,9 @@ DOCKERFILES = sorted(path for path in (INFRA / "docker").iterdir() if path.suffi
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 BASE_IMAGE = re.compile(r"registry\.invalid/(swiftkv-[\w-]+):required")
-"""Images of the base, which no registry has."""
+"""Image names in the base; no registry has them."""
 NO_BUCKET = "s3://BUCKET_IS_REQUIRED"
-"""Bucket of the base."""
+"""Bucket name in the base."""
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -24,19 +24,19 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """YAML documents, read by libyaml where PyYAML has it, which is much faster."""
+    """Return YAML documents, parsed by libyaml if PyYAML has it, which is much faster."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return [document for document in yaml.load_all(text, loader) if document]
 
 
 def kustomizations() -> dict[str, dict[str, Any]]:
-    """Every kustomization, by the name of its directory."""
+    """Return every kustomization, by the name of its directory."""
     found = {path.parent.name: documents(path) for path in sorted(KUBERNETES.glob("*/kustomization.yaml"))}
     return {name: document for name, [document] in found.items()}
 
 
 def _resources() -> list[dict[str, Any]]:
-    """Objects of the files that kustomizations name as resources, patches and generated config maps left out."""
+    """Return the objects in files that kustomizations list as resources, without patches and generated config maps."""
     return [
         document
         for directory, kustomization in kustomizations().items()
@@ -47,18 +47,18 @@ def _resources() -> list[dict[str, Any]]:
 
 
 def objects(*kinds: str) -> list[dict[str, Any]]:
-    """Our Kubernetes objects of these kinds."""
+    """Return our Kubernetes objects of these kinds."""
     return [document for document in _resources() if document["kind"] in kinds]
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
-    """The one object of this kind and name."""
+    """Return the only object with this kind and name."""
     [document] = [each for each in _resources() if (each["kind"], each["metadata"]["name"]) == (kind, name)]
     return document
 
 
 def config_maps() -> dict[str, dict[str, str]]:
-    """Contents of the base's config maps, which kustomize generates, by name."""
+    """Return the contents of the base's config maps, which kustomize generates, by name."""
     return {
         generator["name"]: variables(KUBERNETES / "base" / name)
         for generator in kustomizations()["base"]["configMapGenerator"]
@@ -67,7 +67,7 @@ def config_maps() -> dict[str, dict[str, str]]:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """Names and values of a file of environment variables."""
+    """Return names and values in a file of environment variables."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return dict(line.split("=", 1) for line in lines)
 
@@ -78,7 +78,7 @@ def ray_cluster(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def templates_of(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The pod templates of these objects, by the name of what they belong to."""
+    """Return the pod templates of these objects, by the name of the owner."""
     templates: dict[str, dict[str, Any]] = {}
     for document in documents:
         name = document["metadata"]["name"]
@@ -93,12 +93,12 @@ def templates_of(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def pod_templates() -> dict[str, dict[str, Any]]:
-    """Every pod template, by the name of what it belongs to."""
+    """Return every pod template, by the name of the owner."""
     return templates_of(_resources())
 
 
 def containers(template: dict[str, Any]) -> list[dict[str, Any]]:
-    """Containers of a pod, those that come first included."""
+    """Return the containers of a pod, init containers included."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 
@@ -108,7 +108,7 @@ def compose() -> dict[str, Any]:
 
 
 def environments() -> dict[str, dict[str, str]]:
-    """Every place that sets SWIFTKV_* variables, with what it sets."""
+    """Return the SWIFTKV_* variables that each place sets, by the name of the place."""
     found: dict[str, dict[str, str]] = {}
     for name, service in compose()["services"].items():
         found[f"compose-{name}"] = {key: _default(value) for key, value in service.get("environment", {}).items()}
@@ -124,5 +124,5 @@ def environments() -> dict[str, dict[str, str]]:
 
 
 def _default(value: object) -> str:
-    """Compose's `${NAME:-default}` with NAME unset."""
+    """Return a value of compose.yaml with `${NAME:-default}` replaced by its default."""
     return re.sub(r"\$\{\w+:[-?]([^}]*)\}", r"\1", str(value))

@@ -1,11 +1,11 @@
-"""An entrypoint of attempts that keeps a ledger: what every step of every worker trained on, read from what enters the
-losses, and on which node the job was prepared.
+"""An entrypoint of attempts that records the samples which every step of every worker trained on, as the losses receive
+them, and the node that prepared the job.
 
     python -m tests.ledger --job-id ID --attempt N --store URI
 
-It is `jobs.distill` with a listener at two of the trainer's calls. The job's metadata names the directory of the ledger
-(`ledger`) and steps after which training waits until the test releases it (`hold`, by number of workers: `2:7 1:14`).
-Of several workers rank 0 waits in the middle of the next step, for the others.
+It runs `jobs.distill` with two of the trainer's calls wrapped. The job's metadata names the ledger's directory
+(`ledger`) and the steps after which training waits until the test releases it (`hold`, by number of workers: `2:7
+1:14`). With several workers all but rank 0 wait, so that rank 0 waits for them in the middle of the next step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from swiftkv_platform.specs import JobSpec
 
 @dataclass(frozen=True)
 class Entry:
-    """A step as one worker did it."""
+    """One worker's part of a step."""
 
     start: float
-    """Unix seconds: when the workers began, the same for all of them."""
+    """Unix seconds when the workers began, the same for all of them."""
     step: int
-    """Steps done, this one included."""
+    """Number of steps done, including this one."""
     rank: int
     world_size: int
     samples: list[list[int]]
@@ -63,14 +63,15 @@ class Ledger:
         partial.rename(self.directory / f"{uuid4().hex}.json")
 
     def entries(self) -> list[Entry]:
-        """Everything done so far, what was done in vain included."""
+        """Return all entries so far, including steps that were lost."""
         return [Entry(**json.loads(path.read_text())) for path in self.directory.glob("*.json")]
 
     def reached(self, step: int, world_size: int) -> bool:
         return any((entry.step, entry.world_size) == (step, world_size) for entry in self.entries())
 
     def timeline(self) -> dict[int, list[Entry]]:
-        """Entries that led to the final weights, by step: a later start replaces what it did not go on from."""
+        """Return the entries that led to the final weights, by step: a later start replaces the steps that it
+        repeats."""
         by_start: dict[float, list[Entry]] = {}
         for entry in self.entries():
             by_start.setdefault(entry.start, []).append(entry)
@@ -84,7 +85,7 @@ class Ledger:
 
     @property
     def prepared_on(self) -> str:
-        """Id of the node."""
+        """Id of the node that prepared the job."""
         return (self.directory / "prepared-on").read_text()
 
     def release(self, step: int, world_size: int) -> None:
@@ -100,13 +101,13 @@ class Ledger:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Wrap `prepare` of `swiftkv_platform.jobs.tasks` to note where it runs."""
+    """Call `prepare` of `swiftkv_platform.jobs.tasks`, and record the node that it runs on."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return tasks.prepare(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Wrap the train loop of `swiftkv_platform.jobs.worker.train` to write the ledger."""
+    """Call the train loop of `swiftkv_platform.jobs.worker.train`, and write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()
     rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)
@@ -140,5 +141,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ray finds functions by the name of their module, which must not be `__main__`.
+    # Ray finds functions by their module's name, which must not be `__main__`.
     sys.exit(importlib.import_module("tests.ledger").main())

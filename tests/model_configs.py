@@ -1,4 +1,4 @@
-"""Plain `config.json` contents, for what reads no weights."""
+"""Plain `config.json` contents, for tests that read no weights."""
 
 from typing import Any
 

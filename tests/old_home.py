@@ -1,4 +1,4 @@
-"""Objects of the attempts of version 0.1.0, out of the home directory that it has written."""
+"""Objects of the attempts in the home directory that version 0.1.0 wrote."""
 
 import json
 import tarfile

@@ -1,4 +1,4 @@
-"""A receiver of OpenTelemetry's spans on this machine: OTLP over HTTP, as exporters send it."""
+"""A local receiver of OpenTelemetry spans: OTLP over HTTP, as exporters send it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Parameters of tests: few cases of a product, and the others in the soak."""
+"""Test parameters: a few cases of a product; the other cases run in the soak."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
@@ -10,18 +10,18 @@ WIDE = pytest.mark.soak("a case of a product whose pairs of values, or whose val
 
 
 KINDS = ("llama", "qwen2-mixed", "qwen3_moe", "deepseek_v2-lora")
-"""Families of `tiny_models` that have what the others have: a tied head and scaled RoPE, biases and windows, norms of
+"""Families of `tiny_models` that together have every feature: a tied head and scaled RoPE, biases and windows, norms of
 keys and experts, latents."""
 
 
 def few(values: Iterable[Any], kept: Sequence[Any] = KINDS) -> list[Any]:
-    """Cases of the values, of which all but those that are kept belong to the soak."""
+    """Return a case for each value; those that are not in `kept` run only in the soak."""
     return [pytest.param(value, marks=() if value in kept else WIDE) for value in values]
 
 
 def in_turn(values: Iterable[Any], others: Sequence[Any], kept: Sequence[Any] | None = None) -> list[Any]:
-    """Cases of each value, or of each that is kept, with one of the others, which they take in turn; the rest of the
-    product is in the soak."""
+    """Pair each value in `kept` (by default every value) with one of `others`, in turn; the rest of the product runs
+    only in the soak."""
     values = list(values)
     kept = values if kept is None else kept
     return [
@@ -32,8 +32,8 @@ def in_turn(values: Iterable[Any], others: Sequence[Any], kept: Sequence[Any] | 
 
 
 def pairwise(*dimensions: Iterable[Any], soak: bool = True) -> list[Any]:
-    """Cases of a product in which each pair of values of two dimensions occurs; the other cases belong to the soak,
-    unless `soak` leaves them out."""
+    """Return cases in which each pair of values of two dimensions occurs; the other cases run only in the soak, or
+    never without `soak`."""
     values = [list(dimension) for dimension in dimensions]
     cases = list(product(*(range(len(each)) for each in values)))
     pairs = {case: {((a, case[a]), (b, case[b])) for a, b in combinations(range(len(values)), 2)} for case in cases}

@@ -15,17 +15,17 @@ from swiftkv_platform.errors import InvalidInputError
 from tests.requirements import required_module
 
 POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
-"""Its tables are dropped."""
+"""Variable with the URL of a server, whose tables are dropped."""
 
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
-    """SQLAlchemy URL of a server without other tables. Skips where none can be had."""
+    """Yield the SQLAlchemy URL of a server without other tables; skip the test if there is none."""
     if POSTGRES in os.environ:
         yield os.environ[POSTGRES]
         return
     pgserver = required_module("pgserver", otherwise=f", and {POSTGRES} names no PostgreSQL")
-    # Short: the path of its socket has a limit.
+    # In /tmp: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         server = pgserver.get_server(directory, cleanup_mode=None)
         try:
@@ -36,7 +36,7 @@ def postgres_server() -> Iterator[str]:
 
 
 def emptied(url: str) -> str:
-    """The same server with nothing but our empty tables."""
+    """Return the URL after emptying the server's tables, or creating them anew."""
     with closing(Database(url)) as database:
         try:
             database.check_schema()
@@ -54,14 +54,14 @@ def emptied(url: str) -> str:
 
 @contextmanager
 def password_role(url: str) -> Iterator[str]:
-    """Name of a role of the server that is let in with its password alone, also where all others are trusted."""
+    """Yield a role that needs its password to log in, even if the server trusts all others."""
     role = "swiftkv_with_password"
     with closing(Database(url)) as database:
         with database.writing() as session:
             session.execute(text(f"DROP ROLE IF EXISTS {role}"))
             session.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'right'"))
             rules = Path(str(session.execute(text("SHOW hba_file")).scalar_one()))
-        # The tests' own server trusts everyone; one on another machine asks for passwords anyway.
+        # The tests' own server trusts everyone; a remote one asks for passwords anyway.
         before = rules.read_text(encoding="utf-8") if rules.is_file() else None
         try:
             if before is not None:

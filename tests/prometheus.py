@@ -1,4 +1,4 @@
-"""Programs of Prometheus, of Debian's package `prometheus`, and a server of a test's own."""
+"""The programs of Debian's package `prometheus`, and a server for a test."""
 
 import shutil
 import subprocess
@@ -18,25 +18,25 @@ _START_S = 60.0
 
 
 def program(name: str) -> str:
-    """`prometheus` or `promtool`."""
+    """Return the path of `prometheus` or `promtool`."""
     return shutil.which(name) or missing(f"no {name} on this machine (Debian: apt-get install prometheus)")
 
 
 class Prometheus:
-    """A server that scrapes."""
+    """A running Prometheus server."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """(labels, value) of each series that the expression has now."""
+        """Return (labels, value) of each series that the expression currently selects."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30.0, trust_env=False)
         answer.raise_for_status()
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
         return [(series["metric"], float(series["value"][1])) for series in result]
 
     def names(self) -> set[str]:
-        """Names of all metrics that it has scraped."""
+        """Return the names of all scraped metrics."""
         answer = httpx.get(f"{self.url}/api/v1/label/__name__/values", timeout=30.0, trust_env=False)
         answer.raise_for_status()
         return {*answer.json()["data"]}
@@ -50,11 +50,11 @@ def prometheus(
     groups: Sequence[Mapping[str, Any]] = (),
     interval_s: int = 1,
 ) -> Iterator[Prometheus]:
-    """A server that answers, with its data in `directory`.
+    """Run a server with its data in `directory`, and yield it once it answers.
 
     Args:
-        groups: rules, whose alerts fire at once.
-        interval_s: time between two scrapes, and for the answer to one.
+        groups: rules; their alerts have no `for`, so they fire at once.
+        interval_s: scrape interval and timeout.
     """
     interval = f"{interval_s}s"
     config = {

@@ -1,4 +1,4 @@
-"""A real Ray in processes of its own, with ports, home, token and temporary directory of its own."""
+"""A real Ray in separate processes, with its own ports, home, token and temporary directory."""
 
 import atexit
 import os
@@ -17,14 +17,14 @@ import psutil
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 
 _START_S = 180.0
-"""A machine that does other work takes its time to start Ray."""
+"""A busy machine takes long to start Ray."""
 
 
 def become_a_driver() -> None:
-    """Let this process and those it starts find the tests' heads: on the loopback interface, with one token for all.
+    """Let this process and its children connect to the tests' heads: on the loopback interface, with one token for all.
 
-    Ray reads this once, when it is imported. An idle worker is kept, so that a job's next task finds one that has
-    imported everything; by itself Ray ends it after a second where no CPU is free.
+    Ray reads this once, when it is imported. Idle workers are kept, so that a job's next task finds one that has
+    imported everything; by default Ray ends them after a second if no CPU is free.
     """
     directory = Path(tempfile.mkdtemp(prefix="ray-token-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -35,16 +35,16 @@ def become_a_driver() -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface without a listener."""
+    """Return a free port of the loopback interface."""
     return free_ports([0])[0]
 
 
 class HeadProcess:
-    """A head that can be killed with its process group, and started again at the same addresses.
+    """A head that can be killed with its process group, and restarted at the same addresses.
 
     Args:
-        environment: What its processes have beyond this one's environment.
-        num_cpus: CPUs it believes to have.
+        environment: Extra environment variables of its processes.
+        num_cpus: Number of CPUs that it reports.
     """
 
     def __init__(self, environment: Mapping[str, str], *, num_cpus: int) -> None:
@@ -56,19 +56,19 @@ class HeadProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start the head, and return when it answers."""
         log = self.head.temp_dir / "ray.log"
         self._process = _spawn(self.head.command(), self._environment, log)
         _wait(self.head.answers, self._process, log)
 
     def kill(self) -> None:
-        """Harmless for one that is not running."""
+        """Kill the head's process group; do nothing if it is not running."""
         if self._process is not None:
             process, self._process = self._process, None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            # By this file `ray start` would take another node's processes for those of a head that runs.
+            # With this file, `ray start` takes another node's processes for those of a running head.
             (self.head.temp_dir / "ray_current_cluster").unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -78,11 +78,11 @@ class HeadProcess:
 
 @contextmanager
 def ray_head(environment: Mapping[str, str] | None = None, *, num_cpus: int) -> Iterator[RayHead]:
-    """A head that answers, as `swiftkv up` starts one; killed with its process group in the end.
+    """Run a head as `swiftkv up` starts it, yield it when it answers, and kill its process group at the end.
 
     Args:
-        environment: What its processes have beyond this one's environment.
-        num_cpus: CPUs it believes to have.
+        environment: Extra environment variables of its processes.
+        num_cpus: Number of CPUs that it reports.
     """
     process = HeadProcess(environment or {}, num_cpus=num_cpus)
     try:
@@ -107,11 +107,11 @@ Path(directory, "writing").write_text(node.node_id)
 Path(directory, "writing").rename(Path(directory, "node-id"))
 threading.Event().wait()
 """
-"""Script that adds a node like `ray.cluster_utils.Cluster`; `ray start --address` joins no head on loopback."""
+"""Script that adds a node like `ray.cluster_utils.Cluster`; `ray start --address` cannot join a head on loopback."""
 
 
 class NodeProcess:
-    """A node other than the head, with a directory of its own: it shares no socket and no object with another one."""
+    """A node other than the head, with a separate directory, so that it shares no socket or object with other nodes."""
 
     def __init__(self, process: subprocess.Popen[bytes], node_id: str) -> None:
         self._process = process
@@ -122,7 +122,7 @@ class NodeProcess:
         return self._process.poll() is None
 
     def has_accepted(self, client: tuple[str, int]) -> bool:
-        """Whether one of its processes holds a connection with this address of a client."""
+        """Whether one of its processes holds a connection from this client address."""
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # workers come and go
                 if any(connection.raddr == client for connection in process.net_connections("tcp")):
@@ -130,11 +130,11 @@ class NodeProcess:
         return False
 
     def terminate(self) -> None:
-        """SIGTERM to its first process, as a pod gets it."""
+        """Send SIGTERM to its first process, as Kubernetes does to a pod."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End all of its processes at once, as when a machine loses its power; harmless when that is done."""
+        """Kill all of its processes at once, as when a machine loses power; do nothing if they are gone."""
         _kill_tree(self._process)
 
 
@@ -142,11 +142,12 @@ class NodeProcess:
 def ray_node(
     head: RayHead, *, num_cpus: int, environment: Mapping[str, str] | None = None, drains: bool = False
 ) -> Iterator[NodeProcess]:
-    """Another node of the head's cluster, which has registered, with this process's environment; killed in the end.
+    """Run another node of the head's cluster with this process's environment; yield it once registered, kill it at the
+    end.
 
     Args:
-        environment: What its processes have beyond this one's environment.
-        drains: Whether SIGTERM drains it first, as it does `ray start --block`.
+        environment: Extra environment variables of its processes.
+        drains: Whether SIGTERM drains it first, as with `ray start --block`.
     """
     directory = make_temp_dir()
     log = directory / "ray.log"

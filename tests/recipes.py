@@ -1,4 +1,4 @@
-"""The specs that ship with the package, and the shapes of the teachers they name."""
+"""The recipes that ship with the package, and the shapes of their teachers."""
 
 from typing import Any
 
@@ -57,6 +57,6 @@ TEACHERS = {
 
 
 def teacher_config(spec: JobSpec) -> dict[str, Any]:
-    """The `config.json` of a recipe's teacher."""
+    """Return the `config.json` of a recipe's teacher."""
     name = spec.model.name_or_path
     return read_config_file(builtin_teacher(name)) if name == BUILTIN_TEACHER else dict(TEACHERS[name])

@@ -1,4 +1,4 @@
-"""Jobs, events and models as tests of the database store them."""
+"""Jobs, events and models for tests of the database."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def make_model(job: Job) -> Model:
 
 
 def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collection[str] = ()) -> Standing:
-    """The queue of these jobs: what the database says in SQL, said in Python."""
+    """Compute the queue of these jobs in Python, as the database does in SQL."""
     queued = [job for job in live if job.status is JobStatus.QUEUED]
     ready = [job for job in queued if job.not_before <= now and job.id not in without]
     waiting: dict[str, list[Waiting]] = {}

@@ -1,4 +1,4 @@
-"""A Redis server of a test's own, of Debian's package `redis-server`."""
+"""A Redis server for a test, from Debian's package `redis-server`."""
 
 import shutil
 import socket
@@ -16,7 +16,7 @@ _START_S = 60.0
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[str]:
-    """Address of a server that answers and keeps everything in memory; its log is in `directory`."""
+    """Run a server that keeps everything in memory, and yield its address; its log is in `directory`."""
     program = shutil.which("redis-server") or missing(
         "no redis-server on this machine (Debian: apt-get install redis-server)"
     )

@@ -1,7 +1,7 @@
-"""SwiftKV's forward pass written out once more in plain torch, one token matrix at a time, without cache or batching.
+"""SwiftKV's forward pass implemented a second time in plain torch, without cache or batching.
 
-It shares no code with the project: tests compare the project's model against it. It covers every family: attention by
-head (biases, head norms, sliding windows) and latent attention, dense and mixture-of-experts MLPs.
+It shares no code with the project: tests compare the project's model to it. It covers every family: attention by head
+(biases, head norms, sliding windows) and latent attention, dense and mixture-of-experts MLPs.
 """
 
 import math
@@ -14,11 +14,11 @@ State = dict[str, torch.Tensor]
 Heads = torch.Tensor
 """[T, heads, d]."""
 Frequencies = torch.Tensor | dict[str, torch.Tensor]
-"""RoPE's, [d / 2]; by type of layer where these have their own."""
+"""RoPE's inverse frequencies, [d / 2]; a dict by layer type if these differ."""
 
 
 def frequencies(rotary_emb: Any) -> Frequencies:
-    """Those of transformers' module."""
+    """Return the frequencies of transformers' rotary module."""
     types = getattr(rotary_emb, "layer_types", None)
     if types is None:
         return rotary_emb.inv_freq
@@ -36,7 +36,7 @@ def _linear(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
 
 
 def _fused(state: State, name: str) -> torch.Tensor:
-    """Weight of a projection that Phi-3 has with others in one."""
+    """Return the part of Phi-3's fused weight that belongs to one projection."""
     layer, _, name = name.rpartition(".")
     if name in ("gate_proj", "up_proj"):
         return state[f"{layer}.gate_up_proj.weight"].chunk(2)[name == "up_proj"]
@@ -46,8 +46,8 @@ def _fused(state: State, name: str) -> torch.Tensor:
 
 
 def _rope(x: Heads, inv_freq: torch.Tensor, *, interleaved: bool, size: float = 1.0) -> Heads:
-    """Dimension j turns with j + d / 2, or where interleaved 2j with 2j + 1."""
-    if 2 * len(inv_freq) < x.shape[-1]:  # Phi-4 turns the first dimensions alone
+    """Rotate dimension j with j + d / 2 or, if interleaved, 2j with 2j + 1."""
+    if 2 * len(inv_freq) < x.shape[-1]:  # Phi-4 rotates only the first dimensions
         first = x[..., : 2 * len(inv_freq)]
         return torch.cat((_rope(first, inv_freq, interleaved=interleaved, size=size), x[..., 2 * len(inv_freq) :]), -1)
     angle = torch.arange(x.shape[0]).float()[:, None] * inv_freq  # [T, d / 2]
@@ -63,7 +63,7 @@ KeyValue = tuple[Heads, Heads]
 def _attend(
     q: Heads, key_value: KeyValue, own: KeyValue | None, turns: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """[T, H * d]; query head h reads key head h // (H / K). A token of a turn reads `own` K and V of that turn."""
+    """Return [T, H * d]; query head h reads key head h // (H / K). A turn's tokens read `own` K and V of that turn."""
     length, heads = q.shape[:2]
     (k, v), (own_k, own_v) = key_value, own or key_value
     age = torch.arange(length)[:, None] - torch.arange(length)
@@ -85,7 +85,7 @@ class _ByHead:
         self.scale = getattr(config, "attention_multiplier", getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5)
 
     def _turned(self, heads: Heads, name: str, suffix: str) -> Heads:
-        """A student's layers are rotated as the first layer of their group."""
+        """Rotate heads; a student's layer rotates like the first layer of its group."""
         layer, config = int(name.split(".")[2]), self.config
         if suffix:
             layer -= (layer - config.num_key_value_layers) % config.key_value_group_size
@@ -98,7 +98,7 @@ class _ByHead:
 
     def _heads(self, x: torch.Tensor, name: str, norm: str) -> Heads:
         projected, weight = _linear(x, self.state, name), self.state.get(norm)
-        if weight is not None and len(weight) != self.dim:  # of all heads, of which there are several
+        if weight is not None and len(weight) != self.dim:  # a norm over several heads at once
             projected, weight = _norm(projected, weight, self.config.rms_norm_eps), None
         heads = projected.unflatten(-1, (-1, self.dim))
         return heads if weight is None else _norm(heads, weight, self.config.rms_norm_eps)
@@ -112,7 +112,7 @@ class _ByHead:
 
 
 class _Latent:
-    """DeepSeek-V2, section 2.1: keys and values from a latent, one RoPE key part for all heads; YaRN's two factors."""
+    """DeepSeek-V2, section 2.1: keys and values from a latent, one RoPE key for all heads; YaRN's two factors."""
 
     def __init__(self, state: State, config: Any, inv_freq: torch.Tensor) -> None:
         self.state, self.config, self.inv_freq = state, config, inv_freq
@@ -139,7 +139,7 @@ class _Latent:
 
     def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
         latent, rotary = self._split(_linear(x, self.state, f"{name}.kv_a_proj_with_mqa{suffix}")[:, None])
-        suffix = suffix.replace("_decode", "")  # what stands behind the latent is the group's
+        suffix = suffix.replace("_decode", "")  # after the latent, the weights are the group's
         latent = _norm(latent, self.state[f"{name}.kv_a_layernorm{suffix}.weight"], 1e-6)
         heads = _linear(latent[:, 0], self.state, f"{name}.kv_b_proj{suffix}")
         heads = heads.unflatten(-1, (self.config.num_attention_heads, -1))
@@ -154,7 +154,7 @@ def _mlp(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
 
 
 def _route(weights: torch.Tensor, config: Any) -> torch.Tensor:
-    """[T, experts] probabilities -> the weight of each expert, zero where it is not chosen."""
+    """Map [T, experts] probabilities to the weight of each expert, zero if it is not chosen."""
     chosen = weights
     if getattr(config, "topk_method", "greedy") == "group_limited_greedy":
         groups = weights.unflatten(-1, (config.n_group, -1)).amax(-1)
@@ -199,10 +199,10 @@ def logits(
     below: torch.Tensor | None = None,
     entering: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """[T] token ids -> [T, vocab_size] float32 logits. `turns`: by token, the turn in which it is deep, -1 for a
-    prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V. `below`: the same in
-    layers below l, which tokens that exit at l have run through; None: as `turns`. `entering` receives the hidden
-    states with which tokens come to layers >= l, [T, hidden_size]."""
+    """Map [T] token ids to [T, vocab_size] float32 logits. `turns`: for each token its turn if it is deep, else
+    -1; None: only the last token is deep. It matters for deep tokens that keep their own K and V. `below`: the same for
+    the layers below l, which tokens that exit at l run through; None: as `turns`. `entering` receives the hidden states
+    that enter layers >= l, [T, hidden_size]."""
     if config.model_type.startswith("gemma"):  # norms multiply by 1 + weight
         state = {name: tensor + ("norm" in name) for name, tensor in state.items()}
     turns = torch.tensor([-1] * (len(ids) - 1) + [0]) if turns is None else turns
@@ -217,14 +217,14 @@ def logits(
     shared: dict[int, KeyValue] = {}
     run = getattr(config, "swiftkv_prefill_layers", None)
     bypassed = set(range(first)) - set(range(first) if run is None or not swiftkv else run)
-    read = x  # of every token as a prompt's
+    read = x  # the hidden states of every token read as a prompt token
 
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        """OLMo has no norm where others have one before attention."""
+        """Apply a norm, or return x where OLMo has no norm before attention."""
         return _norm(x, state[f"{name}.weight"], eps) if f"{name}.weight" in state else x
 
     def behind_attention(x: torch.Tensor, attended: torch.Tensor, layer: str, suffix: str) -> torch.Tensor:
-        """The layer's output from its input and the outputs of its heads."""
+        """Return the layer's output, given its input and the outputs of its heads."""
         output = _linear(attended, state, f"{layer}.self_attn.o_proj{suffix}")
         behind = f"{layer}.post_feedforward_layernorm.weight" in state
         if behind:
@@ -273,7 +273,7 @@ def logits(
 def greedy(
     state: State, config: Any, prompt: list[int], inv_freq: Frequencies, count: int, *, swiftkv: bool = True
 ) -> list[int]:
-    """`count` greedy continuations of `prompt`, each from a full forward."""
+    """Return `count` greedy tokens after `prompt`, each from a full forward pass."""
     ids = list(prompt)
     for _ in range(count):
         turns = torch.tensor([-1] * (len(prompt) - 1) + [0] * (len(ids) - len(prompt) + 1))

@@ -1,4 +1,4 @@
-"""Handling of a missing program or package: a skip on a contributor's machine, a failure in continuous integration."""
+"""Report a missing program or package: skip on a contributor's machine, fail in continuous integration."""
 
 import importlib
 import os
@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 import pytest
 
 REQUIRE_ALL = "SWIFTKV_REQUIRE_ALL"
-"""Environment variable, set by `.ci/run`: with any value, what is missing is a failure."""
+"""Environment variable set by `.ci/run`: if it is set, a missing requirement is a failure."""
 
 
 def missing(what: str) -> NoReturn:
-    """Skip the test, or fail it where everything is required."""
+    """Skip the test, or fail it if everything is required."""
     if os.environ.get(REQUIRE_ALL):
         pytest.fail(f"{what} ({REQUIRE_ALL} is set)", pytrace=False)
     pytest.skip(what, allow_module_level=True)
@@ -28,6 +28,6 @@ def required_module(name: str, *, otherwise: str = "") -> Any:
 
 
 def interpreter(variable: str, command: str) -> str:
-    """Return the Python of another environment that `variable` names; `command` makes that environment."""
+    """Return another environment's Python, whose path is in `variable`; `command` creates that environment."""
     python = os.environ.get(variable)
     return python or missing(f"{variable} names no interpreter; `make {command}` makes its environment")

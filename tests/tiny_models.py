@@ -1,4 +1,4 @@
-"""Random teachers small enough for a test."""
+"""Random teachers small enough for tests."""
 
 import copy
 from pathlib import Path
@@ -44,7 +44,7 @@ SHAPE = {
 WINDOW = 16
 MIXED = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")]
 TOKEN = {"vocab_size": 259}
-"""transformers' class of Qwen2's tokenizer adds a token by itself."""
+"""transformers' Qwen2 tokenizer class adds a token."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -110,23 +110,23 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE | LATENT | EXPERTS | GROUP_LIMITED, q_lora_rank=20, attention_bias=True, rope_parameters=YARN
     ),
 }
-"""Every row of the family table, by `model_type`, with what differs inside a family after a dash."""
+"""Every row of the family table, by `model_type`; variants within a family have a suffix after a dash."""
 CONFIGS: dict[str, PreTrainedConfig] = FAMILY_CONFIGS | {
     "llama-biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, head_dim=16),
     "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
     "qwen3_moe-sparse": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, decoder_sparse_step=2),
 }
-"""Those, and shapes that checkpoints of a family may have beside them."""
+"""`FAMILY_CONFIGS`, and other shapes that a family's checkpoints may have."""
 
 
 def random_tokens(*shape: int, seed: int = 7) -> torch.Tensor:
-    """Token ids of `SHAPE`'s vocabulary, the same for the same arguments."""
+    """Return token ids of `SHAPE`'s vocabulary, the same for the same arguments."""
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def family_teacher(name: str, seed: int = 3, **changes: Any) -> PreTrainedModel:
-    """A random float32 teacher of `CONFIGS`, whose fields may be changed; its norms and biases are not the usual ones
-    and zeros."""
+    """Return a random float32 teacher of `CONFIGS` with `changes` to its config; its norms are not ones and its biases
+    not zeros."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     for field, value in changes.items():
@@ -141,7 +141,7 @@ def family_teacher(name: str, seed: int = 3, **changes: Any) -> PreTrainedModel:
 
 
 def disturb(student: Any) -> Any:
-    """Move the SwiftKV weights away from the teacher's, so that mixing them up shows."""
+    """Move the SwiftKV weights away from the teacher's, so that confusing them is noticed."""
     with torch.no_grad():
         for parameter in student.swiftkv_parameters().values():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -153,7 +153,7 @@ def teacher_config(**overrides: Any) -> LlamaConfig:
 
 
 def random_teacher(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
-    """A float32 Llama whose weights and biases are all drawn from a wide normal, so that every layer matters."""
+    """Return a float32 Llama with random weights, norms and biases, wide enough that every layer matters."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(teacher_config(**overrides)).eval()
     with torch.no_grad():

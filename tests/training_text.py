@@ -1,4 +1,4 @@
-"""Training text as files, and what a job makes of it, for the tests of the data pipeline."""
+"""Training text in files and the rows that a job makes of it, for tests of the data pipeline."""
 
 import json
 import tempfile
@@ -23,7 +23,7 @@ CHAT = (
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
-    """Messages of the user and the assistant in turn."""
+    """Return messages of the user and the assistant, in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -41,7 +41,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes rows as the file's name says, or a string as it is, and returns the path."""
+    """Function that writes rows in the format of the file's name, or a string as it is, and returns the path."""
 
     def write_file(content: str | bytes | list[dict[str, Any]], name: str = "rows.jsonl") -> str:
         path = tmp_path / name
@@ -79,12 +79,12 @@ def prepare(
 
 
 def texts(rows: PackedRows) -> list[str]:
-    """Each sample as text, `^` for BOS, `$` for EOS, in no particular order."""
+    """Return each sample as text, `^` for BOS, `$` for EOS, sorted."""
     return sorted(_text(tokens) for tokens, _ in _samples(rows))
 
 
 def targets(rows: PackedRows) -> list[str]:
-    """The tokens that each sample is trained to predict, as text."""
+    """Return the tokens that each sample is trained to predict, as text, sorted."""
     return sorted(_text(tokens[1:][counts[:-1]]) for tokens, counts in _samples(rows))
 
 

@@ -1,4 +1,4 @@
-"""A W&B server on this machine: the requests of wandb's own client, over HTTP, with outages by request."""
+"""A local W&B server: the HTTP requests of wandb's own client, with outages for each request."""
 
 import json
 import threading
@@ -10,20 +10,20 @@ from typing import Any, Literal
 from tests.fakes.scripted_server import Answer, Request, json_answer, serve
 
 Outage = Literal["hangs", "refuses", "fails"]
-"""`hangs`: takes a request and never answers; `refuses`: ends the connection; `fails`: answers 500."""
+"""`hangs`: take a request and never answer; `refuses`: close the connection; `fails`: answer 500."""
 
 
 @dataclass
 class Run:
-    """State of one run at the server."""
+    """A run's state on the server."""
 
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Rows by their line number, which a client counts on from where a run was resumed."""
+    """Rows by line number; after a resume, clients count on from the last line."""
     files: set[str] = field(default_factory=set)
     display_name: str = ""
     complete: bool = False
     starts: int = 0
-    """Times it was resumed or begun."""
+    """Number of times that the run was started or resumed."""
 
     @property
     def steps(self) -> list[int]:
@@ -31,7 +31,7 @@ class Run:
 
 
 class WandbServer:
-    """Runs by id, and whether the server is away."""
+    """Runs by id, and the current outage."""
 
     url = ""
 
@@ -39,9 +39,9 @@ class WandbServer:
         self.runs: dict[str, Run] = {}
         self.outage: Outage | None = None
         self.hanging = 0
-        """Requests that were taken during a hang."""
+        """Number of requests received during a hang."""
         self.refused = 0
-        """Requests that were answered with 500 or not at all."""
+        """Number of requests answered with 500 or closed."""
         self.over = threading.Event()
 
     def answer(self, request: Request) -> Answer:
@@ -67,7 +67,7 @@ class WandbServer:
         return json_answer({})
 
     def _query(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """The data of a GraphQL request."""
+        """Return the data of a GraphQL response."""
         match operation:
             case "RunResumeStatus" | "LastStep":
                 return {"model": _project() | {"bucket": self._resumable(variables["name"])}}
@@ -120,7 +120,7 @@ class WandbServer:
         return {"runID": run_id, "uploadHeaders": [], "files": files}
 
     def _stream(self, run_id: str, body: dict[str, Any]) -> None:
-        """Take a piece of a run's history: lines from `offset` on."""
+        """Store a piece of a run's history: lines from `offset` on."""
         run = self.runs.setdefault(run_id, Run())
         piece = (body.get("files") or {}).get("wandb-history.jsonl")
         if piece is not None:

@@ -1,4 +1,4 @@
-"""An OpenAPI document as a page of Markdown: routes by tag, then the objects that they take and answer."""
+"""Render an OpenAPI document as Markdown: routes by tag, then the objects that they take and return."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Document = Mapping[str, Any]
 
 _METHODS = ("get", "post", "put", "patch", "delete")
 _NOT_OURS = frozenset({"HTTPValidationError", "ValidationError"})
-"""The framework's own form of a refusal, which neither application sends."""
+"""FastAPI's own validation errors, which neither application returns."""
 
 
 def page(document: Document, *, title: str, introduction: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([f"# {title}", "", introduction, "", *_routes(document), *_objects(document)]) + "\n"
 
 

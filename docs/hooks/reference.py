@@ -1,4 +1,4 @@
-"""Pages that MkDocs makes at every build from the code, so that they cannot lag behind it."""
+"""Pages that MkDocs generates from the code at every build, so that they stay current."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def job_spec() -> str:
-    """The spec and the objects in it, the outermost first."""
+    """Return the page of the job spec and the objects in it, the outermost first."""
     schema = JobSpec.model_json_schema()
     lines = ["# Job spec", "", JOB_SPEC, "", *fields(schema)]
     for name, inner in schema["$defs"].items():
@@ -68,7 +68,7 @@ def job_spec() -> str:
 
 
 def settings() -> str:
-    """The environment's variables."""
+    """Return the page of the environment variables."""
     lines = ["# Settings", "", SETTINGS, "", "| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = "`~/.swiftkv`" if name == "home" else f"`{field.default!r}`"
@@ -77,7 +77,7 @@ def settings() -> str:
 
 
 def cli() -> str:
-    """Help of every command, as `--help` prints it."""
+    """Return the page with every command's `--help`."""
     os.environ["COLUMNS"] = "100"
     command = typer.main.get_command(command_line)
     return get_docs_for_click(obj=command, ctx=typer.Context(command), name="swiftkv", title="Command line")

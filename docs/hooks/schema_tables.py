@@ -1,4 +1,4 @@
-"""JSON schemas, as pydantic makes them, in Markdown: one table of fields for each object."""
+"""Render pydantic's JSON schemas as Markdown: one table of fields per object."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LIMITS = {
     "exclusiveMaximum": "below {}",
 }
 _GENERIC = re.compile(r"^(\w+?)_(\w+)_$")
-"""`List_Item_` is pydantic's name of `List[Item]`."""
+"""pydantic's name `List_Item_` of `List[Item]`."""
 _LONGEST_DEFAULT = 60
-"""Characters; a longer default is an object whose own table says it."""
+"""Characters of a default; a longer one is an object with a table of its own."""
 
 
 def fields(schema: Schema) -> Iterator[str]:
-    """Lines: the description, then a table of the properties, or of the values of an enumeration."""
+    """Yield lines: the description, then a table of the properties or the values of an enumeration."""
     if schema.get("description"):
         yield from (schema["description"], "")
     if "enum" in schema:
@@ -38,7 +38,7 @@ def fields(schema: Schema) -> Iterator[str]:
 
 
 def type_of(schema: Schema) -> str:
-    """A type in words, objects as links to their tables."""
+    """Return the type in words, with links to the tables of objects."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[-1]
         shown = _GENERIC.sub(r"\1 of \2", name)
@@ -62,12 +62,12 @@ def type_of(schema: Schema) -> str:
 
 
 def link_to(name: str) -> str:
-    """The anchor of an object's table."""
+    """Return the anchor of an object's table."""
     return "object-" + "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
 
 
 def text(description: str | None) -> str:
-    """Free of what would end a table's cell."""
+    """Return the description on one line, safe inside a table cell."""
     return " ".join((description or "").split()).replace("|", "\\|")
 
 

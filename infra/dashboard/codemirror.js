@@ -1,4 +1,4 @@
-// The parts of CodeMirror that the dashboard's editor is made of; `make vendor` bundles them.
+// The parts of CodeMirror for the dashboard's editor; `make vendor` bundles them.
 
 export { autocompletion, completionKeymap, startCompletion } from "@codemirror/autocomplete";
 export { defaultKeymap, history, historyKeymap } from "@codemirror/commands";

@@ -1,3 +1,3 @@
-// A validator of JSON Schema that evaluates no code, which the pages' policy forbids; `make vendor` bundles it.
+// A JSON Schema validator that evaluates no code, which the pages' content policy forbids; `make vendor` bundles it.
 
 export { Validator } from "@cfworker/json-schema";

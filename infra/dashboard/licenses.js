@@ -1,4 +1,4 @@
-// Licences of the packages that the bundles hold, by what is installed for them, into vendor/LICENSES-bundles.txt.
+// Write the licences of the bundled packages, found among the installed ones, to vendor/LICENSES-bundles.txt.
 
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 

@@ -1,3 +1,3 @@
-// YAML that keeps comments when a value is changed; `make vendor` bundles it.
+// A YAML library that keeps comments when a value changes; `make vendor` bundles it.
 
 export { parseDocument, stringify } from "yaml";

@@ -1,7 +1,7 @@
-"""Pictures of the dashboard for the documentation, of one real run: `make pictures`.
+"""Pictures of the dashboard for the documentation, taken of one real run: `make pictures`.
 
-Starts a platform of its own, distils and deploys the built-in teacher, sweeps, lets a job fail at its gate and another
-wait for a GPU that is not there, and takes every picture of what the pages then show. Each names the commit.
+Starts a separate platform, distils and deploys the built-in teacher, runs a sweep, lets one job fail at its gate and
+another wait for a GPU that does not exist, and takes every picture of the pages. Each picture records the commit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 WIDTHS = {1280: 900, 390: 844}
 SCHEMES = ("light", "dark")
 LOOKED_AT = ((1280, "dark"), (390, "light"))
-"""Widths and schemes of all pages, where those are asked for."""
+"""Widths and schemes in which every page is taken, with `--every`."""
 COMMIT = "Commit"
-"""Key of the commit among a picture's own texts."""
+"""Key of the commit in a picture's metadata."""
 SHOWN = {
     "overview": "The overview: a sweep runs, a job waits for a GPU that is not there, another failed at its gate",
     "overview-390-dark": "The same on a phone, dark",
@@ -47,14 +47,14 @@ SHOWN = {
     "playground": "The student and its teacher, asked the same",
     "audit": "The audit trail",
 }
-"""Pictures that pages show, with what they show; a name without a width is of 1280 pixels, light."""
+"""Pictures that the documentation shows, with captions; a name without a width is 1280 pixels wide, light."""
 _LARGEST = 150_000
 _PATIENCE_MS = 900_000
 
 
 @dataclass
 class Camera:
-    """Takes pictures of pages into `shown`, and of every page into `every` where that is asked for."""
+    """Takes pictures of pages into `shown`, and of every page into `every` if that is set."""
 
     page: Page
     url: str
@@ -64,7 +64,7 @@ class Camera:
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str, path: str, *, at: str | None = None, ready: Any = None) -> None:
-        """Take `name` of the page at `path`, once `ready(page)` returns; `at`: the heading that it is scrolled to."""
+        """Take picture `name` of the page at `path` after `ready(page)` returns; `at`: the heading to scroll to."""
         for width, height in WIDTHS.items():
             for scheme in SCHEMES:
                 variant = name + (f"-{width}" if width != max(WIDTHS) else "") + ("-dark" if scheme == "dark" else "")
@@ -100,7 +100,7 @@ class Camera:
 
 
 def spec(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
-    """The demo's job, of minutes on two cores; `parts` of its spec are changed."""
+    """Return the demo's job, cut down to minutes on two cores; `parts` change sections of its spec."""
     short: dict[str, dict[str, Any]] = {
         "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 200}]},
         "swiftkv": {"calibration_tokens": 4096},
@@ -120,7 +120,7 @@ FEW_STEPS = {"max_steps": 6, "batch_size": 8, "micro_batch_size": 4}
 
 
 def run(client: Client, camera: Camera) -> list[str]:
-    """Fill the platform and take the pictures; returns what happened, in sentences."""
+    """Fill the platform, take the pictures, and return what happened, in sentences."""
     began = time.monotonic()
     student = _ended(
         client, client.jobs.create(spec("python-half", evaluation={"max_kl": 0.3, "min_top1_agreement": 0.7}))
@@ -189,7 +189,7 @@ def _until(condition: Any, otherwise: str, seconds: float = 300.0) -> None:
 
 @contextmanager
 def _asked(client: Client, deployment: str) -> Iterator[None]:
-    """Ask a deployment again and again meanwhile, so that its rates are of something."""
+    """Send requests to a deployment during the block, so that its rates are not empty."""
     done = threading.Event()
 
     def ask() -> None:
@@ -231,7 +231,7 @@ def _commit() -> str:
 
 
 def write_page(file: Path, commit: str, happened: list[str]) -> None:
-    """Write the page that says what the pictures are of."""
+    """Write the page of the pictures, which says where they come from."""
     about = f"`make pictures` took these, and those of other pages, at commit {commit}, of a real run on a CPU."
     about += " Times in them are no measurements."
     lines = ["# The dashboard in pictures", "", " ".join([about, *happened])]

@@ -1,4 +1,4 @@
-"""Scenes of the dashboard: jobs, models and deployments of a control plane whose clusters a test commands."""
+"""Scenes of the dashboard: jobs, models and deployments of a control plane whose clusters are fakes."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ TRIALS: list[dict[str, Any]] = [
     {"trial": "l9-g4", "error": "three layers are left: g is at most 3"},
 ]
 PUBLISH_TARGET = "s3://models/default"
-"""Where models may be published."""
+"""Address that models may be published to."""
 OUT_OF_MEMORY = "a worker ran out of GPU memory at step 12; micro_batch_size 1 would fit"
 
 
@@ -60,7 +60,7 @@ def address(server: Server) -> str:
 
 
 class WallClock:
-    """A clock that runs as fast as any other, and which a test sets forward: replicas' rates are over real seconds."""
+    """A clock that runs at real speed and that a test can set forward: replicas' rates use real seconds."""
 
     ahead = -3600.0
 
@@ -74,12 +74,12 @@ def forward(server: Server, seconds: float) -> None:
 
 
 def editor(page: Page) -> playwright.Locator:
-    """The text of a new job's spec."""
+    """Return the editor of a new job's spec."""
     return page.get_by_role("textbox", name="Spec, YAML or JSON")
 
 
 def paste(page: Page, text: str) -> None:
-    """Replace the spec by `text`, as from the clipboard: the editor draws the lines that are in view alone."""
+    """Replace the spec by `text`, as from the clipboard: the editor renders only the lines in view."""
     editor(page).focus()
     page.keyboard.press("Control+a")
     editor(page).evaluate(
@@ -94,7 +94,7 @@ def paste(page: Page, text: str) -> None:
 
 @contextmanager
 def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | None = None) -> Iterator[Server]:
-    """A control plane in this process; `replicas` answers for what it deploys."""
+    """Run a control plane in this process; `replicas` answers for its deployments."""
     with serve(replicas or Script()) as serve_url:
         database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
         parts = make_components(database, LocalObjectStore(tmp_path / "store"), clock=WallClock())
@@ -104,7 +104,7 @@ def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | No
 
 
 def replica_page(name: str, *, tokens: int, exited: int, answers: int, seconds: float, waiting: int) -> bytes:
-    """A replica's metrics in Prometheus' format."""
+    """Return a replica's metrics in Prometheus' format."""
     values = {
         f'swiftkv:replica_info{{replica="{name}"}}': 1,
         "swiftkv:generation_tokens_total": tokens,
@@ -118,7 +118,7 @@ def replica_page(name: str, *, tokens: int, exited: int, answers: int, seconds: 
 
 
 def busy_replica() -> Script:
-    """A replica under load, whose totals grow with each look at them, and which answers prompts."""
+    """Return a replica under load: its totals grow with each scrape, and it answers prompts."""
     script = Script()
     looks = 0
 
@@ -135,7 +135,7 @@ def busy_replica() -> Script:
 
 
 def answer_events() -> list[tuple[None, Any]]:
-    """An answer of which two tokens exited early and two were drafted."""
+    """Return the events of an answer with two tokens that exited early and two drafted ones."""
 
     def counts(exited: int, drafted: int) -> dict[str, int]:
         return {"num_exited_tokens": exited, "num_accepted_tokens": drafted}
@@ -160,7 +160,7 @@ def answer_events() -> list[tuple[None, Any]]:
 
 
 def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str, Any]:
-    """A job that has succeeded, with curves, checkpoints, a report and a log; returns it."""
+    """Run a job to success, with curves, checkpoints, a report and a log; return the job."""
     job_id: str = server.submit(name=name, **spec)["id"]
     forward(server, 45)
     server.tick()
@@ -192,7 +192,7 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
 
 
 def evaluated(server: Server) -> str:
-    """Let the job that is queued evaluate its checkpoint; returns its model."""
+    """Let the queued job evaluate its checkpoint; return its model's id."""
     (job,) = server.get("/jobs", status="queued")["data"]
     server.tick()
     write_artifact(server, job["id"])
@@ -211,7 +211,7 @@ def write_artifact(server: Server, job_id: str) -> None:
 
 
 def failed(server: Server) -> str:
-    """A job that has run out of memory; returns its id."""
+    """Run a job that fails because it is out of memory; return its id."""
     job_id: str = server.submit(name="too-large")["id"]
     worker = server.run(job_id)
     worker.say("error", OUT_OF_MEMORY, code="out_of_memory", retryable=False)
@@ -222,7 +222,7 @@ def failed(server: Server) -> str:
 
 
 def sweep(server: Server) -> str:
-    """A job that has told what its trials came to; returns its id."""
+    """Run a job that reports the results of its trials; return its id."""
     job_id: str = server.submit(name="python-sweep", evaluation={"max_kl": 0.2})["id"]
     server.tick()
     measured = [{**row, "perplexity_ratio": 1.1, "within_budget": "kl" in row and row["kl"] < 0.2} for row in TRIALS]
@@ -233,7 +233,7 @@ def sweep(server: Server) -> str:
 
 
 def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
-    """A deployment with one replica; returns its id."""
+    """Create a deployment with one replica; return its id."""
     model = model or server.succeed()["distilled_model"]
     answer = server.client.post("/deployments", json={"model": model, **spec})
     deployment: str = answer.json()["id"]
@@ -244,7 +244,7 @@ def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
 
 
 def upload(server: Server, name: str) -> str:
-    """An uploaded file of two rows; returns its id."""
+    """Upload a file of two rows; return its id."""
     sent = {"files": {"file": (name, b'{"text": "a"}\n' * 2)}, "data": {"purpose": "fine-tune"}}
     answer = server.client.post("/v1/files", **sent).raise_for_status()  # type: ignore[arg-type]
     file: str = answer.json()["id"]
@@ -252,7 +252,7 @@ def upload(server: Server, name: str) -> str:
 
 
 def team(server: Server) -> dict[str, str]:
-    """A team's week: two trained models, both served, a file, a sweep that runs, a job that waits and one that failed.
+    """Create two trained models, both deployed, a file, a running sweep, a waiting job and a failed one.
 
     Returns the pages that show them, by name.
     """

@@ -1,4 +1,5 @@
-"""Every page, light and dark, wide and narrow: axe-core finds nothing serious, nothing is cut off, names are there."""
+"""Every page, light and dark, wide and narrow: axe-core finds nothing serious, nothing is cut off, controls have
+names."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The audit trail's page: entries are selected and paged, and only who may read them finds the way there."""
+"""The audit trail's page: entries are filtered and paged, and only users who may read them find the page."""
 
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
     expect(rows(page).nth(2).get_by_role("link", name=job_id)).to_have_attribute("href", f"#/jobs/{job_id}")
 
     def select(label: str, value: str, count: int) -> None:
-        """Show `count` entries by one field, and all of them again."""
+        """Show `count` entries by one field, then clear the filter."""
         field = page.get_by_label(label)
         if label == "Outcome":
             field.select_option(value)
@@ -56,7 +56,7 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
 
 @pytest.mark.soak("a long scene")
 def test_a_long_trail_is_read_page_by_page(server: Server, page: Page) -> None:
-    trail, now = SqlAudit(server.parts.database), time.time()  # retention removes what is a year old
+    trail, now = SqlAudit(server.parts.database), time.time()  # retention removes entries after a year
     for number in range(120):
         caller = ("ann", "key_1", "acme", "::1")
         trail.store(

@@ -1,4 +1,5 @@
-"""The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and the door of keys."""
+"""The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and signing in with
+keys."""
 
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:
     page.get_by_role("link", name="Its model").click()
     page.get_by_role("button", name="Deploy").click()
     expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
-    for _ in range(2):  # handed to the cluster, then seen there
+    for _ in range(2):  # applied to the cluster, then observed there
         server.tick()
     expect(page.locator("main .status")).not_to_have_text("pending")
 
@@ -124,7 +125,7 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
         expect(link).to_be_focused()
         page.keyboard.press("Enter")
         expect(page).to_have_title(f"{title} · SwiftKV")
-        expect(main).to_be_focused()  # comes with the address' change, which a key does not wait for
+        expect(main).to_be_focused()  # follows the change of address, after the key
         link.focus()
 
 
@@ -141,7 +142,7 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
         field.fill(token)
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_text("No job runs or waits")).to_be_visible()
-        assert page.evaluate("document.cookie") == "", "no script can read the key"
+        assert page.evaluate("document.cookie") == "", "a script can read the key"
         page.reload()
         expect(page.get_by_text("No job runs or waits")).to_be_visible()
         page.get_by_role("button", name="Sign out ann").click()
@@ -191,12 +192,12 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
 
     work = panel("Running and waiting")
     left = server.get(f"/jobs/{job}")["progress"]["seconds_remaining"]
-    assert left == 140, "7 steps of 20 s"
+    assert left == 140, "7 steps of 20 s remain"
     shown = f"{units.duration(left)} left"  # `watch` prints the same
     expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text(shown)
     expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
     held = server.get("/quota")["held_by_jobs"]["cpus"]
-    assert held >= 6, "two workers of three cores"
+    assert held >= 6, "two workers with three cores each"
     expect(panel("Cluster in use")).to_contain_text(f"{held:g} by jobs")
     expect(panel("Cluster in use")).to_contain_text("tenant default")
     for kind, share in (("GPUs", "0 of 4"), ("CPUs", "6.5 of 8")):
@@ -205,7 +206,7 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     expect(panel("Cluster in use")).to_contain_text("GPUs and CPUs are unknown: Ray does not answer")
     served = panel("Deployments")
     expect(served).to_contain_text("/chat")
-    expect(served).to_contain_text("TTFT 200 ms")  # once there are two measurements
+    expect(served).to_contain_text("TTFT 200 ms")  # after two measurements
     expect(panel("Failed lately")).to_contain_text(f"out_of_memory {OUT_OF_MEMORY}")
 
 

@@ -1,4 +1,4 @@
-"""Uploaded files: their page, and the upload in a new job."""
+"""Uploaded files: their page, and the upload while creating a job."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def listed(page: Page) -> playwright.Locator:
 
 
 def answer_next_question(page: Page, *, yes: bool) -> list[str]:
-    """Answer the next confirmation; returns where its words will stand."""
+    """Answer the next confirmation; return a list that will receive its text."""
     asked: list[str] = []
 
     def answer(dialog: playwright.Dialog) -> None:
@@ -60,7 +60,7 @@ def test_files_are_uploaded_described_refused_and_deleted(server: Server, page: 
     expect(row.get_by_role("link", name=HOSTILE, exact=True)).to_be_visible()
     expect(page.get_by_role("alert")).to_have_count(0)
     expect(page.get_by_role("status")).to_have_text(f"Uploaded {HOSTILE}: 3 rows, messages")
-    assert page.locator("img").count() == 0, "a file's name is text"
+    assert page.locator("img").count() == 0, "a file's name was rendered as HTML"
     (file,) = files(server)
     expect(row).to_contain_text(file["id"])
     for name, value in (("Rows", "3"), ("Format", "messages"), ("Purpose", "fine-tune"), ("Size", f"{len(CHATS)} B")):
@@ -114,7 +114,7 @@ def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page)
     expect(page.get_by_label("Data", exact=True)).to_have_value(re.compile("^file-"))
     (prompts,) = files(server)
     expect(error).to_have_count(0)
-    expect(editor(page)).to_contain_text("complete: {}")  # nothing else completes them
+    expect(editor(page)).to_contain_text("complete: {}")  # no other source completes the prompts
     expect(plan.get_by_role("status")).to_have_text("accepted")
 
     drop(page, ".drop", "chats.jsonl", CHATS)
@@ -130,7 +130,7 @@ def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page)
     spec = server.get("/jobs")["data"][0]["spec"]
     first, second = spec["data"]["sources"]
     assert (first["name_or_path"], first["complete"], first["sample_count"]) == (chats["id"], None, None)
-    assert (second["name_or_path"], second["sample_count"]) == ("builtin:python-stdlib", 200), "others stay"
+    assert (second["name_or_path"], second["sample_count"]) == ("builtin:python-stdlib", 200), "the other source stays"
 
     page.goto(f"{address(server)}/#/files")
     listed(page).filter(has_text="prompts.jsonl").get_by_role("link", name="Train on").click()
@@ -139,7 +139,7 @@ def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page)
 
 
 def drop(page: Page, place: str, name: str, content: bytes) -> None:
-    """Drop a file on the page."""
+    """Drop a file on the element `place` of the page."""
     page.locator(place).evaluate(
         """(element, [name, content]) => {
           const dataTransfer = new DataTransfer();

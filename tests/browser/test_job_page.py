@@ -1,4 +1,4 @@
-"""A new job, whose form and editor are in step, and the page of one: phases, log, checkpoints, worst measure."""
+"""A new job, whose form and editor stay in step, and a job's page: phases, log, checkpoints, worst measure."""
 
 import re
 import subprocess
@@ -24,14 +24,14 @@ from tests.unit.control_plane.routes.conftest import Server
 
 
 def seconds(text: str, before: str, after: str) -> float:
-    """Duration that stands between two words, such as `2 min 20 s`."""
+    """Return the duration between two words, such as `2 min 20 s`."""
     (found,) = re.findall(rf"{before}((?:\d+ (?:d|h|min|s) ?)+){after}", text)
     units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
     return float(sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+) (\w+)", found)))
 
 
 def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, page: Page) -> None:
-    """Events that were told before they are watched are replayed in a moment, which is no pace."""
+    """Events from before the page opened are replayed at once, and must not count as speed."""
     job = server.submit(name="timed")["id"]
     worker = server.run(job)
     worker.say("placement", phase="train of timed", state="placed")
@@ -145,7 +145,7 @@ def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:
 
 
 def checkpoint(server: Server, page: Page, job_id: str, step: int) -> playwright.Locator:
-    """The row of a checkpoint on its job's page."""
+    """Return the row of a checkpoint on its job's page."""
     page.goto(f"{address(server)}/#/jobs/{job_id}")
     return page.get_by_role("region", name="Checkpoints").get_by_role("row").filter(has_text=f"ckpt_{step:08d}")
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> N
     expect(row.locator('[data-name="Evaluated KL"]')).to_have_text("0.173")
     expect(row.get_by_role("button", name="Evaluate")).to_have_count(0)
     form = row.get_by_role("form", name="Deploy")
-    for answer in ("/step-15 is being started.", "route_prefix"):  # the second one finds the route taken
+    for answer in ("/step-15 is being started.", "route_prefix"):  # the second time, the route is taken
         row.get_by_role("button", name="Deploy ckpt_00000015_0001").click()
         form.get_by_role("button", name="Deploy").click()
         expect(row).to_contain_text(answer)
@@ -228,8 +228,7 @@ def plan(page: Page) -> playwright.Locator:
 
 
 def accept(page: Page, completion: str) -> None:
-    """Take the one completion that is offered, no sooner than the editor listens: a list that has just opened does not
-    take what was typed for the text."""
+    """Accept the only completion offered, once the editor listens: a list that has just opened ignores keys."""
     expect(page.locator(".cm-completionLabel")).to_have_text(completion)
     page.wait_for_timeout(_LIST_OPENS_MS)
     page.keyboard.press("Enter")
@@ -243,7 +242,7 @@ def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> Non
     expect(editor(page)).to_contain_text("max_steps: 60 # three to four minutes")  # the comment stays
     page.get_by_label("l, layers with KV").fill("5")
     expect(editor(page)).to_contain_text("num_key_value_layers: 5")
-    expect(editor(page)).not_to_contain_text("prefill_reduction")  # one stands in for the other
+    expect(editor(page)).not_to_contain_text("prefill_reduction")  # l replaces it
     paste(page, "name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
     expect(page.get_by_label("Name")).to_have_value("typed")
     expect(page.get_by_label("Workers")).to_have_value("3")

@@ -75,7 +75,7 @@ def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Pag
     share, most = page.get_by_label("Share, %"), page.get_by_label("most")
     share.fill("10")
     most.fill("3")
-    for _ in range(2):  # the first one may have been asked for before
+    for _ in range(2):  # the first one may have been sent before the input
         with page.expect_response(f"**/deployments/{deployment}"):
             pass
     expect(page.get_by_role("heading", name="Now")).to_be_visible()
@@ -96,7 +96,7 @@ def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Pa
 
 
 def asked_by(page: Page, path: str, body: str) -> list[dict[str, object]]:
-    """Bodies that the page sends to `path` from now on, which is answered with `body`."""
+    """Answer the page's requests to `path` with `body` from now on; return a list that receives their bodies."""
     asked: list[dict[str, object]] = []
 
     def answer(route: playwright.Route) -> None:
@@ -119,7 +119,7 @@ def test_two_models_answer_side_by_side_with_their_exits_and_drafts_marked(serve
         expect(talk.locator(".exited")).to_have_text([" stop", " go on."])
         expect(talk.locator(".drafted")).to_have_text(" layer l and")
         expect(talk.locator(".live")).to_contain_text("22 ms")
-        expect(talk.locator(".live")).to_contain_text("125")  # tokens per second, of 8 ms a token
+        expect(talk.locator(".live")).to_contain_text("125")  # tokens per second, at 8 ms per token
 
 
 ANSWER = 'data: {"choices": [{"text": " pass", "num_exited_tokens": 1}]}\n\ndata: [DONE]\n\n'

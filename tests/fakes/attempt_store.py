@@ -22,7 +22,7 @@ class _Unchecked(BaseModel):
 
 
 class FakeWorker:
-    """Says what a test wants said, as one writer of one attempt."""
+    """Writes the events that a test wants, as one writer of one attempt."""
 
     def __init__(self, store: ObjectStore, job_id: str, attempt: int = 1, writer: str = "driver") -> None:
         self._store = store
@@ -30,21 +30,21 @@ class FakeWorker:
         self._events = EventWriter(store, self._attempt, writer)
 
     def say(self, kind: str, message: str = "", *, time: float = 0.0, level: str = "info", **data: Any) -> None:
-        """Write an event of the contract."""
+        """Write an event that the contract defines."""
         document = {"time": time, "level": level, "type": kind, "message": message or kind, "data": data}
         self._events.write(ATTEMPT_EVENT.validate_python(document))
 
     def say_nonsense(self, kind: str, **data: Any) -> None:
-        """Write an event that the contract does not have."""
+        """Write an event that the contract does not define."""
         self._events.write(_Unchecked(type=kind, data=data))  # type: ignore[arg-type]
 
     def step(self, *steps: int, time: float, total: int = 10) -> None:
-        """Metrics of these steps in one event."""
+        """Write the metrics of these steps in one event."""
         points = [{"step": step, "tokens": step * 100, "loss": 1.0 / step} for step in steps]
         self.say("metrics", time=time, points=points, total_steps=total)
 
     def checkpoint(self, step: int, **lineage: Any) -> str:
-        """A complete checkpoint's key."""
+        """Publish a complete checkpoint; return its key."""
         key = f"{self._attempt.checkpoints_prefix}/step-{step:08d}"
         self._publish(key, "checkpoint", lineage)
         return key

@@ -19,19 +19,19 @@ class FakeSubmission:
     state: Submission = field(default_factory=lambda: Submission(SubmissionStatus.RUNNING))
     log: str = ""
     ended_at: float = 0.0
-    """Told once it has ended."""
+    """Reported once the submission has ended."""
 
 
 class FakeCluster:
-    """Runs nothing: a test decides when a submission ends, with `finish`."""
+    """Runs nothing: a test ends a submission with `finish`."""
 
     def __init__(self) -> None:
         self.submissions: dict[str, FakeSubmission] = {}
         self.started: list[str] = []
-        """Every start of an entrypoint, in order; a submission id twice would be a bug."""
+        """Every start of an entrypoint, in order; a repeated submission id would be a bug."""
         self.away = False
         self.nodes: Sequence[Node] | None = None
-        """Answer of `capacity`; what is submitted here takes no place."""
+        """Result of `capacity`; submissions take no resources from it."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
         self.check()
@@ -90,9 +90,9 @@ class FakeCluster:
             raise ClusterUnavailableError("Ray does not answer")
 
     def finish(self, submission_id: str, status: SubmissionStatus, message: str = "") -> None:
-        """The entrypoint ends."""
+        """End the submission's entrypoint."""
         self.submissions[submission_id].state = Submission(status, message)
 
     def forget(self) -> None:
-        """The head restarts and knows nothing any more."""
+        """Forget everything, as when the head restarts."""
         self.submissions.clear()

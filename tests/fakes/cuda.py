@@ -1,7 +1,7 @@
-"""A CUDA device without the hardware: fake tensors, which have a shape, a type and a device, and no numbers.
+"""A CUDA device without hardware: fake tensors, which have a shape, a dtype and a device, but no values.
 
-Operators check devices as on a GPU, and a log tells what would make the host wait. It computes nothing, so it shows
-that code runs on a GPU's tensors, not that it is right.
+Operators check devices as on a GPU, and a log lists what would make the host wait. Nothing is computed, so tests show
+that code runs on GPU tensors, not that its results are right.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ FREE_VIEWS = {
 
 
 class DeviceLog(TorchDispatchMode):
-    """Operators on the device since `clear`, and what they cost the host."""
+    """Records operators on the device since `clear`, and the waits and copies that they cost the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class DeviceLog(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         """Operators that launch a kernel or a copy."""
         self.waits: list[str] = []
-        """Times the host waits for the device: numbers read back, shapes that depend on numbers, blocking copies."""
+        """Each wait of the host for the device: values read back, shapes that depend on values, blocking copies."""
         self.copies = 0
         """Copies from the host to the device."""
 
@@ -86,7 +86,7 @@ class DeviceLog(TorchDispatchMode):
             self.waits.append(f"{name} from {source} to {target}")
 
     def _of_unknown_shape(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Stand in for what torch cannot know of fake tensors: all of a mask is set, all numbers differ."""
+        """Return results with a shape that torch cannot know for fake tensors: masks are all set, values all differ."""
         if name == "aten.index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
             self.waits.append("aten.index by a mask")
             (mask,) = args[1]
@@ -117,7 +117,7 @@ def _check_flash_attention(
     block_table: Any = None,
     num_splits: Any = None,
 ) -> None:
-    """Check what PyTorch's FlashAttention 2 demands of its arguments and fake kernels do not (`flash_api.cpp`)."""
+    """Check requirements of PyTorch's FlashAttention 2 (`flash_api.cpp`) that fake kernels do not check."""
     heads, dim = query.shape[1:]
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert key.dtype == value.dtype == query.dtype
@@ -159,12 +159,12 @@ def _register_device() -> None:
 
 
 def _number(dtype: torch.dtype) -> float:
-    """The number that reading any element gives."""
+    """Return the value that reading any element gives."""
     return True if dtype == torch.bool else 0.75 if dtype.is_floating_point else 1
 
 
 def _to_list(tensor: Any) -> Any:
-    """`Tensor.tolist` in one transfer, as on a GPU; torch reads a fake tensor number by number."""
+    """Copy `Tensor.tolist` in one transfer, as on a GPU; torch reads a fake tensor element by element."""
     host = tensor.cpu() if tensor.device.type == "cuda" else tensor
 
     def filled(sizes: tuple[int, ...]) -> Any:
@@ -180,7 +180,7 @@ def _copied(tensor: torch.Tensor, _memo: Any) -> torch.Tensor:
 
 @contextmanager
 def fake_cuda() -> Iterator[DeviceLog]:
-    """A machine with one H100 whose tensors are fake. The log counts what happens in between."""
+    """Provide a machine with one H100 whose tensors are fake; the log covers the block."""
     _register_device()
     properties = {
         "is_available": True,
@@ -195,18 +195,18 @@ def fake_cuda() -> Iterator[DeviceLog]:
         "synchronize": None,
     }
     with ExitStack() as stack:
-        # What it does by itself on a machine without a GPU, which this one claims to have.
+        # torch does this by itself on a machine without a GPU, but this one claims to have one.
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", new=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for name, value in properties.items():
             stack.enter_context(patch.object(torch.cuda, name, return_value=value))
         stack.enter_context(patch.object(FakeTensor, "tolist", _to_list))
-        # Modules are made where they stay: torch cannot put another fake tensor in the place of a parameter.
+        # Modules are created on their final device: torch cannot replace a parameter's fake tensor.
         stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_, **__: module))
-        # A copy of a parameter would copy memory that is not there.
+        # Copying a parameter would copy memory that does not exist.
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copied))
-        # In inference mode operators are seen before torch takes them apart, as no GPU ever does.
+        # In inference mode the dispatcher would show operators before they are decomposed, unlike on a GPU.
         stack.enter_context(patch.object(torch._C, "_InferenceMode", lambda _: torch.no_grad()))
-        # Threads of the autograd engine are counted when the first one starts, which may be before the device is there.
+        # The autograd engine counts devices when its first thread starts, which may be before the fake device exists.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield stack.enter_context(DeviceLog())

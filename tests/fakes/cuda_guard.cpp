@@ -1,5 +1,5 @@
-// Lets a torch that was built without CUDA hold fake tensors on a CUDA device: the device guard of every operator asks
-// for an implementation, and this one does nothing.
+// Lets a torch that was built without CUDA hold fake CUDA tensors: every operator's device guard needs an
+// implementation, and this one does nothing.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace c10::impl {

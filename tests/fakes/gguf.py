@@ -1,4 +1,4 @@
-"""Models written as GGUF files, as llama.cpp's converter names and orders their tensors."""
+"""Write models as GGUF files, with the tensor names and order of llama.cpp's converter."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +39,7 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
     """Write a Llama, Qwen2, Qwen3 or Gemma 3 with the byte tokenizer, in float32.
 
     Args:
-        values: further texts of the header, with `__` for a dot.
+        values: more string values of the header, with `__` for a dot.
     """
     config = model.config
     gemma = config.model_type == "gemma3_text"
@@ -73,7 +73,7 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
 
 def _add_tokenizer(writer: GGUFWriter, chat_template: str | None, size: int) -> None:
     vocabulary = byte_tokenizer().get_vocab()
-    # transformers adds what is missing: `<|endoftext|>` to such vocabularies, `<mask>` to Gemma's.
+    # transformers adds missing tokens: `<|endoftext|>` to such vocabularies, `<mask>` to Gemma's.
     tokens = [*sorted(vocabulary, key=vocabulary.__getitem__)[:-1], "<|endoftext|>"]
     tokens += ["<mask>", *(f"<unused{i}>" for i in range(size))][: size - len(tokens)]
     writer.add_tokenizer_model("gpt2")
@@ -94,7 +94,7 @@ def _gguf_name(name: str, names: Mapping[str, str]) -> str:
 
 
 def _rotated_as_llama_cpp(config: Any, name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Rows of a Llama's queries and keys, of which llama.cpp rotates neighbours and transformers halves."""
+    """Reorder a Llama's query and key rows: llama.cpp rotates neighbouring dimensions, transformers halves."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is not None and config.model_type == "llama":
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

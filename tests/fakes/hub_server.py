@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks as much of its protocol as models need that are published or fetched."""
+"""A local hub that speaks the parts of the protocol needed to publish and fetch models."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
 
 @dataclass
 class Hub:
-    """Repositories, and what was asked of them."""
+    """Repositories, and the requests that were made."""
 
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Hub:
     """Large files by their SHA-256."""
     uploads: int = 0
     fail_uploads: int = 0
-    """Uploads of large files that are still to fail."""
+    """Number of large-file uploads that will still fail."""
     fetched: set[str] = field(default_factory=set)
     """Files that were downloaded."""
 
@@ -139,5 +139,5 @@ def run_hub() -> Iterator[Hub]:
 
 
 def _blob(data: bytes) -> str:
-    """The id that git gives a file."""
+    """Return git's object id of a file."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -9,7 +9,7 @@ from swiftkv_platform.storage.object_store import validate_key
 
 
 class InMemoryObjectStore(BucketStore):
-    """A bucket that no server keeps; shared by all that hold the object. `uri` cannot be opened."""
+    """A bucket without a server, shared by all users of the object. `uri` cannot be opened."""
 
     def __init__(self) -> None:
         super().__init__("s3", "test")
@@ -27,4 +27,4 @@ class InMemoryObjectStore(BucketStore):
         return None
 
     def ping(self) -> None:
-        """Memory is always there."""
+        """Do nothing: memory is always available."""

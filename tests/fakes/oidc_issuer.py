@@ -38,21 +38,21 @@ def public_jwk(key: Any, key_id: str) -> dict[str, Any]:
 
 @dataclass
 class Issuer:
-    """An issuer whose keys, answers and health a test decides."""
+    """An issuer whose keys, answers and availability a test controls."""
 
     url: str = ""
     keys: dict[str, tuple[str, Any]] = field(default_factory=dict)
     """Algorithm and private key by key id."""
     published: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    """Paths that were asked for."""
+    """Paths that were requested."""
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    """Answers in the place of what is right, by path."""
+    """Answers to give instead of the right ones, by path."""
     held: threading.Event | None = None
-    """Nothing is answered until it is set."""
+    """If not None, no request is answered until it is set."""
 
     def rotate(self, key_id: str, algorithm: str = "ES256", **options: int) -> None:
-        """Sign with a new key, which is published beside the others."""
+        """Sign with a new key, and publish it next to the old ones."""
         self.keys[key_id] = (algorithm, make_key(algorithm, **options))
         self.published.append(public_jwk(self.keys[key_id][1], key_id))
 
@@ -79,7 +79,7 @@ class Issuer:
         return json_answer(documents[request.path]) if request.path in documents else Answer(404)
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """The issuer's entry in an issuers file."""
+        """Return the issuer's entry for an issuers file."""
         return {
             "name": "corp",
             "issuer": self.url,
@@ -103,6 +103,6 @@ def run_issuer() -> Iterator[Issuer]:
 
 
 def write_issuers(path: Path, *issuers: dict[str, Any]) -> Path:
-    """The operator's file that trusts these issuers."""
+    """Write the operator's file that trusts these issuers."""
     path.write_text(yaml.safe_dump({"issuers": list(issuers)}))
     return path

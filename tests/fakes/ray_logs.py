@@ -1,7 +1,7 @@
-"""The part of Ray's dashboard that shows logs of submissions, over real HTTP; counts what it sends.
+"""The part of Ray's dashboard that serves submissions' logs, over real HTTP; counts the bytes that it sends.
 
-Paths and shapes are those of Ray 2.60: `/api/jobs/{id}` and its `/logs` and `/logs/tail` (a WebSocket, which ends when
-the submission has ended), and `/api/v0/logs/file`.
+Paths and shapes are Ray 2.60's: `/api/jobs/{id}` and its `/logs` and `/logs/tail` (a WebSocket that closes when the
+submission has ended), and `/api/v0/logs/file`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _POLL_S = 0.02
 
 @dataclass
 class RayLog:
-    """One submission's log; a test lets it grow."""
+    """The log of one submission, which a test can extend."""
 
     text: bytes = b""
     repeats: int = 1
-    """Number of times that the log has `text`; the text itself is held once."""
+    """Number of times that the log repeats `text`, which is stored once."""
     ended: bool = False
     starting: bool = False
     """The driver has no node yet."""
     broken: bool = False
-    """The node that keeps it is gone."""
+    """The node with the log is gone."""
     cut_after: int | None = None
     """Bytes after which the connection breaks."""
     sent: int = 0
-    """Bytes that went out, over all requests."""
+    """Bytes sent, over all requests."""
     requests: list[str] = field(default_factory=list)
     following: int = 0
     """Open WebSockets."""
@@ -43,7 +43,7 @@ class RayLog:
         return len(self.text) * self.repeats
 
     def blocks(self, start: int = 0) -> Iterator[bytes]:
-        """From byte `start` to the present end."""
+        """Yield the log from byte `start` to its current end."""
         for number in range(start // max(len(self.text), 1), self.repeats):
             skipped = max(start - number * len(self.text), 0)
             for offset in range(skipped, len(self.text), BLOCK):
@@ -92,7 +92,7 @@ class FakeRayLogs:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         log = self._log(request, request.query["submission_id"])
-        assert request.query["node_id"], "Ray asks for a node as well"
+        assert request.query["node_id"], "Ray requires node_id"
         if log.broken:
             raise web.HTTPInternalServerError(text="Agent for node id: ab doesn't exist.")
         answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
@@ -109,7 +109,7 @@ class FakeRayLogs:
             log.sent += len(block)
             try:
                 await answer.write(block)
-            except ConnectionError:  # the reader has what it wanted
+            except ConnectionError:  # the reader stopped reading
                 return answer
         return answer
 

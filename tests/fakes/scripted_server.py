@@ -1,4 +1,4 @@
-"""Real HTTP servers on free ports, and one whose answers a test writes down. No route of ours is known here."""
+"""Real HTTP servers on free ports, and one with scripted answers. They know none of the project's routes."""
 
 import gzip
 import json
@@ -21,9 +21,9 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     raw: bytes
-    """The body, unpacked."""
+    """The body, decompressed."""
     target: str = ""
-    """Path and query as they were sent."""
+    """Path and query as sent."""
 
     @cached_property
     def body(self) -> Any:
@@ -32,17 +32,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer that goes over the wire."""
+    """An HTTP response."""
 
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
-    """Close the connection as a crash would: with fewer bytes than were promised, or none at all."""
+    """Close the connection like a crash: after fewer bytes than announced, or none."""
 
 
 class Answering(Protocol):
-    """Anything that answers requests, in the thread of each."""
+    """Answers requests, each in its own thread."""
 
     def answer(self, request: Request) -> Answer: ...
 
@@ -63,7 +63,7 @@ def problem_answer(status: int, detail: str, code: str = "invalid_input", **extr
 
 
 def event_stream(*events: tuple[str | None, Any], cut: bool = False) -> Answer:
-    """Server-sent events, each (id, data); data that is no text becomes JSON."""
+    """Return server-sent events, each (id, data); data that is not a string becomes JSON."""
     text = ""
     for identifier, data in events:
         text += f"id: {identifier}\n" if identifier else ""
@@ -75,7 +75,7 @@ Step = Answer | Callable[[Request], Answer]
 
 
 class Script:
-    """Answers by method and path, taken in turn; the last of a route stays."""
+    """Answers by method and path, used in turn; the last one of a route repeats."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[tuple[str, str], list[Step]] = defaultdict(list)
@@ -100,7 +100,7 @@ class Script:
 
 @contextmanager
 def serve(answering: Answering) -> Iterator[str]:
-    """Run the server; yields its address."""
+    """Run the server, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -110,7 +110,7 @@ def serve(answering: Answering) -> Iterator[str]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             query = dict(parse_qsl(parts.query))
             request = Request(self.command, parts.path, query, headers, self._body(headers), self.path)
-            with suppress(ConnectionError):  # a client that ends while its request waits
+            with suppress(ConnectionError):  # the client left while its request waited
                 self._send(answering.answer(request))
 
         def _body(self, headers: dict[str, str]) -> bytes:
@@ -140,7 +140,7 @@ def serve(answering: Answering) -> Iterator[str]:
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
-            """Silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -8,11 +8,11 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 
 class FakeServeCluster:
-    """Every applied deployment is deploying until a test says otherwise, with `become`."""
+    """Applied deployments are `deploying` until a test changes them with `become`."""
 
     def __init__(self) -> None:
         self.applied: list[list[ResolvedDeployment]] = []
-        """Every set handed to `apply`, in order."""
+        """Every set that was passed to `apply`, in order."""
         self.away = False
         self._states: dict[str, DeploymentState] = {}
 
@@ -40,7 +40,7 @@ class FakeServeCluster:
         self._states[deployment_id] = DeploymentState(status, replicas=replicas, load_seconds=load_seconds or {})
 
     def forget(self, *deployment_ids: str) -> None:
-        """These, or all, are gone."""
+        """Forget these deployments, or all."""
         for gone in deployment_ids or list(self._states):
             del self._states[gone]
 

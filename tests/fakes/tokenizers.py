@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerFast
 
 BOS, EOS = 256, 257
 WORDS = ("▁", "▁the", "the", "▁cat", "a", "é")
-"""Pieces of `sentence_tokenizer`, from id 258 on."""
+"""Pieces of `sentence_tokenizer`, with ids from 258 on."""
 
 
 def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) -> PreTrainedTokenizerFast:
-    """Byte b has some id below 256; `special` adds BOS 256 and EOS 257."""
+    """Return a tokenizer with one id below 256 per byte; `special` adds BOS 256 and EOS 257."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -22,7 +22,8 @@ def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) ->
 
 
 def sentence_tokenizer() -> PreTrainedTokenizerFast:
-    """SentencePiece-like: bytes 0 to 255 as `<0x..>`, BOS, EOS, and `WORDS`. The first space of a text is dropped."""
+    """Return a SentencePiece-like tokenizer: bytes as `<0x..>`, BOS, EOS, and `WORDS`; it drops a text's first
+    space."""
     bytes_first = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", *WORDS]
     vocab = {piece: number for number, piece in enumerate(bytes_first)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))

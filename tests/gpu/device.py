@@ -1,4 +1,4 @@
-"""The device of the tests in this directory, and how they are left out where there is none."""
+"""The device for the tests in this directory, and the marker that skips them without one."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 DEVICE = "cpu" if os.environ.get("SWIFTKV_GPU_TESTS") == "cpu" else "cuda"
-"""`SWIFTKV_GPU_TESTS=cpu` runs the tests themselves on a machine without a GPU, where plain operators take the place of
+"""With `SWIFTKV_GPU_TESTS=cpu` the tests run on a machine without a GPU, where plain operators replace
 FlashAttention."""
 ON_GPU = DEVICE == "cuda"
 needs_gpu = [

@@ -1,4 +1,5 @@
-"""FlashAttention as the engine calls it, against plain operators in float32, over the shapes of its steps."""
+"""FlashAttention as the engine calls it, compared to plain operators in float32 over the shapes of the engine's
+steps."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +15,7 @@ from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 pytestmark = needs_gpu
 OPERATOR = varlen_attn if ON_GPU else reference_varlen_attn
 Runs = Sequence[tuple[int, int]]
-"""Queries of each run, and keys that its last query sees."""
+"""For each run, the number of queries, and of keys that its last query sees."""
 STEPS: dict[str, Runs] = {
     "one short prompt": [(5, 5)],
     "a prompt of several blocks": [(700, 700)],
@@ -34,13 +35,13 @@ HEADS = {
     "wide": (4, 2, 256),
     "small": (8, 2, 16),
 }
-"""Heads of queries, heads of keys and numbers of a head."""
+"""Query heads, key heads and head dimension."""
 
 
 def step(
     runs: Runs, heads: tuple[int, int, int], *, by_tables: bool
 ) -> tuple[VarlenArguments, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random queries, keys and values of a step, its blocks in no order and full of junk behind the contexts."""
+    """Return a step's random queries, keys and values; its blocks are shuffled and end in junk after the contexts."""
     draw = torch.Generator().manual_seed(0)
     num_heads, num_kv_heads, dim = heads
     num_blocks = [-(-context // FLASH_PAGE) for _, context in runs]
@@ -77,7 +78,7 @@ def attended(operator: Any, arguments: VarlenArguments, *tensors: torch.Tensor, 
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest relative error of a query and head, by norms."""
+    """Return the largest relative error, by norm, of a query and head."""
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
@@ -92,12 +93,13 @@ def test_every_step_is_attended_to_as_by_plain_operators(
     expected = attended(reference_varlen_attn, arguments, *(tensor.float() for tensor in tensors), window=window)
     found = attended(OPERATOR, arguments, *tensors, window=window)
     assert found.isfinite().all()
-    assert distance(found, expected) < 0.02  # bfloat16 rounds the sums of a head to 8 bits
+    assert distance(found, expected) < 0.02  # bfloat16 has 8 bits of precision
 
 
 @pytest.mark.skipif(not ON_GPU, reason="plain operators have no such fault")
 def test_split_keys_are_still_combined_wrongly_behind_block_tables() -> None:
-    """pytorch/pytorch#194167. If this fails, PyTorch has mended it and `VarlenArguments.num_splits` can go."""
+    """pytorch/pytorch#194167. When this fails, PyTorch has fixed it, and `VarlenArguments.num_splits` can be
+    removed."""
     arguments, *tensors = step(STEPS["decodes beside a short prompt"], HEADS["multi-head"], by_tables=True)
     expected = attended(reference_varlen_attn, arguments, *(tensor.float() for tensor in tensors), window=None)
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: plain operators give the reference's tokens in float32, FlashAttention agrees in bfloat16."""
+"""The engine on a GPU: plain operators give the reference's tokens in float32; FlashAttention agrees in bfloat16."""
 
 import random
 from collections import Counter
@@ -34,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "own-g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
 }
 PROMPTS = [random_tokens(size, seed=size).tolist() for size in (240, 250, 245, 700, 1, 3)]
-"""Some grow into a further block of `FLASH_PAGE` tokens."""
+"""Some of the prompts grow into another block of `FLASH_PAGE` tokens."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,7 +61,7 @@ def test_random_schedules_give_the_tokens_of_the_plain_forward(form: str, tmp_pa
 
 
 def saved(name: str, form: str, directory: Path) -> Path:
-    """A family's random model in bfloat16, its heads of a size that FlashAttention reads."""
+    """Save a family's random model in bfloat16, with a head size that FlashAttention supports."""
     wide = {"qk_nope_head_dim": 24, "first_k_dense_replace": 5} if "deepseek" in name else {"head_dim": 32}
     model: Any = family_teacher(name, max_position_embeddings=1024, **wide)
     if FORMS[form]:
@@ -75,7 +75,7 @@ LOADS: dict[str, tuple[dict[str, int], int, int]] = {
     "in chunks": ({"max_num_batched_tokens": 48, "max_num_seqs": 4}, 64, 40),
     "with preemption": ({"max_num_batched_tokens": 1024, "max_num_seqs": 3}, 5, 300),
 }
-"""Settings, blocks, and tokens of an answer."""
+"""Engine settings, number of blocks, and tokens per answer."""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ LOADS: dict[str, tuple[dict[str, int], int, int]] = {
     [
         (name, form, load)
         for name in FAMILY_CONFIGS
-        if name not in ("mixtral", "qwen3_moe")  # in 8 bits a router's near ties send tokens to other experts
+        if name not in ("mixtral", "qwen3_moe")  # in bfloat16, near ties route tokens to other experts
         for form in (FORMS if name == "llama" else ("dense", "own-g2"))
         for load in (LOADS if name == "llama" else ("in chunks",))
     ],

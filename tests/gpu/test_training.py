@@ -1,4 +1,4 @@
-"""Training, calibration and evaluation on one GPU, against float32 on the CPU. They need no Ray, no control plane."""
+"""Training, calibration and evaluation on one GPU, compared to float32 on the CPU, without Ray or a control plane."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -46,7 +46,7 @@ from tests.tiny_models import disturb, family_teacher
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 pytestmark = needs_gpu
 WIDER = {"deepseek_v2": {"qk_nope_head_dim": 16}}
-"""Heads of a multiple of 8 numbers, which FlashAttention takes."""
+"""Head sizes that are multiples of 8, as FlashAttention requires."""
 FORMS = ("shared", "own")
 Case = dict[str, Any]
 NUM_STEPS, KILLED_AFTER = 6, 4
@@ -54,7 +54,7 @@ NUM_STEPS, KILLED_AFTER = 6, 4
 
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The process group of a worker alone, of the backends that a job's has."""
+    """The process group of a single worker, with the backends of a job's."""
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
@@ -66,7 +66,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @cache
 def rows(num_samples: int = 12, seed: int = 0) -> PackedRows:
-    """Rows of several samples, longer than a window, some positions of which do not count."""
+    """Return rows of several samples, longer than a window; some positions do not count."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 40, num_samples)
     counts = rng.random(lengths.sum()) < 0.7
@@ -78,7 +78,8 @@ def rows(num_samples: int = 12, seed: int = 0) -> PackedRows:
 
 @cache
 def teacher(family: str) -> tuple[TemporaryDirectory[str], str]:
-    """A directory of a teacher, which lives while this is kept. The weights are the same in bfloat16 and float32."""
+    """Save a teacher whose weights are exact in bfloat16; return its directory, which lives as long as the object, and
+    path."""
     model, directory = family_teacher(family, **WIDER.get(family, {})), TemporaryDirectory()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -98,7 +99,7 @@ def job_spec(dtype: str = "float32", **sections: Any) -> JobSpec:
 
 
 def disturbed(spec: JobSpec, path: str) -> Any:
-    """A student in float32 whose weights are the same in bfloat16."""
+    """Return a float32 student whose weights are exact in bfloat16."""
     student = load_student(spec.model_copy(update={"model": job_spec().model}), path)
     torch.manual_seed(0)
     for parameter in disturb(student).parameters():
@@ -107,7 +108,7 @@ def disturbed(spec: JobSpec, path: str) -> Any:
 
 
 def on_cpu(*arguments: Any, **options: Any) -> Tensor:
-    """`varlen_attn` of plain operators."""
+    """Stand in for `varlen_attn` with plain operators."""
     output: Tensor = reference_varlen_attn(*arguments, **options, seqused_k=arguments[4].diff(), block_table=None)
     return output
 
@@ -126,7 +127,7 @@ def step(
     checkpointing: bool = False,
     compiled: bool = False,
 ) -> dict[str, Tensor]:
-    """Loss sums and gradients of a training step of a worker alone, by name, on the CPU."""
+    """Return the loss sums and gradients of a single worker's training step, by name, on the CPU."""
     fakes = attention == "varlen_attn" and device.type == "cpu"
     training = {"attn_implementation": "sdpa" if fakes else attention, "compile": compiled}
     spec = job_spec(
@@ -150,7 +151,7 @@ def step(
 
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Norms of differences over norms, by name."""
+    """Return relative errors by name: the norm of the difference over the expected norm."""
     assert actual.keys() == expected.keys()
     return {name: float((actual[name].double() - each).norm() / each.norm()) for name, each in expected.items()}
 
@@ -163,7 +164,7 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bounds: 
 
 
 def bounds_of(case: Case) -> dict[str, float]:
-    """Twice the error that bfloat16 has on the CPU, and no less than a few of its last places."""
+    """Return twice bfloat16's error on the CPU, but at least 0.03."""
     narrow = errors(step(CPU, "bfloat16", **case), step(CPU, "float32", **case))
     return {name: max(2 * error, 3e-2) for name, error in narrow.items()}
 
@@ -197,12 +198,12 @@ def test_a_compiled_step(attention: str) -> None:
 
 
 class Killed(Exception):  # noqa: N818
-    """Ends a run in the middle."""
+    """Raised to end a run in the middle."""
 
 
 @dataclass
 class Recorder:
-    """Losses of a run's steps, and its state behind each of them."""
+    """Records the losses of a run's steps, and the state after each of them."""
 
     parallel: Parallel
     killed_after: int
@@ -222,7 +223,7 @@ class Recorder:
             raise Killed
 
     def on_course(self, note: Any) -> None:
-        """The losses tell as much."""
+        """Ignore notes: the losses say the same."""
 
     def stop_request(self) -> StopRequest:
         return StopRequest.NONE
@@ -249,7 +250,7 @@ every_run = pytest.mark.parametrize("name", RUNS)
 
 @cache
 def run(name: str, which: str, *, deterministic: bool = False) -> Recorder:
-    """A run `whole` or `again` to the end, `killed` in the middle, or `resumed` then."""
+    """Run to the end (`whole` or `again`), to a kill in the middle (`killed`), or on from there (`resumed`)."""
     if which == "resumed":
         run(name, "killed", deterministic=deterministic)
     sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
@@ -294,7 +295,7 @@ def test_a_checkpoint_restores_every_number(name: str) -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["close", "bitwise"])
 @every_run
 def test_a_resumed_run_ends_as_one_that_was_not_cut(name: str, deterministic: bool) -> None:
-    """Bit for bit where that is asked for; else as close as two runs that were not cut."""
+    """Bit for bit if deterministic; otherwise as close as two uninterrupted runs."""
     whole, again, resumed = (
         run(name, which, deterministic=deterministic).states[NUM_STEPS] for which in ("whole", "again", "resumed")
     )
@@ -315,7 +316,8 @@ CALIBRATED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALIBRATED)
 @torch.no_grad()
 def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
-    """Students that start so say the same: the basis of a latent is arbitrary."""
+    """Students that start from either agree in their outputs; weights are not compared, as a latent's basis is
+    arbitrary."""
     family, dtype, section = CALIBRATED[name]
     spec, path = job_spec(dtype, swiftkv=section), teacher(family)[1]
 
@@ -334,7 +336,7 @@ def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
 def measured(
     dtype: str, device: torch.device, form: str, trainable: str, *, sharded: bool = False
 ) -> dict[str, Tensor]:
-    """Sums of the figures of a disturbed student."""
+    """Return the evaluation's sums for a disturbed student."""
     path = teacher("llama")[1]
     spec = job_spec(dtype, distillation={"trainable": trainable}, swiftkv={"decode_key_value": form})
     model = MeasuredStudent(open_lazy(spec, path, device=device), spec.distillation, sharded=sharded, device=device)

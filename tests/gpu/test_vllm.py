@@ -1,8 +1,8 @@
-"""The plugin in a vLLM that runs on a GPU: `make gpu VLLM_PYTHON=PATH`, of an interpreter that has vLLM and the plugin.
+"""The plugin in vLLM on a GPU: `make gpu VLLM_PYTHON=PATH`, an interpreter that has vLLM and the plugin.
 
-In float32, by Triton's attention and in IEEE arithmetic, greedy text is that of the project's own forward pass; in
-bfloat16, by FlashAttention, log-probabilities are as near to it as PyTorch's own. Heads have 32 dimensions at least,
-which vLLM's attention on GPUs asks for. On a GPU vLLM takes its second model runner (V2); the first one runs too.
+In float32, with Triton attention and IEEE arithmetic, greedy text equals that of the project's own forward pass; in
+bfloat16, with FlashAttention, log-probabilities are as close to it as PyTorch's. Heads have at least 32 dimensions, as
+vLLM's GPU attention requires. On a GPU vLLM chooses its second model runner (V2); the first one is tested too.
 """
 
 import os
@@ -54,7 +54,7 @@ EAGER: dict[str, Any] = {
     "block_size": 16,
 }
 GRAPHS = EAGER | {"enforce_eager": False, "max_num_batched_tokens": 64}
-"""Compiled, with CUDA graphs: whole ones of decode steps, piecewise ones of the rest."""
+"""Compiled, with CUDA graphs: full ones for decode steps, piecewise ones for other steps."""
 FORMS = {"shared": SHAPE, "own": OWN, "own-g1": OWN | {"key_value_group_size": 1}}
 SERVED = [
     name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0]) and "moe" not in name and name != "mixtral"
@@ -64,7 +64,7 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokeniz
 
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first runner forbids graphs in its process once it has its own, and the second one never allows them."""
+    """Allow graph capture: the first runner forbids it in its process after its own, and the second never allows it."""
     monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
 
 
@@ -80,14 +80,14 @@ def test_every_family(name: str, form: str, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["1", "0"], ids=["v2", "v1"])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of vLLM's model runners."""
+    """Run the test with each of vLLM's model runners."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
 
 
 @pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("form", FORMS)
 def test_text_with_graphs(form: str, tmp_path: Path) -> None:
-    """Chunks, mixed batches and whole prompts; a batch whose size no graph has is padded."""
+    """Chunks, mixed batches and whole prompts; a batch whose size has no graph is padded."""
     make_student(tmp_path, shape=FORMS[form], **HEAD_DIM)
     batch = prompts((100, 3, 41, 17, 5))
     with serving(tmp_path, **GRAPHS) as llm:
@@ -145,7 +145,7 @@ def test_prompt_logprobs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("form", FORMS)
 def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
-    """By FlashAttention, as on any GPU that has it."""
+    """With FlashAttention, as on any GPU that supports it."""
     make_student(tmp_path, shape=FORMS[form], head_dim=64)
     batch = prompts((100, 3, 41, 17, 5))
     options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "enforce_eager": not graphs}
@@ -157,13 +157,13 @@ def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["fp8", "int8"])
 def weights(request: pytest.FixtureRequest) -> str:
-    """FP8, which vLLM makes of any checkpoint when it loads, or W8A8 as compressed-tensors stores it."""
+    """FP8, to which vLLM quantises any checkpoint while loading, or W8A8 as compressed-tensors stores it."""
     form: str = request.param
     return form
 
 
 def quantized(directory: Path, weights: str) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint in these weights and the options that serve it, by vLLM's own kernels for GPUs."""
+    """Return a checkpoint with these weights, and the options that serve it with vLLM's own GPU kernels."""
     options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "max_logprobs": VOCAB}
     options |= {"enable_prefix_caching": False}  # each prompt is answered three times
     if weights == "fp8":
@@ -184,14 +184,14 @@ def test_quantised_logits_are_as_near_as_a_dense_models(weights: str, tmp_path: 
             with recorded_sizes(llm) as sizes:
                 text = complete(llm, BATCH[:3])
         assert 0 < of_student <= 1.2 * of_dense, form
-        assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "of a prompt, the last token alone enters the upper half"
+        assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "only a prompt's last token enters the upper half"
         with serving(directory, **options | {"enforce_eager": False}) as llm:
             alike = [one == other for one, other in zip(complete(llm, BATCH[:3]), text, strict=True)]
-        assert sum(alike) >= 2, "bfloat16 may turn a near tie"
+        assert sum(alike) >= 2, "in bfloat16 one answer may differ at a near tie"
 
 
 def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:
-    """Greedy answers of 24 tokens with their log-probabilities."""
+    """Return greedy answers of 24 tokens with their log-probabilities."""
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
     answers = []
@@ -203,14 +203,14 @@ def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:
 
 
 def uses_second_runner(llm: LLM) -> bool:
-    """Whether vLLM took its model runner V2."""
+    """Whether vLLM chose its second model runner (V2)."""
     used: bool = llm.llm_engine.vllm_config.use_v2_model_runner
     return used
 
 
 @contextmanager
 def counted_preemptions(llm: LLM) -> Iterator[list[str]]:
-    """The requests that are preempted from here on."""
+    """Record the ids of the requests that are preempted in the block."""
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     preempt, seen = scheduler._preempt_request, []
 

@@ -1,4 +1,4 @@
-"""The Ray of the run, and patience with it."""
+"""The Ray cluster that the integration tests share, and waiting for it."""
 
 import json
 import time
@@ -21,11 +21,11 @@ _SERVE = {
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
-"""Serve tells its autoscaler of loads as often as a test can wait for."""
+"""Serve reports load to its autoscaler often enough for a test to wait for it."""
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
-    """The first true value of `what`; a cluster that is not there yet is waited for."""
+    """Return the first true value of `what()`; a cluster that cannot be reached yet counts as false."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -46,7 +46,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 short texts, no two alike."""
+    """300 short, distinct texts."""
     path = tmp_path_factory.mktemp("corpus") / "functions.jsonl"
     rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(300))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -55,7 +55,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def variables(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of the run's Ray and its drivers: homes of their own, credentials for the S3 server."""
+    """Environment variables of the shared Ray and its drivers: separate homes, and credentials for the S3 server."""
     return {
         **s3_server.environment,
         "HOME": str(tmp_path_factory.mktemp("home")),
@@ -66,7 +66,7 @@ def variables(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def head(variables: dict[str, str]) -> Iterator[RayHead]:
-    """The Ray of the whole run, with room for two workers and two replicas; this process has its token."""
+    """The shared Ray head, with room for two workers and two replicas; this process has its token."""
     with ray_head({**_SERVE, **variables}, num_cpus=4) as head, environment(auth_environment(head.token_file)):
         yield head
 
@@ -78,13 +78,13 @@ def dashboard_url(head: RayHead) -> str:
 
 @pytest.fixture(scope="session")
 def ray_cluster(head: RayHead) -> RayCluster:
-    """The same Ray, for control planes."""
+    """The shared Ray, as control planes are told of it."""
     return RayCluster.of(head)
 
 
 @pytest.fixture(scope="module")
 def cluster(head: RayHead, variables: dict[str, str]) -> Iterator[str]:
-    """Its address; this process is one of its drivers."""
+    """Address of the shared Ray; this process is one of its drivers."""
     import ray
 
     with environment(variables):
@@ -95,7 +95,7 @@ def cluster(head: RayHead, variables: dict[str, str]) -> Iterator[str]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process with these variables set."""
+    """Set environment variables of this process for the duration of the block."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -104,5 +104,5 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def serve_port() -> int:
-    """The port of the run's Serve."""
+    """Port of the shared Ray Serve."""
     return free_port()

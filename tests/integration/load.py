@@ -1,4 +1,5 @@
-"""Clients that ask a deployment without a pause and check every answer, and what its replicas say of themselves."""
+"""Clients that send requests to a deployment continuously and check every answer; metrics and health of its
+replicas."""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ def new_client(url: str) -> httpx.Client:
 
 @dataclass
 class Load:
-    """Clients that ask one question after the other, half of them streaming, and check every answer."""
+    """Clients that send one request after another, half of them streaming, and check every answer."""
 
     url: str
     expected: Expected
     num_clients: int = 6
     connect: Callable[[str], httpx.Client] = new_client
-    """Makes the client of a thread."""
+    """Returns the HTTP client of a thread."""
     pause_s: float = 0.0
-    """Between an answer and the next question of a client."""
+    """Pause of a client between an answer and its next request."""
     answers: list[str] = field(default_factory=list)
-    """The model of each right answer."""
+    """Model of each correct answer."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
-    """When each request was sent, and when its answer was whole; on the monotonic clock."""
+    """When each request was sent and when its answer was complete, on the monotonic clock."""
 
     def __enter__(self) -> Load:
         self._over = threading.Event()
@@ -71,7 +72,7 @@ class Load:
                     self.failed.append(repr(error))
 
     def latency_ms(self, begin: float, end: float) -> float:
-        """99th percentile of the answers that were under way in that time."""
+        """Return the 99th percentile of the latency of requests in flight between `begin` and `end`."""
         durations = sorted(done - sent for sent, done in self.times if sent < end and done > begin)
         return 1000.0 * durations[len(durations) * 99 // 100]
 
@@ -83,7 +84,7 @@ class Load:
 
 
 def ask(client: httpx.Client, prompt: Sequence[int], *, stream: bool) -> tuple[set[str], list[int]]:
-    """(the models that the answer names, its token ids). Raises for anything but a whole answer."""
+    """Return the models that the answer names, and its token ids. Raise for anything but a complete answer."""
     body = {"prompt": prompt, "stream": stream, **GREEDY}
     if not stream:
         answer = client.post("/generate", json=body).raise_for_status().json()
@@ -112,7 +113,7 @@ def health(url: str) -> Any:
 
 
 def replica_pids(dashboard_url: str, deployment: str) -> list[int]:
-    """Processes of the replicas that take requests, in ascending order."""
+    """Return the process ids of the replicas that take requests, in ascending order."""
     with closing(RayDashboard(dashboard_url, timeout_s=30.0)) as dashboard:
         details = dashboard.document(dashboard.request("GET", "/api/serve/applications/"), "tell the state of Serve")
     replicas = details["applications"][deployment]["deployments"]["Replica"]["replicas"]

@@ -1,10 +1,10 @@
-"""A control plane as a process of its own on a real Ray, to be killed and restarted. Only the training is a stand-in,
-unless another entrypoint is named.
+"""A control plane in its own process on a real Ray, which tests kill and restart. Unless a test names another
+entrypoint, only the training is fake.
 
-The stand-in talks through the real attempt channel and publishes through the real store. It waits for a file where a
-test wants to act in between, and writes each of its starts to a ledger.
+The fake training uses the real attempt channel and publishes through the real store. It waits for a file where a test
+wants to act in between, and records each of its starts in a ledger.
 
-Processes come from a zygote that has imported everything, so that a restart takes a tenth of a second.
+A process that has imported everything forks the control planes, so a restart takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ attempts = AttemptStore(store)
 attempt = AttemptId(given.job_id, given.attempt)
 request = attempts.read_request(attempt)
 """
-"""Begin of a program in the place of an attempt's: what it is given, and its request."""
+"""First lines of a program that replaces an attempt: parse its arguments, and read its request."""
 
 ATTEMPT = (
     READ_REQUEST
@@ -107,7 +107,7 @@ print("done", flush=True)
 
 
 def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0) -> Any:
-    """The condition's first true value."""
+    """Return the first true value of `condition()`; fail with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -123,7 +123,7 @@ class RayCluster:
 
     @classmethod
     def of(cls, head: RayHead) -> RayCluster:
-        """Waits until the head takes jobs."""
+        """Wait until the head takes jobs."""
         auth = auth_environment(head.token_file)
         home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
         eventually(lambda: takes_jobs(head), "Ray takes jobs", seconds=180.0)
@@ -131,7 +131,7 @@ class RayCluster:
 
 
 def takes_jobs(head: RayHead) -> bool:
-    """Whether the node's agent, which comes up after the dashboard, has registered."""
+    """Whether the node's agent, which starts after the dashboard, has registered."""
     headers = {"Authorization": f"Bearer {head.token_file.read_text()}"}
     response = httpx.post(
         f"{head.dashboard_url}/api/jobs/", json={"entrypoint": "true"}, headers=headers, timeout=60.0, trust_env=False
@@ -143,10 +143,10 @@ class Plane:
     """A control plane process that can be killed and started again.
 
     Args:
-        settings: `SWIFTKV_*` variables beside those that place it.
-        entrypoint: arguments of Python that run an attempt in place of the stand-in, e.g.
-            `("-m", "swiftkv_platform.jobs.distill")`.
-        shared: another one, whose attempts' script and store this one uses as well.
+        settings: more `SWIFTKV_*` variables, besides those for home, port and Ray.
+        entrypoint: arguments of Python that run an attempt instead of the fake training, e.g. `("-m",
+        "swiftkv_platform.jobs.distill")`.
+        shared: another plane, whose home and attempt script this one also uses.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Plane:
         self._pid: int | None = None
 
     def begin(self) -> None:
-        """Start the process; it answers a little later."""
-        assert self._pid is None, "it runs already"
+        """Start the process; it takes requests a little later."""
+        assert self._pid is None, "the control plane is already running"
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None
         self._zygote.stdin.write("\n")
@@ -221,12 +221,12 @@ class Plane:
         self._log.close()
 
     def starts(self) -> list[list[str]]:
-        """The ledger: job, attempt, process, checkpoint gone on from."""
+        """Return the ledger: job, attempt, process id and resumed checkpoint of each start."""
         path = self.gates / "ledger"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def ledger(self, job_id: str) -> list[list[str]]:
-        """Starts of a job's attempts, as each wrote them: attempt, process, checkpoint gone on from."""
+        """Return the starts of a job's attempts: attempt, process id, resumed checkpoint."""
         return [start[1:] for start in self.starts() if start[0] == job_id]
 
     def submit(self, **metadata: str) -> str:
@@ -248,5 +248,5 @@ class Plane:
 
 
 def spec(**metadata: str) -> dict[str, Any]:
-    """A job for the stand-in: `wait` names the file it waits for, `fail` the attempt that fails."""
+    """Return a job for the fake training: `wait` names the file to wait for, `fail` the attempt that fails."""
     return {"name": "test", "model": {"name_or_path": "org/teacher"}, "metadata": metadata}

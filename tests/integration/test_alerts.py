@@ -1,7 +1,7 @@
-"""Faults of real servers under a control plane, each of which a real Prometheus turns into its alert.
+"""Real servers under a control plane are made to fail; a real Prometheus turns each fault into its alert.
 
-Only time is not real: the alerts' `for` is left out, and the control plane's clock is put forward where a fault takes
-its time.
+Only time is faked: the alerts' `for` is removed, and the control plane's clock is set forward for faults that take
+time.
 """
 
 import json
@@ -59,7 +59,7 @@ reporter.error("no rows", code="data_error", field=None, value=None, retryable=F
 sys.exit(1)
 """
 )
-"""An attempt that fails; before that its run is tracked by W&B, whose server is not there."""
+"""A failing attempt; before it fails, its run is tracked by a W&B server that does not exist."""
 
 
 class Clock:
@@ -72,7 +72,7 @@ class Clock:
 
 @dataclass
 class Installation:
-    """A control plane, what it needs, and a Prometheus that watches it."""
+    """A control plane with its dependencies, and a Prometheus that scrapes it."""
 
     url: str
     ray: HeadProcess
@@ -83,7 +83,7 @@ class Installation:
     webhook: str
     server: Prometheus
     stop: ExitStack
-    """Ends the control plane."""
+    """Stops the control plane."""
 
     def fires(self, alert: str, **labels: str) -> None:
         """Wait until the alert fires."""
@@ -153,7 +153,7 @@ def installation(tmp_path: Path) -> Iterator[Installation]:
         stop = stack.enter_context(ExitStack())
         url = stop.enter_context(serving(app))
         jobs = [{"job_name": "control-plane", "static_configs": [{"targets": [urlsplit(url).netloc]}]}]
-        # A scrape waits seconds for a dependency that is silent.
+        # A scrape waits seconds for a dependency that does not answer.
         server = stack.enter_context(prometheus(tmp_path, jobs, groups=groups(), interval_s=5))
         yield Installation(url, ray, postgres, front, clock, tmp_path / "tenants.yaml", nobody, server, stop)
 
@@ -161,9 +161,9 @@ def installation(tmp_path: Path) -> Iterator[Installation]:
 def test_each_fault_fires_its_alert(installation: Installation) -> None:
     here = installation
     wait_for(lambda: [value for _, value in here.server.query("swiftkv_dependency_up")] == [1.0] * 4)
-    # Alerts of what changes within an hour need a sample from before.
+    # Alerts on changes within an hour need an earlier sample.
     wait_for(lambda: here.server.query('swiftkv_jobs{status="failed"}'))
-    wait_for(lambda: not here.firing())  # it was absent before the first scrape
+    wait_for(lambda: not here.firing())  # alerts on absence fire until the first scrape
 
     webhook = {"url": f"{here.webhook}/told", "secret_ref": "signing"}
     failing = {"fault_tolerance": {"max_retries": 0}, "webhook": webhook}
@@ -194,7 +194,7 @@ def test_each_fault_fires_its_alert(installation: Installation) -> None:
     defined = set(re.findall(r"\bswiftkv_\w+", json.dumps([*map(_expressions, groups()), *_panels()])))
     missing = {name for name in defined - here.server.names() if not name.startswith("swiftkv_swept_")}
     assert len(defined) > 10
-    assert missing == set(), "no fault would ever fire such an alert, or show on such a panel"
+    assert missing == set(), "alerts or panels use metrics that are never exported"
 
     here.postgres.cleanup()  # type: ignore[attr-defined]
     here.fires("SwiftKVDependencyAway", dependency="database")

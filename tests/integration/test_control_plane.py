@@ -1,6 +1,6 @@
-"""The control plane as a process, on a real Ray: killed, restarted, cancelled. Only the training is a stand-in.
+"""The control plane as a process on a real Ray: killed, restarted, and with cancelled jobs. Only the training is fake.
 
-The stand-in is described in `planes.py`.
+`planes.py` describes the fake training.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ def test_a_killed_control_plane_follows_its_jobs_to_their_end(plane: Plane) -> N
     plane.wait_for_step(job_id, 1)
 
     plane.kill()
-    (plane.gates / "killed").touch()  # the run goes on, and perhaps to its end, unobserved
+    (plane.gates / "killed").touch()  # the run continues, perhaps to its end, unobserved
     plane.start()
     job = plane.client.jobs.wait(job_id, timeout=60)
     follower.join(60)
 
     assert job.status == "succeeded"
-    assert [attempt for attempt, *_ in plane.ledger(job_id)] == ["1"], "submitted exactly once"
+    assert [attempt for attempt, *_ in plane.ledger(job_id)] == ["1"], "the job was submitted exactly once"
     events = list(plane.client.jobs.events(job_id, follow=False))
-    assert [event.id for event in followed] == [event.id for event in events], "followed over the kill, each event once"
+    assert [event.id for event in followed] == [event.id for event in events], "every event is followed once"
     statuses = [event.data["status"] for event in events if event.type == "status"]
     assert statuses == ["queued", "starting", "running", "evaluating", "succeeded"]
     assert [event.type for event in events].count("metrics") == 2
@@ -105,7 +105,7 @@ def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Pat
             names = ("first", "second")
             ids = [plane.client.jobs.create({**TINY, "name": name}).id for name in names]
 
-            def waits_for_resources() -> bool:  # for its turn, until the first has been placed
+            def waits_for_resources() -> bool:  # it waits for its turn until the first is placed
                 reason = plane.client.jobs.get(ids[1]).status_reason
                 return reason is not None and reason.code == "waiting_for_resources"
 
@@ -121,7 +121,7 @@ def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Pat
 
 
 class FakeWithProcesses(FakeCluster):
-    """Ends every submission as its command would: `exit N`."""
+    """A fake cluster that ends every submission as its command `exit N` would."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Any) -> None:
         known = submission_id in self.submissions
@@ -193,7 +193,7 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None
 
 
 def test_cluster_contract_nodes_are_told(cluster: JobCluster) -> None:
-    """Ray reports them some seconds after it has started, and what is held likewise."""
+    """Ray reports its nodes, and the resources in use, some seconds after it starts."""
     if isinstance(cluster, FakeCluster):
         cluster.nodes = [Node({"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0, "memory": 1e9})]
     [node] = eventually(cluster.capacity, "the cluster tells its nodes")

@@ -34,8 +34,8 @@ def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     first = json.loads(report.read_text())
     assert first["tokens_trained"] > 0
-    assert first["distilled"]["kl"] > 0, "a handful of tokens calibrates and trains nothing"
-    assert first["teacher"]["perplexity"] < 20, "the teacher wrote the text"
+    assert first["distilled"]["kl"] > 0, "so few tokens cannot recover the teacher"
+    assert first["teacher"]["perplexity"] < 20, "the teacher wrote the text, so its perplexity is low"
     capital = first["demo"]["chat"][0]
     assert "Tokyo" in capital["teacher"]
     assert all(talk["student"] for talk in first["demo"]["chat"])
@@ -47,5 +47,5 @@ def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"Going on with job {first['demo']['job_id']}" in again.stdout
     second = json.loads(report.read_text())
-    assert second["demo"]["job_id"] == first["demo"]["job_id"], "nothing is trained twice"
+    assert second["demo"]["job_id"] == first["demo"]["job_id"], "the second run reuses the job"
     assert second["demo"]["chat"] == first["demo"]["chat"]

@@ -1,4 +1,4 @@
-"""Whole attempts on a real Ray: what they prepare, refuse and leave behind."""
+"""Whole attempts on a real Ray: the data they prepare, the jobs they refuse, and the files they leave."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_what_only_the_cluster_can_know_is_an_error_event(
 
 
 def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    """`run_local` in a process of its own: it starts a Ray, sends its spans, and leaves nothing but the artifact."""
+    """`run_local` in a separate process starts a Ray, exports its spans, and leaves only the artifact."""
     spec_file, output = tmp_path / "spec.json", tmp_path / "output"
     spec = job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump(mode="json")
     prompts = {"name_or_path": str(corpus), "sample_count": 3, "complete": {"max_tokens": 4, "prompt_tokens": 8}}
@@ -108,4 +108,4 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
     times = [attempt.began, *(spans[phase].began for phase in phases), spans["publish"].ended, attempt.ended]
     assert times == sorted(times)
     assert spans["calibrate"].ended <= spans["first step"].began
-    assert spans["publish"].ended <= spans["evaluate"].ended, "a part of it"
+    assert spans["publish"].ended <= spans["evaluate"].ended, "publishing is part of the evaluation phase"

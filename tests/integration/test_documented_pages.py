@@ -1,4 +1,4 @@
-"""A reader who types what README and pages of docs/ show, from top to bottom, with ids of their own."""
+"""Follow README and the pages of docs/ from top to bottom as a reader would, with the ids of this run."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "resources": {"num_workers": 1},
     "evaluation": {"max_tokens": 1024},
 }
-"""Sections of documented jobs that are made small; all else is typed as it is shown."""
+"""Sections of documented jobs that are replaced by smaller ones; everything else runs as documented."""
 NAME = '"my-first-student"'
 RECIPE = "--recipe builtin-python-5m"
 ACTIVATE = "source .venv/bin/activate"
@@ -40,11 +40,11 @@ ACTIVATE = "source .venv/bin/activate"
 
 @dataclass
 class Reader:
-    """A directory and a home; commands are typed into one, and the platform lives in the other."""
+    """A user with a working directory for commands and a home for the platform."""
 
     directory: Path
     fresh: bool = False
-    """Each command is typed into a new shell, which finds the platform by what README says alone."""
+    """Run each command in a new shell, which finds the platform only as README describes."""
 
     @property
     def home(self) -> Path:
@@ -62,7 +62,7 @@ class Reader:
         return state
 
     def follow(self, block: Block) -> list[str]:
-        """Do what a block shows; what its commands, or its code, printed."""
+        """Run a block, and return the outputs of its commands or code."""
         match block.language:
             case "yaml":
                 (self.directory / "spec.yaml").write_text(yaml.safe_dump(yaml.safe_load(block.text) | SMALL))
@@ -84,7 +84,7 @@ class Reader:
         return done.stdout
 
     def own(self, text: str) -> str:
-        """The text with this platform's addresses and newest ids, and with small jobs."""
+        """Return the text with this platform's addresses and newest ids, and with smaller jobs."""
         text = text.replace(NAME, f"{NAME}, {json.dumps(SMALL)[1:-1]}")
         options = [
             f"--set {section}.{field}='{json.dumps(value)}'"
@@ -116,7 +116,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 @contextmanager
 def running(reader: Reader) -> Iterator[Reader]:
-    """A reader, whose platform is stopped at the end."""
+    """Yield the reader, and stop its platform at the end."""
     try:
         yield reader
     finally:
@@ -125,7 +125,7 @@ def running(reader: Reader) -> Iterator[Reader]:
 
 
 def run(reader: Reader, page: str) -> list[str]:
-    """Follow every block of the page that is not marked as not run; what was printed, in order."""
+    """Run every block of the page that is not marked as not run; return the outputs in order."""
     return [output for block in blocks(Path(page)) if not block.not_run for output in reader.follow(block)]
 
 
@@ -183,7 +183,7 @@ def test_readme_in_fresh_shells(tmp_path: Path) -> None:
 
 @contextmanager
 def serving(reader: Reader) -> Iterator[str]:
-    """`swiftkv serve student` on a free port; its address."""
+    """Run `swiftkv serve student` on a free port, and yield its address."""
     command = [Path(sys.executable).parent / "swiftkv", "serve", "student", "--port", "0", "--json"]
     with subprocess.Popen(
         command, cwd=reader.directory, env=reader.environment, stdout=subprocess.PIPE, text=True
@@ -208,7 +208,7 @@ def save_chats(file: Path) -> None:
 
 
 def save_llama(directory: Path) -> None:
-    """A random Llama of four layers, with a tokenizer and a chat template."""
+    """Save a random Llama of four layers, with a tokenizer and a chat template."""
     save_chat_model(directory, 512, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     shutil.rmtree(directory)

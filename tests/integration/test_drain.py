@@ -1,5 +1,5 @@
-"""SIGTERM drains a node for as long as the variable of the Kubernetes manifests says, whatever Ray's own 30 s are, and
-an attempt that trains there checkpoints meanwhile."""
+"""SIGTERM drains a node for the time set in the Kubernetes manifests rather than Ray's 30 s, and an attempt that trains
+on the node checkpoints meanwhile."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """A head of one CPU. Drivers and nodes inherit this process's environment."""
+    """A head with one CPU. Drivers and nodes inherit this process's environment."""
     own = {
         "SWIFTKV_HOME": str(tmp_path_factory.mktemp("swiftkv")),
         "SWIFTKV_SHARED_DIRECTORY": "1",
@@ -39,7 +39,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 
 
 def begin_work(node: NodeProcess, directory: Path) -> None:
-    """Have a task run on the node until there is a file `release`; its last act is a file `done`."""
+    """Run a task on the node that waits for a file `release`, then creates a file `done`."""
 
     @ray.remote(num_cpus=1, max_retries=0)
     def work() -> None:
@@ -56,7 +56,7 @@ def test_work_ends_before_the_node_does(head: RayHead, tmp_path: Path) -> None:
     with ray_node(head, num_cpus=1, environment={DRAIN: "600"}, drains=True) as node:
         begin_work(node, tmp_path)
         node.terminate()
-        time.sleep(5)  # without a drain it is gone within a second
+        time.sleep(5)  # without a drain the node ends within a second
         assert node.is_running
         (tmp_path / "release").touch()
         wait_for((tmp_path / "done").exists)
@@ -74,7 +74,8 @@ def test_work_that_does_not_end_is_cut_off_after_the_drain(head: RayHead, tmp_pa
 def test_an_attempt_checkpoints_before_its_node_is_cut_off(
     head: RayHead, tiny_teacher: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """Its own checkpoints are far off: the only one after the start is that of the drain. Another node goes on."""
+    """Periodic checkpoints are too rare to happen, so the only one after the start is the drain's; another node
+    resumes."""
     store = open_store(str(tmp_path / "store"))
     spec = job_spec(
         tiny_teacher,

@@ -1,4 +1,4 @@
-"""A job over several nodes of one Ray, which lose a node and gain one."""
+"""A job over several nodes of one Ray cluster, which loses a node and gains one."""
 
 import re
 from collections import Counter
@@ -23,19 +23,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak("loses and gains nodes, 
 
 ROOT = Path(__file__).parents[2]
 BOTH, ALONE = 7, 14
-"""Steps at which the cluster changes: two workers become one, and two again."""
+"""Steps at which the cluster changes: from two workers to one, and back to two."""
 
 
 @pytest.fixture(scope="module")
 def head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """A head without CPUs. This process, whose environment drivers and nodes inherit, has what they need."""
+    """A head without CPUs. Drivers and nodes inherit the environment of this process."""
     own = {
         **s3_server.environment,
         "SWIFTKV_HOME": str(tmp_path_factory.mktemp("swiftkv")),
         "PYTHONPATH": str(ROOT),
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # of a start with a node that is gone; it is tried again
-        "RAY_health_check_period_ms": "1000",  # how soon Ray misses a node
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # when a node is gone; the start is retried
+        "RAY_health_check_period_ms": "1000",  # how soon Ray notices a lost node
         "SWIFTKV_RESIZE_INTERVAL_S": "1",
     }
     with environment(own), ray_head(num_cpus=0) as head:
@@ -44,7 +44,7 @@ def head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def nodes(head: RayHead) -> Iterator[list[NodeProcess]]:
-    """Two of one CPU each; the module's last test takes one away."""
+    """Two nodes with one CPU each; the module's last test removes one."""
     with ExitStack() as stack:
         yield [stack.enter_context(ray_node(head, num_cpus=1)) for _ in range(2)]
 
@@ -66,8 +66,8 @@ def test_a_store_that_only_one_machine_has_is_refused(
 def test_every_sample_is_trained_once_while_nodes_leave_and_come(
     head: RayHead, nodes: list[NodeProcess], s3_server: S3Server, corpus: Path, tmp_path: Path
 ) -> None:
-    """2 -> 1 -> 2 workers over one epoch. The node that leaves is the one that prepared the job."""
-    teacher = save_teacher(tmp_path / "teacher", hidden_size=128)  # what it starts with is no small object for Ray
+    """2 -> 1 -> 2 workers over one epoch. The node that leaves is the one that prepared the data."""
+    teacher = save_teacher(tmp_path / "teacher", hidden_size=128)  # large enough that Ray does not inline the start
     ledger = Ledger(tmp_path / "ledger")
     ledger.directory.mkdir()
     store = open_store(s3_server.uri("elastic"))
@@ -111,7 +111,7 @@ def test_every_sample_is_trained_once_while_nodes_leave_and_come(
 def _assert_each_sample_once(
     trained: dict[int, list[list[int]]], last: int, num_samples: int, tokenizer_path: Path
 ) -> None:
-    """The last step is filled up from the epoch after."""
+    """Assert that each sample was trained once; the last step is filled up from the next epoch."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     samples = {
         step: [name for each in several for name in re.findall(r"def (add_\d+)\(", tokenizer.decode(each))]

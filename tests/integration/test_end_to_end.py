@@ -1,4 +1,4 @@
-"""The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
+"""The whole path over HTTP with real parts: a job by POST /jobs, its model deployed, /generate, cancellation."""
 
 import json
 import re
@@ -45,14 +45,14 @@ PROMPT = "def read_lines(path):\n    with open(path) as"
 
 @dataclass(frozen=True)
 class Platform:
-    """The platform that `swiftkv up` starts."""
+    """A platform started by `swiftkv up`."""
 
     home: Path
     url: str
     client: Client
 
     def workers(self) -> list[psutil.Process]:
-        """Ray Train's workers."""
+        """Return the processes of Ray Train's workers."""
         return [p for p in marked(str(self.home)) if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
 
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_in_the_middle_is_deployed_and_answers_as_its_evaluation_sa
     middle, last = client.models.get(str(made.distilled_model)), client.models.get(str(job.distilled_model))
     assert middle.metrics is not None
     assert last.metrics is not None
-    assert middle.metrics["teacher"] == last.metrics["teacher"], "it was measured on other text"
+    assert middle.metrics["teacher"] == last.metrics["teacher"], "the two were measured on different text"
     assert last.metrics["distilled"]["kl"] < middle.metrics["distilled"]["kl"] < middle.metrics["rewired"]["kl"]
     lineage = client.models.lineage(middle.id)
     assert [ancestor["job_id"] for ancestor in lineage.ancestors] == [job.id]
@@ -138,7 +138,7 @@ def test_a_checkpoint_in_the_middle_is_deployed_and_answers_as_its_evaluation_sa
     for example in measured["examples"]:
         prompt = tokenizer.encode(example["prompt"], add_special_tokens=False)
         if len(prompt) != measured["prompt_length"]:
-            continue  # a prompt that ends within a word is other tokens as text
+            continue  # a prompt that ends within a word tokenizes differently
         answer = client.generate(prompt, max_tokens=8, temperature=0.0).choices[0].text
         assert answer
         assert example["student"].startswith(answer), example
@@ -167,12 +167,12 @@ def test_the_real_model_is_distilled_and_both_of_its_modes_chat(platform: Platfo
     assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]
     metrics = client.models.get(str(job.distilled_model)).metrics
     assert metrics is not None
-    assert metrics["distilled"]["kl"] > 0, "a handful of tokens calibrates and trains nothing"
-    assert metrics["teacher"]["perplexity"] < 20, "the teacher wrote the text"
+    assert metrics["distilled"]["kl"] > 0, "so few tokens cannot recover the teacher"
+    assert metrics["teacher"]["perplexity"] < 20, "the teacher wrote the text, so its perplexity is low"
 
     deployment = client.deployments.create(job.distilled_model, engine={"swiftkv": False})
     deployment = client.deployments.wait_ready(deployment.id)
-    assert "Tokyo" in _capital_of_japan(str(deployment.url), deployment.model), "the teacher's mode knows it"
+    assert "Tokyo" in _capital_of_japan(str(deployment.url), deployment.model), "teacher mode knows the answer"
     client.deployments.update(deployment.id, engine={"swiftkv": True})
     deployment = client.deployments.wait_ready(deployment.id)
     assert _capital_of_japan(str(deployment.url), deployment.model)
@@ -216,10 +216,10 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     page.get_by_label("Prompt").fill(QUESTION)
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="New conversation").wait_for()
-    page.get_by_text("of them skipped layers").wait_for()  # the last event's, which has the whole answer's figures
+    page.get_by_text("of them skipped layers").wait_for()  # from the last event, with the whole answer's figures
     answer = "".join(page.locator(".turn.assistant").inner_text().split()).removeprefix("Model")
     (deployment,) = platform.client.deployments.list()
-    # In bfloat16 a prompt that is read from the cache rounds otherwise than one that is computed, as the page's was.
+    # In bfloat16 a cached prompt is rounded differently from a computed one, as the page's was.
     platform.client.deployments.update(deployment.id, engine={"enable_prefix_caching": False})
     platform.client.deployments.wait_ready(deployment.id)
     messages = [{"role": "user", "content": QUESTION}]

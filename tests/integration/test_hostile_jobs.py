@@ -1,6 +1,6 @@
-"""Hostile sources through POST /jobs, behind keys, on a real Ray: none runs its code, opens a file outside of its
-tenant's root or connects to a socket. Every process of that Ray notes what it opens and where it connects.
-"""
+"""Hostile sources sent to POST /jobs, with API keys, on a real Ray: none runs its code, opens a file outside its
+tenant's root or connects to a socket. Every process of that Ray records the files it opens and the sockets it connects
+to."""
 
 import os
 import shutil
@@ -55,13 +55,13 @@ def note(event, arguments):
 
 sys.addaudithook(note)
 """
-"""Loaded by every Python of the cluster before anything else."""
+"""Audit hook, loaded by every Python process of the cluster before anything else."""
 _INNOCENT = "innocent"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A control plane with a cluster, and what is watched there."""
+    """A control plane with a cluster, and the traps that record what jobs do."""
 
     client: TestClient
     stage: Stage
@@ -129,7 +129,7 @@ def _working_in(directory: Path) -> Iterator[None]:
 
 def test_no_payload_runs_reads_or_connects(site: Site) -> None:
     refused = _refused_at_the_door(site)
-    assert refused == len(DATA)  # one data set may be read in part, and there is a task's file
+    assert refused == len(DATA)  # every data set but one, and a task's file
     accepted = _accepted_by_name(site)
 
     ended = wait_for(lambda: _ended(site, accepted))
@@ -146,7 +146,7 @@ def test_no_payload_runs_reads_or_connects(site: Site) -> None:
     assert not site.stage.marker.exists()
     assert site.listener.connections == []
     noted = site.audit.read_text().splitlines()
-    assert any("README.md" in line for line in noted), "the hook notes what workers open"
+    assert any("README.md" in line for line in noted), "the hook records the files that workers open"
     assert [line for line in noted if str(site.stage.outside) in line or str(site.listener.port) in line] == []
     for job_id in accepted.values():
         said = site.client.get(f"/jobs/{job_id}/events", params={"limit": 100}).text
@@ -154,11 +154,12 @@ def test_no_payload_runs_reads_or_connects(site: Site) -> None:
 
 
 def _refused_at_the_door(site: Site) -> int:
-    """Data sets whose directories say at once that they lead elsewhere, and a task's file; returns how many."""
+    """Post data sets that visibly lead outside, and a task file; assert that each gets a 422, and return their
+    number."""
     specs: list[dict[str, Any]] = [
         {"data": {"sources": [{"name_or_path": str(lay_out(site.stage))}]}}
         for name, lay_out in DATA.items()
-        if name != "pictures"  # whose text may be read
+        if name != "pictures"  # its text may be read
     ]
     specs.append({"evaluation": {"tasks": [str(write_task(site.stage.root / "notes.txt", site.stage))]}})
     answers = [(spec, *site.post(**spec)) for spec in specs]
@@ -167,7 +168,7 @@ def _refused_at_the_door(site: Site) -> int:
 
 
 def _accepted_by_name(site: Site) -> dict[str, str]:
-    """Jobs that only a worker can see through, by what they try."""
+    """Create the jobs whose fault only a worker can find; return their ids by fault."""
     cache = site.audit.parent / "hub"
     swapped = site.stage.directory("swapped")
     write_rows(swapped / "rows.jsonl", "own")

@@ -1,5 +1,5 @@
-"""Two tenants on one platform by default rules, every part real: what one does at its worst, and the other's job, model
-and answer all the same."""
+"""Two tenants share a platform under the default limits, with real parts: while one attacks it, the other's job, model
+and answer still succeed."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ EDGES: list[dict[str, Any]] = [
     {"engine": {"num_threads": 256, "kv_cache_bytes": 1 << 40}},
     {"min_replicas": 64, "max_replicas": 64},
 ]
-"""The most that is accepted, which no machine has: Serve looks for places as long as they are there."""
+"""The largest accepted settings, which no machine can satisfy: Serve keeps looking for room while they are deployed."""
 BEYOND: list[dict[str, Any]] = [
     {"target_ongoing_requests": 1e-320},
     {"upscale_delay_s": 1e308},
@@ -41,7 +41,7 @@ QUIET = {**SPEC, "tracking": {"wandb": {"mode": "disabled"}}}
 
 
 class Hostile:
-    """A tenant that does its worst, in threads, until it is told to stop."""
+    """A tenant that attacks the platform from threads until it is told to stop."""
 
     def __init__(self, url: str, serve_url: str, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
@@ -54,7 +54,7 @@ class Hostile:
         self._threads = ThreadPoolExecutor(200)
         for act in (self.cancel, self.deploy, self.upload, self.constrain):
             self._threads.submit(self._repeat, act, 1.0)
-        for at in range(180):  # which ask seldom once they are refused: the key's rate would refuse all else
+        for at in range(180):  # refused followers wait, or they would use up the key's rate limit
             self._threads.submit(self._repeat, self.follow_events if at % 2 else self.follow_log, 30.0)
 
     def post(self, what: str, path: str, **body: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Hostile:
 
     def _repeat(self, act: Any, pause_s: float) -> None:
         while not self.stopped.is_set():
-            with suppress(httpx.HTTPError, KeyError):  # what was refused has no id
+            with suppress(httpx.HTTPError, KeyError):  # a refused request returns no id
                 act()
             self.stopped.wait(pause_s)
 
@@ -110,7 +110,7 @@ class Hostile:
         self.stopped.set()
         self.plane.close()
         self.serve.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)  # streams end with the server
+        self._threads.shutdown(wait=False, cancel_futures=True)  # open streams end with the server
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Jobs on a real Ray that lose a worker, their driver or their control plane, or are paused: they end as if nothing had
-been.
+"""Jobs on a real Ray lose a worker, their driver or their control plane, or are paused, and still end with the same
+result.
 
-`SWIFTKV_SEED` chooses the steps at which it happens; `make soak` tries several.
+`SWIFTKV_SEED` chooses the steps of the interruptions; `make soak` tries several seeds.
 """
 
 import json
@@ -61,13 +61,13 @@ def spec(tiny_teacher: Path, corpus: Path) -> JobSpec:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that nothing disturbs, to the end of its training."""
+    """An uninterrupted run, to the end of its training."""
 
     store: ObjectStore
     request: AttemptRequest
     checkpoint: str
     prepared: Any
-    """Reference of what its workers prepared."""
+    """Ray reference to the data that its workers prepared."""
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,14 @@ def undisturbed(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def uninterrupted(undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Its final weights."""
+    """Final weights of the undisturbed run."""
     return final_weights(undisturbed.store, tmp_path_factory.mktemp("uninterrupted"))
 
 
 def test_calibration_and_evaluation_are_divided_among_workers(
     undisturbed: Undisturbed, tiny_teacher: Path, tmp_path: Path
 ) -> None:
-    """By the workers that train afterwards; both measure what they have trained."""
+    """The training workers also calibrate and evaluate, each a part."""
     import ray
 
     from swiftkv_platform.jobs.attempt.events import Reporter
@@ -117,7 +117,7 @@ def test_calibration_and_evaluation_are_divided_among_workers(
     assert manifest.metrics["calibrated"]["kl"] < manifest.metrics["rewired"]["kl"]
     parts = {event.data["part"] for event in events(store) if event.type == "progress"}
     assert {"rewired", "calibrated", "distilled", "continuations", "prefill"} <= parts
-    assert measure(evaluate, *measured) == manifest, "every part is taken as it was measured"
+    assert measure(evaluate, *measured) == manifest, "stored parts are reused"
 
 
 @pytest.mark.soak("a minute")
@@ -129,7 +129,7 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     tmp_path: Path,
     uninterrupted: dict[str, torch.Tensor],
 ) -> None:
-    """Teacher, data, checkpoints, events and artifact are objects."""
+    """Teacher, data, checkpoints, events and artifact are in the object store."""
     inputs = open_store(s3_server.uri("inputs"))
     for file in tiny_teacher.iterdir():
         inputs.upload_file(file, f"teacher/{file.name}")
@@ -154,21 +154,21 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     assert not [event for event in said if event.type == "error"]
     assert {event.data["run_id"] for event in said if event.type == "tracking"} == {"run"}
     runs = _steps_by_run(store)
-    assert len(runs) == 2, "the workers were started once more"
+    assert len(runs) == 2, "the workers were restarted once"
     assert runs[0][0] == 1
     saved = [event.data["step"] for event in said if event.type == "checkpoint"]
     assert starts(store) == [0, runs[1][0] - 1]
-    assert runs[1][0] > 1, "the second run goes on from a checkpoint, whose event may have died with the worker"
+    assert runs[1][0] > 1, "the second run resumes from a checkpoint, even if its event was lost"
     assert runs[1][-1] == saved[-1] == TOTAL_STEPS
     num_kept = len(store.list_directories(AttemptId(JOB, 1).checkpoints_prefix))
-    assert spec.checkpoint.keep <= num_kept <= spec.checkpoint.keep + 1  # and the best state, where that is older
+    assert spec.checkpoint.keep <= num_kept <= spec.checkpoint.keep + 1  # plus the best one, if older
     _assert_artifact_is_complete(store, said, tmp_path / "artifact")
     assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
     _another_attempt_trains_no_more_and_meets_its_gate(store, spec)
 
 
 def _steps_by_run(store: ObjectStore, total_steps: int = TOTAL_STEPS) -> list[list[int]]:
-    """Steps that each start of the workers reported, in the order of the starts."""
+    """Return the steps that each start of the workers reported, in order of the starts."""
     by_writer: dict[str, list[int]] = {}
     for stored in AttemptStore(store).read_events(AttemptId(JOB, 1), {}):
         if stored.event.type == "metrics":
@@ -199,7 +199,7 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
     report = json.loads((directory / "evaluation.json").read_text())
     assert report == manifest.metrics
     assert report["distilled"]["kl"] < report["calibrated"]["kl"] < report["rewired"]["kl"]
-    assert report["kv_bytes_ratio"] == pytest.approx(5 / 6)  # 3 layers of their own, then groups of 2 and 1
+    assert report["kv_bytes_ratio"] == pytest.approx(5 / 6)  # 3 layers with their own KV, then groups of 2 and 1
 
     tokenizer, student = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     prompt = tokenizer("def add_7(", return_tensors="pt")["input_ids"]
@@ -227,7 +227,8 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
 
 @pytest.mark.soak("a minute")
 def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    """One worker's starts the workers again at the step they got to, the driver's ends the job and frees them."""
+    """SIGTERM to a worker restarts the workers at the step they reached; SIGTERM to the driver ends the job and frees
+    them."""
     store = open_store(str(tmp_path / "store"))
     seldom = {"checkpoint": {"every_steps": 100_000}}
     process = start(store, job_spec(tiny_teacher, corpus, max_steps=100_000, **seldom), cluster)
@@ -289,7 +290,7 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
     uninterrupted: dict[str, torch.Tensor],
     chance: random.Random,
 ) -> None:
-    """Each is killed in the middle of a step; the control plane is back two killings later."""
+    """Each is killed in the middle of a step; the control plane is restarted two kills later."""
     unattended, widowed, orphaned = (chance.randint(first, first + 9) for first in (1, 12, 23))
     ledger = Ledger(tmp_path / "ledger")
     ledger.directory.mkdir()
@@ -311,7 +312,7 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
         plane.wait_for_step(job_id, widowed)
         orphans = train_workers()
         _driver(job_id).kill()
-        psutil.wait_procs(orphans, timeout=60)  # Ray ends them; one that is released before goes on for a step
+        psutil.wait_procs(orphans, timeout=60)  # Ray ends them; a worker released earlier would run one more step
         ledger.release(orphaned, 2)
         job = plane.client.jobs.wait(job_id, timeout=300)
 
@@ -328,7 +329,7 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
 
 
 def _driver(job_id: str) -> psutil.Process:
-    """The entrypoint of the job's attempt, which Ray has started."""
+    """Return the entrypoint process of the job's attempt, which Ray started."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if {"tests.ledger", job_id} <= set(process.cmdline()):

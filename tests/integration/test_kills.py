@@ -1,6 +1,6 @@
-"""`kill -9` of the control plane at random moments: what was accepted ends right, and nothing runs twice.
+"""`kill -9` of the control plane at random moments: accepted jobs end as they should, and nothing runs twice.
 
-10 kills of each database, 200 with `SWIFTKV_SOAK=1`; `SWIFTKV_SEED` draws other moments.
+10 kills of each database, 200 with `SWIFTKV_SOAK=1`; `SWIFTKV_SEED` chooses the moments.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak("kills the control plane
 
 T = TypeVar("T")
 KILLS = 200 if "SWIFTKV_SOAK" in os.environ else 10
-"""Kills of each database."""
+"""Number of kills with each database."""
 SEED = int(os.environ.get("SWIFTKV_SEED", "0"))
 CALLERS = 3
 
@@ -42,10 +42,10 @@ def plane(request: pytest.FixtureRequest, tmp_path: Path, ray_cluster: RayCluste
 
 
 class User:
-    """Submits jobs one after the other and does to each what chance decides; puts up with every outage.
+    """Submits jobs one after another, acts on each at random, and retries through every outage.
 
     Args:
-        ends: what became of each job, by id, with what was to become of it.
+        ends: filled with the expected end of each job, by id.
     """
 
     def __init__(self, plane: Plane, number: int, ends: dict[str, str], stop: threading.Event) -> None:
@@ -62,7 +62,7 @@ class User:
             while not self._stop.is_set():
                 self._one_job(f"user-{self._number}-{count}")
                 count += 1
-        except BaseException as error:  # told by the main thread
+        except BaseException as error:  # raised by the main thread
             self.error = error
 
     def _one_job(self, key: str) -> None:
@@ -94,7 +94,7 @@ class User:
         eventually(there, f"{job_id} is {status}", seconds=120)
 
     def _persist(self, call: Callable[[], T]) -> T:
-        """The answer, whatever happens to the control plane meanwhile."""
+        """Repeat the call until the control plane answers, and return the answer."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -125,11 +125,11 @@ def test_a_kill_at_any_moment_loses_nothing_and_repeats_nothing(plane: Plane) ->
 
 
 def check(plane: Plane, ends: dict[str, str]) -> None:
-    """Every job that was accepted, and no other, has ended as it should, each attempt started once."""
+    """Assert that exactly the accepted jobs ended, each as expected, with every attempt started once."""
     jobs = {job.id: job for job in plane.client.jobs.list()}
     assert set(jobs) == set(ends)
     starts = Counter((job_id, attempt) for job_id, attempt, *_ in plane.starts())
-    assert [key for key, count in starts.items() if count > 1] == [], "started twice"
+    assert [key for key, count in starts.items() if count > 1] == [], "an attempt was started twice"
     models = plane.client.models.list()
     assert Counter(model.job_id for model in models) == Counter(
         job_id for job_id, story in ends.items() if story != "cancel"
@@ -147,14 +147,14 @@ def check(plane: Plane, ends: dict[str, str]) -> None:
 
 
 def check_history(plane: Plane, job: Job) -> None:
-    """Every transition is told once, in order."""
+    """Assert that every transition is in the events once, in order."""
     told = [event.data for event in plane.client.jobs.events(job.id, follow=False) if event.type == "status"]
     assert [data["status"] for data in told[:-1]] == [data["previous"] for data in told[1:]], told
     assert told[-1]["status"] == job.status
 
 
 def check_artifact(plane: Plane, job: Job) -> None:
-    """A job that has succeeded shows a whole artifact, any other none."""
+    """Assert that a succeeded job has a complete artifact, and any other job none."""
     files = {file.path: file for file in plane.client.jobs.artifacts(job.id)}
     if job.status != "succeeded":
         assert files == {}

@@ -1,4 +1,4 @@
-"""A deployment under load on Ray Serve: swapped, killed, drained, scaled; every answer is one of a version's own."""
+"""A deployment under load on Ray Serve is swapped, killed, drained and scaled; every answer comes from one version."""
 
 import os
 import random
@@ -39,7 +39,7 @@ ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two students of one teacher that answer differently, and one with a flipped byte."""
+    """Two students of one teacher with different answers, and one with a flipped byte."""
     directory = tmp_path_factory.mktemp("artifacts")
     store = open_store(str(directory / "store"))
     save_swiftkv(directory / "one", CONTEXT)
@@ -62,7 +62,7 @@ def expected(artifacts: Path) -> Expected:
     for name in ("one", "two"):
         outputs = LLMEngine.from_pretrained(artifacts / name).generate(PROMPTS, SamplingParams(**GREEDY))
         answers[name] = [list(output.token_ids) for output in outputs]
-    assert all(one != two for one, two in zip(*answers.values(), strict=True)), "the versions can be told apart"
+    assert all(one != two for one, two in zip(*answers.values(), strict=True)), "the two versions answer alike"
     return answers
 
 
@@ -91,7 +91,7 @@ def changed(spec: ResolvedDeployment, **fields: Any) -> ResolvedDeployment:
 
 
 def serve(cluster: RayServe, spec: ResolvedDeployment, *, replicas: int = 1) -> DeploymentState:
-    """Apply, and wait until `replicas` replicas serve it or it is refused."""
+    """Apply the deployment, and wait until `replicas` replicas serve it or it is refused."""
     cluster.apply([spec])
 
     def settled() -> DeploymentState | None:
@@ -125,7 +125,7 @@ def test_swaps_under_load_fail_no_request_and_mix_no_versions(
             wait_for(lambda before=before: len(load.answers) > before + 2 * load.num_clients)
     assert (load.failed, load.wrong) == ([], [])
     assert set(load.answers) == {"one", "two"}
-    assert health(url)["replica"] == replica, "the process is the same"
+    assert health(url)["replica"] == replica, "the replica process was replaced"
     assert metrics(url)['swiftkv:swaps_total{outcome="succeeded"}'] == NUM_SWAPS
     during = [load.latency_ms(*swap) for swap in swaps]
     print(f"p99 latency: {load.latency_ms(0.0, quiet):.0f} ms before, {statistics.median(during):.0f} ms during a swap")
@@ -195,7 +195,7 @@ def test_clients_that_leave_take_nothing_with_them(
 
 
 def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) -> None:
-    """Ask for a long answer and go away in the middle of it."""
+    """Ask for a long answer and disconnect in the middle of it."""
     body = {"prompt": prompt, **GREEDY, "max_tokens": 500}
     try:
         if chosen.random() < 0.5:
@@ -213,7 +213,7 @@ def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) ->
 def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
     cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
-    """Counts alone: every request is answered or refused, and never are more inside than may run and wait."""
+    """Every request is answered or refused, and no more are inside than may run and wait; times are not checked."""
     places, line = 4, 4
     serve(cluster, changed(spec, engine={**ENGINE, "max_num_seqs": places, "max_num_waiting": line}))
     together, over = threading.Barrier(40), threading.Event()
@@ -256,7 +256,7 @@ def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
 
         def answerer(prompt: list[int], max_tokens: int = 1) -> tuple[str, int]:
-            """(the replica, prompt tokens whose KV it had)."""
+            """Return the replica that answers, and the number of prompt tokens found in its prefix cache."""
             answer = client.post("/generate", json={"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
             answer.raise_for_status()
             return answer.headers["x-replica"], answer.json()["usage"]["cached_tokens"]
@@ -267,11 +267,11 @@ def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
         again = [answerer([*prefix, other]) for other in (20, 21, 22) for prefix in prefixes]
         assert {cached for _, cached in first} == {0}
         assert [replica for replica, _ in again] == [replica for replica, _ in first] * 3
-        assert min(cached for _, cached in again) >= 592, "all whole blocks of 600 tokens but the last"
+        assert min(cached for _, cached in again) >= 592, "all full blocks of the 600-token prefix are cached"
         with ThreadPoolExecutor(16) as pool:
             skewed = list(pool.map(lambda other: answerer([*prefixes[0], other], 200)[0], range(30, 62)))
     assert len(set(skewed)) == 2
-    assert min(map(skewed.count, set(skewed))) >= len(skewed) // 8, "the other one helps"
+    assert min(map(skewed.count, set(skewed))) >= len(skewed) // 8, "the other replica takes some of the load"
 
 
 @pytest.mark.soak("Serve scales, or a crowd asks: a minute")
@@ -296,7 +296,8 @@ def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_on
 def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
     cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
-    """By the engine's own load: fewer requests than the fallback would start a replica for, with long prompts."""
+    """By the engine's own load: the prompts are long, and the requests fewer than the fallback needs to add a
+    replica."""
     engine = {**spec.engine, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     scaled = changed(spec, max_replicas=2, upscale_delay_s=1.0, downscale_delay_s=2.0, engine=engine)
     serve(cluster, scaled)
@@ -323,7 +324,7 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
 def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
     cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
-    """Both come and go while the replica lives; each answer is one model's own and carries its name."""
+    """Both start and stop while the replica lives; each answer comes from one model and carries its name."""
     candidate = {"model": "two", "artifact_uri": str(artifacts / "two"), "share": 0.5}
     serve(cluster, spec)
     replica = health(url)["replica"]
@@ -334,7 +335,7 @@ def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
         before = len(load.answers)
         wait_for(lambda: len(load.answers) > before + 4 * load.num_clients)
     assert (load.failed, load.wrong) == ([], [])
-    assert set(load.answers[-load.num_clients :]) == {"one"}, "the candidate is gone"
+    assert set(load.answers[-load.num_clients :]) == {"one"}, "the candidate still answers"
     now = metrics(url)
     assert now["swiftkv:shadow_kl_nats_total"] > 0
     assert 0 <= now["swiftkv:shadow_top1_agreeing_positions_total"] <= now["swiftkv:shadow_positions_total"]

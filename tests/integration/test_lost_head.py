@@ -1,4 +1,4 @@
-"""Ray's head is killed under a running job and started again: the job goes on, and the orphan goes unheard."""
+"""Ray's head is killed under a running job and restarted: the job continues, and the orphaned attempt is ignored."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ def test_a_job_outlives_the_head_and_its_orphan_changes_nothing(head: HeadProces
         plane.wait_for_step(job_id, 1)
         [[_, orphan, _]] = plane.ledger(job_id)
         head.kill()
-        assert Path(f"/proc/{orphan}").exists(), "the entrypoint has a session of its own"
-        assert plane.client.jobs.get(job_id).status == "running", "Ray is away, and nothing fails for it"
+        assert Path(f"/proc/{orphan}").exists(), "the entrypoint did not survive the head"
+        assert plane.client.jobs.get(job_id).status == "running", "a job failed because Ray is away"
         head.start()
 
         eventually(lambda: len(plane.ledger(job_id)) == 2, "the second attempt has started", seconds=120)
-        (plane.gates / "gate").touch()  # both go on now
+        (plane.gates / "gate").touch()  # now both attempts continue
         job = plane.client.jobs.wait(job_id, timeout=120)
         assert (job.status, job.attempt, job.distilled_model is not None) == ("succeeded", 2, True)
         [_, second] = plane.ledger(job_id)
@@ -42,7 +42,7 @@ def test_a_job_outlives_the_head_and_its_orphan_changes_nothing(head: HeadProces
 
         eventually(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan has ended")
         attempts = plane.home / "store" / "jobs" / job_id / "attempts"
-        assert (attempts / "1" / "artifact" / "manifest.json").exists(), "it did all it could, below its own prefix"
+        assert (attempts / "1" / "artifact" / "manifest.json").exists(), "the orphan publishes below its own prefix"
         assert plane.client.jobs.get(job_id) == job
         model = plane.client.models.get(str(job.distilled_model))
         manifest = (attempts / "2" / "artifact" / "manifest.json").read_bytes()

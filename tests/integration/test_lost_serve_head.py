@@ -1,5 +1,5 @@
-"""The head of a cluster that serves is killed under load, with Redis behind it: its workers answer on meanwhile, and a
-new head knows all that the one before did."""
+"""The head of a serving cluster is killed under load, with Redis behind it: its workers continue to answer, and a new
+head knows everything that the old one did."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -26,7 +26,7 @@ from tests.unit.engine.tiny_models import save_swiftkv
 pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head under load")]
 
 RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-"""Time for which workers wait for a new head, as KubeRay sets it where there are `gcsFaultToleranceOptions`."""
+"""Time that workers wait for a new head, as KubeRay sets it with `gcsFaultToleranceOptions`."""
 
 CONTEXT = 256
 ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
@@ -34,13 +34,13 @@ ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache
 
 @pytest.fixture(scope="module")
 def serve_port() -> int:
-    """The port of this module's own Serve."""
+    """Port of this module's Serve."""
     return free_port()
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeadProcess]:
-    """A head without CPUs, as in the manifests: replicas run on the workers alone."""
+    """A head without CPUs, as in the manifests: replicas run on workers only."""
     with redis_server(tmp_path_factory.mktemp("redis")) as redis:
         process = HeadProcess({"RAY_REDIS_ADDRESS": redis}, num_cpus=0)
         try:
@@ -100,7 +100,7 @@ def wait_until_running(cluster: RayServe, spec: ResolvedDeployment) -> None:
 
 
 def connected_to(nodes: Sequence[NodeProcess], url: str) -> httpx.Client:
-    """A client whose one connection a proxy of these nodes has taken: on one machine, all proxies share a port."""
+    """Return a client whose only connection goes to a proxy on these nodes; on one machine all proxies share a port."""
 
     def connect() -> httpx.Client | None:
         limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
@@ -129,7 +129,7 @@ def test_workers_answer_on_without_a_head_and_a_new_one_knows_all_deployments(
     cluster.apply([before])
     wait_until_running(cluster, before)
     replicas = replica_pids(dashboard_url, before.id)
-    # Few clients, with pauses: Ray gives the head's own processes 15 s to start, on cores that it shares with these.
+    # Few clients, with pauses: Ray gives the head's own processes 15 s to start, on the cores that the clients use too.
     connect = partial(connected_to, workers)
     with Load(f"{url}/before", expected, num_clients=2, connect=connect, pause_s=0.1) as load:
 
@@ -146,9 +146,9 @@ def test_workers_answer_on_without_a_head_and_a_new_one_knows_all_deployments(
         wait_until_running(cluster, before)
         wait_for_answers()
     assert (load.failed, load.wrong) == ([], [])
-    assert replica_pids(dashboard_url, before.id) == replicas, "the processes are the same"
+    assert replica_pids(dashboard_url, before.id) == replicas, "the replicas were restarted"
 
-    cluster.apply([before, after])  # the new head tells the proxies of before about it
+    cluster.apply([before, after])  # the new head tells the existing proxies about it
     wait_until_running(cluster, after)
     with closing(connected_to(workers, f"{url}/after")) as client:
         assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

@@ -1,5 +1,5 @@
-"""A control plane that is told of another Ray cluster brings up there all that its table has, while the deployments of
-the cluster before answer on: the upgrade of Ray that docs/operations.md describes."""
+"""A control plane that is given another Ray cluster deploys everything in its table there, while the deployments of the
+old cluster still answer: the upgrade of Ray that docs/operations.md describes."""
 
 from contextlib import closing
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
             bring_up(after)
             have = len(load.answers)
             wait_for(lambda: len(load.answers) > have + 10)
-            assert replica_pids(first.dashboard_url, spec.id) == replicas, "the same processes"
+            assert replica_pids(first.dashboard_url, spec.id) == replicas, "the old replicas were restarted"
             with closing(httpx.Client(base_url=second_url, timeout=60.0, trust_env=False)) as client:
                 assert ask(client, PROMPTS[0], stream=False) == ({"mdl_one"}, expected["mdl_one"][0])
         assert (load.failed, load.wrong) == ([], [])

@@ -1,7 +1,8 @@
-"""Home directories of earlier versions open: jobs listed, a paused one resumed, a deployment back, its artifact served.
+"""Home directories of earlier versions open: jobs are listed, a paused one resumes, a deployment and its artifact are
+served.
 
 `tests/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version 0.1.0) and of
-d4594dd: a tiny random teacher, a job that ended, its model deployed, and a paused job.
+d4594dd: a tiny random teacher, a finished job, its model deployed, and a paused job.
 """
 
 import sqlite3
@@ -31,7 +32,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 def unpack(version: str, directory: Path) -> Path:
-    """The home in `directory`, with the addresses in its database and its store made those of this machine."""
+    """Unpack the home into `directory`, and change the addresses in its database and store to those of this machine."""
     with tarfile.open(ARCHIVES / f"home-{version}.tar.xz") as archive:
         archive.extractall(directory)
     home = directory / "home"
@@ -78,7 +79,7 @@ def test_the_deployment_returns_and_serves_the_old_artifact(client: Client) -> N
     (deployment,) = client.deployments.list()
 
     def answer() -> list[int]:
-        # The stored state is the old cluster's until a replica of the new one is up.
+        # The stored state describes the old cluster until the new one has a replica.
         with suppress(ServiceUnavailableError, ResourceNotFoundError):
             pieces = client.deployments.generate(deployment.id, "def add", max_tokens=4, ignore_eos=True)
             return [token for piece in pieces for token in piece.choices[0].token_ids]

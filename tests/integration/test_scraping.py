@@ -1,4 +1,4 @@
-"""Metrics of every replica reach a real Prometheus, which finds Ray's nodes and no replica."""
+"""Metrics of every replica reach a real Prometheus, which discovers Ray's nodes rather than replicas."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,20 +25,20 @@ NUM_TOKENS = 5
 
 @pytest.fixture(scope="module")
 def serve_port() -> int:
-    """The port of this module's own Serve."""
+    """Port of this module's Serve."""
     return free_port()
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    program("prometheus")  # nothing is started where it is missing
+    program("prometheus")  # skip before anything starts
     with ray_head(num_cpus=4) as head, environment(auth_environment(head.token_file)):
         yield head
 
 
 @pytest.fixture(scope="module")
 def url(head: RayHead, serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A deployment of two replicas."""
+    """URL of a deployment with two replicas."""
     directory = tmp_path_factory.mktemp("artifact")
     model = save_swiftkv(directory / "model")
     publish_directory(open_store(str(directory / "store")), model, "one", kind="artifact", lineage={}, metrics={})
@@ -64,7 +64,7 @@ def url(head: RayHead, serve_port: int, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def server(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Prometheus on the nodes that Ray's own discovery names."""
+    """A Prometheus that scrapes the nodes from Ray's service discovery."""
     files = [str(head.temp_dir / "prom_metrics_service_discovery.json")]
     discovery = {"files": files, "refresh_interval": "1s"}
     with prometheus(

@@ -1,4 +1,4 @@
-"""Ray Serve for real: deployments by `RayServe`, `/generate` over HTTP, a corrupt artifact refused, lost clients."""
+"""Real Ray Serve: deployments by `RayServe`, `/generate` over HTTP, a corrupt artifact refused, lost clients."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -23,7 +23,7 @@ from tests.unit.engine.tiny_models import make_model, save_swiftkv
 pytestmark = pytest.mark.integration("deployments of a Serve that starts")
 
 CONTEXT = 1 << 17
-"""So long that an answer of this length outlasts every wait of these tests."""
+"""Context so long that an answer of this length outlasts every wait of these tests."""
 
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
@@ -76,7 +76,7 @@ def key(keys: Path) -> str:
 def cluster(
     dashboard_url: str, serve_port: int, specs: list[ResolvedDeployment], keys: Path, key: str, artifacts: Path
 ) -> Iterator[RayServe]:
-    """All deployments applied, and at their ends; what they read of base models lies below the artifacts' directory."""
+    """All deployments applied and settled; they may read base models below the artifacts' directory."""
     serve_url = f"http://127.0.0.1:{serve_port}"
     access = Access(roots=(str(artifacts.parent),))
     with closing(RayServe(dashboard_url, serve_url, api_keys_file=keys, access=lambda _: access)) as cluster:
@@ -103,7 +103,7 @@ def generate(client: httpx.Client, **body: Any) -> httpx.Response:
 
 
 def wait_until_free(client: httpx.Client) -> None:
-    """The deployment has no queue, so a request is refused while another one runs."""
+    """Wait until a request is taken: the deployment has no queue, so one is refused while another runs."""
     wait_for(lambda: generate(client, prompt=[1], **GREEDY).status_code == httpx.codes.OK)
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_token_is_a_cluster_that_cannot_be_used(cluster: RayServe, monke
 def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
     cluster: RayServe, client: httpx.Client, specs: list[ResolvedDeployment]
 ) -> None:
-    """Last: it takes the deployments down."""
+    """Must run last: it takes the deployments down."""
     cluster.apply(specs[:1])
     wait_for(lambda: set(cluster.status()) == {"dep_good"})
     assert generate(client, prompt=[1], **GREEDY).is_success

@@ -1,4 +1,4 @@
-"""A sweep on a real Ray: every trial trained and measured, the choice published, nothing done twice."""
+"""A sweep on a real Ray: every trial is trained and measured, the best is published, and nothing runs twice."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
             "model": {"name_or_path": str(teacher), "dtype": "float32"},
             "swiftkv": {"num_key_value_layers": 3, "calibration_tokens": 1024},
             "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.1},
-            "training": {"max_steps": STEPS, "batch_size": 2, "guard": None},  # a rate may ruin its trial
+            "training": {"max_steps": STEPS, "batch_size": 2, "guard": None},  # let a learning rate ruin its trial
             "optimizer": {"warmup_ratio": 0.0},
             "resources": {"num_workers": 1},
             "evaluation": {"max_kl": 100.0, "continuations": 2},
@@ -40,7 +40,7 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 @pytest.mark.usefixtures("cluster")
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
     """One of two learning rates makes the loss infinite: a result of the sweep, not a failure of the job. The first
-    attempt ends where it has published and not yet said so."""
+    attempt ends after it has published and before it says so."""
     from swiftkv_platform.jobs.attempt.events import Reporter
     from swiftkv_platform.jobs.distill import run_attempt
     from swiftkv_platform.jobs.sweep import run_sweep
@@ -72,7 +72,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
 
     again = [stored.event for stored in attempts.read_events(SECOND, {})]
-    assert not [event for event in again if event.type == "metrics"], "no trial ran again"
+    assert not [event for event in again if event.type == "metrics"], "a trial ran again"
     second = attempts.artifact_manifest(SECOND)
     assert second is not None
     assert second.metrics == manifest.metrics
@@ -85,7 +85,8 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
 @pytest.mark.soak("two attempts of a sweep more")
 @pytest.mark.usefixtures("cluster")
 def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher: Path, tmp_path: Path) -> None:
-    """Only the pause ends the first attempt; the second one's spec asks for a few steps more than were done."""
+    """The pause comes long before the last step; the second attempt's spec asks for only a few more steps than were
+    done."""
     from swiftkv_platform.jobs.distill import run_attempt
 
     corpus = tmp_path / "corpus.jsonl"

@@ -1,4 +1,4 @@
-"""`swiftkv up`, `status` and `down` with a real Ray: idempotent, mending, and gone without a trace."""
+"""`swiftkv up`, `status` and `down` with a real Ray: `up` is idempotent and repairs, `down` leaves nothing behind."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a plat
 
 @dataclass
 class Machine:
-    """A home directory and the command line on it."""
+    """A home directory, and the command line over it."""
 
     home: Path
 
@@ -42,12 +42,12 @@ class Machine:
         return {part["name"]: part for part in json.loads(self.run("status", "--json").stdout)["parts"]}
 
     def examined(self) -> dict[str, Any]:
-        """Findings of the doctor by check."""
+        """Return the doctor's findings by check."""
         result = self.run("doctor", "--json", "--timeout", "120", "--min-free-gib", "0")
         return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
     def family(self) -> list[psutil.Process]:
-        """Every process of the stack, by its mark and, independently of that, by descent."""
+        """Return every process of the stack, both by its mark and by descent."""
         state = RunDirectory(self.home).load()
         assert state is not None
         roots = [psutil.Process(part.pid) for part in state.parts.values()]

@@ -1,4 +1,4 @@
-"""Set-up that the tests of numbers share."""
+"""Fixtures that the numerical tests share."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,12 @@ from tests.tiny_models import random_tokens
 
 @pytest.fixture
 def prompt() -> torch.Tensor:
-    """40 tokens, more than sliding windows are long."""
+    """A prompt of 40 tokens, longer than every sliding window in these tests."""
     return random_tokens(40)
 
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of this process alone."""
+    """A gloo process group that holds only this process."""
     with group_of_one(tmp_path_factory.mktemp("group")):
         yield

@@ -1,4 +1,4 @@
-"""Small distillation runs over real process groups; a module of its own, so that spawned workers find it."""
+"""Small distillation runs over real process groups. A separate module, so that spawned workers can import it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +30,7 @@ from tests.numerics.spawning import run_in_group
 from tests.tiny_models import family_teacher, random_teacher
 
 CHECKPOINTS = AttemptId("j", 1).checkpoints_prefix
-"""Below a run's store."""
+"""Prefix of the checkpoints inside a run's store."""
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
 
 
@@ -51,7 +51,7 @@ def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str |
 
 
 def tiny_rows(num_samples: int = 60, *, seed: int = 0) -> PackedRows:
-    """Rows of two and more samples of different lengths, some positions of which do not count."""
+    """Return packed rows of at least two samples each, of different lengths; some positions do not count."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(3, ROW_LENGTH // 2, num_samples)
     counts = generator.random(lengths.sum()) < 0.8
@@ -66,26 +66,26 @@ def tiny_rows(num_samples: int = 60, *, seed: int = 0) -> PackedRows:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a scenario: how it is cut and spread, and where its checkpoints are."""
+    """One run of a scenario: its sharding, where it stops, and where its checkpoints are."""
 
     store: str
     """Address of the object store."""
     attempt: int = 1
     resume_from: str | None = None
-    """Key of a checkpoint, or a pattern of keys that only one fits."""
+    """Key of a checkpoint, or a pattern that matches exactly one key."""
     parent: str | None = None
-    """Directory of the checkpoint that it continues from, or a pattern that only one fits."""
+    """Directory of the checkpoint that the run continues from, or a pattern that matches exactly one."""
     stop_after: int | None = None
-    """Leave the loop, as if killed, once this number of steps is done."""
+    """Leave the loop, as if killed, once this many steps are done."""
     stop_requests: dict[int, StopRequest] = field(default_factory=dict)
-    """Stop request that the last worker gets after a step."""
+    """Stop requests that the last worker receives, by the step that they follow."""
     early_exit: bool = False
     decode_key_value: str = "shared"
     prefill_layers: list[int] | None = None
     family: str | None = None
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
-    """Directory of the teacher, whose weights are then read piece by piece where they are sharded."""
+    """Directory of the teacher; sharded workers read its weights piece by piece."""
     held_out: bool = False
     """Steer the run by held-out rows."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class Outcome:
     """Trained parameters, whole, by the student's names."""
     notes: list[CourseNote]
     frozen_changed: list[str]
-    """Names of frozen parameters that are not what they were."""
+    """Names of frozen parameters whose values changed."""
     largest_share: float = 1.0
-    """Share of the model's elements that this worker held at one time while the weights were read."""
+    """Largest share of the model's elements that this worker held at once while it read the weights."""
     share_read: float = 1.0
     """Bytes of weights that this worker read, as a share of the checkpoint's."""
 
@@ -121,11 +121,11 @@ def job_spec(sections: dict[str, Any]) -> JobSpec:
 
 
 class _KilledError(Exception):
-    """Ends a run in the middle."""
+    """Raised to end a run in the middle."""
 
 
 class Recorder:
-    """Keeps the metrics of every step, and ends the run after one of them."""
+    """Record the metrics of every step, and end the run after the step `stop_after`."""
 
     def __init__(self, stop_after: int | None = None, stop_requests: dict[int, StopRequest] | None = None) -> None:
         self.steps: list[StepMetrics] = []
@@ -133,7 +133,7 @@ class Recorder:
         self._stop_after, self._stop_requests = stop_after, stop_requests or {}
 
     def on_start(self, progress: Progress) -> None:
-        """The first step tells as much."""
+        """Ignore the start: the first step's metrics say the same."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
@@ -205,7 +205,7 @@ def _continue(parallel: Parallel, pattern: str, *, with_optimizer: bool) -> None
 
 
 class _Watched:
-    """Weights of a lazy student, with what is held of them."""
+    """Weights of a lazy student; records the share of the model that is held after each read."""
 
     def __init__(self, lazy: LazyStudent, fork: Fork) -> None:
         lazy.attach(fork)
@@ -223,7 +223,7 @@ class _Watched:
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """Bytes of every tensor, or part of one, that comes out of checkpoint files."""
+    """Record the bytes of every tensor, or part of a tensor, that is read from checkpoint files."""
     read, sizes = checkpoint._read, []
 
     def count(*arguments: Any) -> Tensor:
@@ -267,7 +267,7 @@ def _whole(parameter: Any) -> Tensor:
 
 @contextmanager
 def group_of_one(directory: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A gloo process group that holds only this process."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/group-of-one", rank=0, world_size=1)
     try:
         yield
@@ -276,7 +276,7 @@ def group_of_one(directory: Path) -> Iterator[None]:
 
 
 def run_spawned(scenarios: Sequence[Run], world_size: int, directory: Path) -> list[Outcome]:
-    """Outcomes of the scenarios at rank 0, run one after the other by `world_size` new processes."""
+    """Run the scenarios in turn in `world_size` new processes, and return rank 0's outcomes."""
     return run_in_group(_run_all, (list(scenarios),), world_size, directory)
 
 

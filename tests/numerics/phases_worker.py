@@ -1,6 +1,5 @@
-"""Calibration, training, evaluation and publishing of a job by real processes; a module of its own, so that spawned
-workers find it.
-"""
+"""Calibration, training, evaluation and publishing of a job by real processes. A separate module, so that spawned
+workers can import it."""
 
 import os
 import threading
@@ -55,19 +54,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One job, and where it leaves things."""
+    """One job, and the directory that it writes to."""
 
     directory: str
     teacher: str
     sharded: bool = True
-    """Evaluate with the model sharded, as where a worker has no room for it."""
+    """Evaluate with the model sharded, as when it does not fit one worker."""
     num_samples: int = 60
     prefill_rounds: int = 5
-    """Forward passes that the prefill's time is the median of."""
+    """Number of forward passes; the prefill time is their median."""
     max_file_bytes: int = MAX_SHARD_BYTES
-    """Most of a weight file, which is held as it is written."""
+    """Largest size of a weight file; a worker holds one file in memory while it writes it."""
     killed_after: str | None = None
-    """Part of the evaluation after which the first worker is killed."""
+    """Name of the part of the evaluation after which the first worker is killed."""
     spec: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,16 +88,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results at the first worker, and of all workers."""
+    """Results of the first worker, and the memory growth of all workers."""
 
     losses: list[dict[str, float]]
     manifest: Manifest | None
     grown_bytes: list[dict[str, int]]
-    """By worker and phase, the most anonymous memory beyond what the process had before the first phase."""
+    """By worker and phase, the peak of anonymous memory above its size before the first phase."""
 
 
 class AnonymousMemory:
-    """Watches this process's anonymous resident memory (`RssAnon`): files that are mapped are not in it."""
+    """Measures this process's anonymous resident memory (`RssAnon`), which leaves out mapped files."""
 
     def __init__(self) -> None:
         self.grown: dict[str, int] = {}
@@ -131,7 +130,7 @@ class AnonymousMemory:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """Leave the process as it was, after phases that would have had one of their own."""
+    """Restore the module settings that the phases change, since they run in this process and not in their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "give_back_freed_tensors", lambda: None)
         for module, name in (
@@ -144,13 +143,13 @@ def in_this_process() -> Iterator[None]:
 
 
 def run_phases(case: Case) -> Outcome:
-    """All phases, over the default process group."""
+    """Run all phases over the default process group."""
     trained = run_training(case)
     return replace(run_evaluation(case), losses=trained.losses)
 
 
 def run_training(case: Case) -> Outcome:
-    """Calibration and training, which a job's workers do in the same processes."""
+    """Calibrate and train, which a job's workers do in the same processes."""
     request, directory = case.request, Path(case.directory)
     set_up_process(request.spec)
     spec, workers, memory = request.spec, Workers(), AnonymousMemory()
@@ -181,8 +180,8 @@ def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckp
 
 
 def run_evaluation(case: Case) -> Outcome:
-    """Evaluate the last checkpoint below a case's directory, with the start beside it. Where `case.killed_after` names
-    a part, the first worker dies as soon as that is kept."""
+    """Evaluate the last checkpoint of the case with the start beside it. With `case.killed_after`, the first worker
+    dies as soon as that part is stored."""
     request, directory = case.request, Path(case.directory)
     rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
     workers, memory = Workers(), AnonymousMemory()
@@ -209,7 +208,7 @@ def run_evaluation(case: Case) -> Outcome:
 
 
 def count_flops(case: Case) -> list[int]:
-    """FLOPs of an evaluation's text, continuations and tasks, by worker, each with the whole model."""
+    """Return each worker's FLOPs for the evaluation's text, continuations and tasks, with the whole model on each."""
     spec, workers, rows = case.request.spec, Workers(), tiny_rows(case.num_samples)
     measured = MeasuredStudent(open_lazy(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
     settings = spec.evaluation
@@ -224,7 +223,8 @@ def count_flops(case: Case) -> list[int]:
 
 
 def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
-    """Path, role and company of each worker in a directory that the workers of a machine share."""
+    """Return, for each worker, the path of the workspace that a machine's workers share, whether this worker fetches
+    into it, and how many workers share it."""
     del case
     workers = Workers()
     with shared_workspace("shared") as workspace:
@@ -235,7 +235,7 @@ def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
 
 
 def run_spawned(function: Callable[[Case], Any], cases: Sequence[Case], world_size: int, directory: Path) -> list[Any]:
-    """Results of `function` for the cases at rank 0, one after the other, by `world_size` new processes."""
+    """Call `function` for each case in `world_size` new processes, and return rank 0's results."""
     return run_in_group(_run_all, (function, list(cases)), world_size, directory)
 
 

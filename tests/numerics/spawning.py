@@ -1,4 +1,4 @@
-"""Workers of a process group, forked from a server that has imported what they run."""
+"""Run workers of a process group, forked from a server that has already imported their modules."""
 
 import multiprocessing
 import os
@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _PRELOADED = ["tests.numerics.distillation_worker", "tests.numerics.phases_worker"]
-"""Modules whose imports take each worker seconds of a core, and the server as long, once for all of them."""
+"""Modules that the server imports once; each worker would otherwise spend seconds of CPU on them."""
 
 
 def run_in_group(function: Callable[..., Any], arguments: tuple[Any, ...], world_size: int, directory: Path) -> Any:
-    """The result of `function` at rank 0 of `world_size` new processes.
+    """Return the result of `function` at rank 0 of `world_size` new processes.
 
     Raises:
         ProcessExitedException: a worker was killed.

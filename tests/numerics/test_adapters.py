@@ -1,4 +1,4 @@
-"""Adapters: what a student changes is written apart, and with its base it is the full artifact to the bit."""
+"""Adapters store only what a student changes; with its base, an adapter gives the full artifact bit for bit."""
 
 import json
 from pathlib import Path
@@ -36,12 +36,12 @@ def full(base: Path, tmp_path: Path) -> Path:
 
 
 def trained(base: Path, target: Path, **options: Any) -> Path:
-    """A student of `base` whose SwiftKV tensors, its exit head among them, are no longer its start."""
+    """Save a student of `base` whose SwiftKV tensors and exit head have moved away from their start."""
     return save(disturb(convert(base, **SHAPE, **options)), target)
 
 
 def change(student: Path, names: str) -> None:
-    """Disturb the tensors of a student with `names` in their names."""
+    """Disturb the tensors of a student whose names contain one of `names`."""
 
     def disturbed(tensors: dict[str, torch.Tensor]) -> None:
         chosen = [name for name in tensors if names in name]
@@ -85,7 +85,7 @@ def test_an_adapter_is_the_full_artifact_to_the_bit(name: str, tmp_path: Path) -
 
 
 def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, tmp_path: Path) -> None:
-    """The engine generates and scores from the adapter as from the full artifact."""
+    """The engine generates and scores the same from the adapter as from the full artifact."""
     change(full, "layers.3.self_attn.o_proj.weight")
     written = export_adapter(full, tmp_path / "adapter", base=base)
     assert written.replaced == ("model.layers.3.self_attn.o_proj.weight",)
@@ -102,7 +102,7 @@ def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, 
 
 
 def test_a_changed_tail_without_its_teacher_stays_without(base: Path, full: Path, tmp_path: Path) -> None:
-    """Another student gets it back from the base."""
+    """A student exported without its teacher gets it back from the base, unless its own layers >= l changed."""
     served = export(full, tmp_path / "served", teacher=False)
     assert export_adapter(served, tmp_path / "back", base=base).dropped == ()
     assert torch.equal(logits(tmp_path / "back"), logits(served))
@@ -152,7 +152,7 @@ def test_another_base_is_refused_by_the_tensor_that_differs(base: Path, full: Pa
     assert f"fits '{base}' with digest {written.base.digest}" in caught.value.message
     shard = sorted(base.glob("*.safetensors"))[-1]
     data = bytearray(shard.read_bytes())
-    data[-1] ^= 1  # a bit of the base itself
+    data[-1] ^= 1  # flip a bit of the base
     shard.write_bytes(data)
     with pytest.raises(ModelError, match="has the SHA-256"):
         logits(tmp_path / "adapter")
@@ -194,7 +194,7 @@ def test_a_damaged_adapter_is_refused(base: Path, full: Path, tmp_path: Path) ->
 
 
 def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Path, tmp_path: Path) -> None:
-    """The vLLM plugin's way: the adapter's tensors, then the base's below a prefix."""
+    """Apply as the vLLM plugin does: the adapter's tensors come first, then the base's under a prefix."""
     change(full, "layers.1.mlp.up_proj.weight")
     adapter = export_adapter(full, tmp_path / "adapter", base=base)
     own = list(tensors_of(tmp_path / "adapter").items())

@@ -1,4 +1,4 @@
-"""Models as people bring them: every way of loading one comes to transformers' logits, or to one refusal."""
+"""Models as users bring them: every way to load one gives transformers' logits or the same refusal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CPU = torch.device("cpu")
 TEACHER = EngineConfig(dtype="float32", swiftkv=False, fuse_weights=False, native_kernels=False)
 
 Write = Callable[[Path], object]
-"""Writer of a model's directory."""
+"""Function that writes a model's directory."""
 
 
 def change_json(path: Path, **fields: Any) -> None:
-    """Set fields of a JSON file; `...` takes one out."""
+    """Set fields of a JSON file; `...` removes a field."""
     document = (json.loads(path.read_text()) if path.exists() else {}) | fields
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
 
@@ -55,7 +55,8 @@ def brought(
     tokenizer: dict[str, Any] | None = None,
     files: Callable[[Path], object] = str,
 ) -> Write:
-    """A model whose tensors, configurations and files are changed after it is saved. `tied`: what config.json says."""
+    """Return a writer of a model whose tensors, configs and files are changed after it is saved. `tied`:
+    `tie_word_embeddings` in config.json; None to omit it."""
 
     def write(directory: Path) -> None:
         save(random_teacher(), directory)
@@ -80,7 +81,7 @@ def equal_heads(tensors: dict[str, Any]) -> None:
 
 
 def in_shards(directory: Path) -> None:
-    """Each tensor in a file of its own."""
+    """Store each tensor in its own file."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     places = {name: f"part-{i}.safetensors" for i, name in enumerate(tensors)}
@@ -193,7 +194,7 @@ UNEMBEDDED: dict[str, Write] = {
     "a file of added tokens": brought(files=lambda path: change_json(path / "added_tokens.json", **{"<tool>": 258})),
 }
 ODD: tuple[Any, ...] = (None, "x", -1, 0, [], 3, 1 << 40, ...)
-"""Values for every field of a configuration; the last takes it out."""
+"""Values to try for every field of a configuration; the last one removes the field."""
 FUZZED = ("llama", "deepseek_v2-lora", "gemma3_text", "phi3-partial")
 
 
@@ -248,7 +249,7 @@ def streamed(directory: Path) -> Any:
 
 
 def in_memory(directory: Path) -> Any:
-    load_dense(directory)  # says what is wrong; transformers would go on with random weights
+    load_dense(directory)  # raises; transformers would load random weights
     return convert(AutoModelForCausalLM.from_pretrained(directory), **SHAPE)
 
 
@@ -297,7 +298,7 @@ def test_every_way_comes_to_the_logits_of_transformers(name: str, tmp_path: Path
     GOOD[name](tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     expected, tied = logits_of(reference), reference.lm_head.weight is reference.model.embed_tokens.weight
-    assert describe_model(tmp_path / "model", TEACHER).config.tie_word_embeddings == tied, "what vLLM is told"
+    assert describe_model(tmp_path / "model", TEACHER).config.tie_word_embeddings == tied, "the config that vLLM reads"
     for way, load in WAYS.items():
         torch.testing.assert_close(logits_of(load(tmp_path / "model")), expected, msg=lambda m, way=way: f"{way}: {m}")
 
@@ -317,7 +318,7 @@ def test_every_way_refuses_ids_that_are_not_embedded(name: str, tmp_path: Path) 
     UNEMBEDDED[name](tmp_path / "model")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
     highest = max(loaded.values())
-    assert highest >= 258, "this transformers adds it"
+    assert highest >= 258, "this version of transformers adds the token"
     for way, load in TOKENIZING.items():
         with pytest.raises(ModelError, match=rf"makes ids up to {highest} .*vocab_size is 258"):
             pytest.fail(f"{way} took {load(tmp_path / 'model')}")

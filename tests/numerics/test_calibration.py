@@ -1,4 +1,5 @@
-"""The calibrated start: exact where an exact answer exists, better than copying elsewhere, additive over workers."""
+"""The calibrated start: exact where an exact solution exists, better than copying elsewhere, and additive over
+workers."""
 
 import copy
 from typing import Any
@@ -65,8 +66,8 @@ def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "phi3-partial"])
 def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(family: str, tokens: torch.Tensor) -> None:
-    """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not. With
-    RoPE over a part of each head, what it leaves is turned in pairs of its own."""
+    """Layer 4's keys are layer 3's, rotated and scaled per frequency: averaging loses them, the joint fit does not.
+    With partial RoPE, the dimensions without RoPE are rotated in pairs of their own."""
     teacher = teacher_with_turned_keys(random_teacher() if family == "llama" else family_teacher(family))
     shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
     copied = convert(copy.deepcopy(teacher), **shape)
@@ -77,13 +78,13 @@ def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(family: st
 
 @torch.no_grad()
 def teacher_with_turned_keys(teacher: Any) -> Any:
-    """A teacher whose layer 4 has layer 3's keys, turned and scaled per frequency, and its values."""
+    """Return a teacher whose layer 4 has layer 3's values, and layer 3's keys rotated and scaled per frequency."""
     layers, config = teacher.model.layers, teacher.config
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    for layer in layers[3:]:  # upper layers that hardly move the residual stream: all see the same hidden state
+    for layer in layers[3:]:  # upper layers barely change the residual stream: all see the same hidden state
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.mul_(1e-3)
-        projections(layer)[0].mul_(3)  # sharp attention, which wrong keys mislead
+        projections(layer)[0].mul_(3)  # sharp attention, sensitive to wrong keys
         layer.input_layernorm.weight.copy_(layers[3].input_layernorm.weight)
     (_, keys, values), (_, turned_keys, same_values) = projections(layers[3]), projections(layers[4])
     rotated = int(size * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
@@ -94,7 +95,7 @@ def teacher_with_turned_keys(teacher: Any) -> Any:
 
 
 def projections(layer: Any) -> tuple[torch.Tensor, ...]:
-    """Weights of a layer's queries, keys and values; of Phi-3 parts of one."""
+    """Return a layer's query, key and value weights; Phi-3 stores them as parts of one weight."""
     attention = layer.self_attn
     if not hasattr(attention, "qkv_proj"):
         return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
@@ -105,7 +106,7 @@ def projections(layer: Any) -> tuple[torch.Tensor, ...]:
 
 
 def turn(keys: torch.Tensor) -> torch.Tensor:
-    """[heads, dims, inputs] with each of RoPE's pairs turned and scaled by some complex number."""
+    """Rotate and scale each RoPE pair of `keys`, [heads, dims, inputs], by a random complex number."""
     first, second = keys.chunk(2, dim=1)
     angle = torch.rand(*first.shape[:2], 1) * 6.28
     size = 0.5 + torch.rand_like(angle)
@@ -115,8 +116,8 @@ def turn(keys: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_layers_with_other_orders_of_heads_and_other_bases_of_values_share_both(tokens: torch.Tensor) -> None:
-    """Layer 4's heads are layer 3's in another order, each with its values in another basis: queries and output
-    projections of the student's own make up for both, and where the latter are frozen nothing does."""
+    """Layer 4 has layer 3's heads in another order, and their values in another basis. A student with its own output
+    projections makes up for both; with frozen ones it cannot."""
     teacher = teacher_with_turned_keys(random_teacher())
     heads = teacher.config.num_key_value_heads
     attention = teacher.model.layers[4].self_attn
@@ -148,7 +149,7 @@ def test_output_projections_of_its_own_bring_a_student_nearer(family: str, shari
 
 @torch.no_grad()
 def attention_error(student: Any, layer: int, tokens: torch.Tensor) -> float:
-    """Error of a layer's attention output, relative to the teacher's."""
+    """Return the error of a layer's attention output, relative to the teacher's."""
     outputs: list[torch.Tensor] = []
     handle = student.model.layers[layer].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
     student.swiftkv(True)(tokens)
@@ -158,11 +159,11 @@ def attention_error(student: Any, layer: int, tokens: torch.Tensor) -> float:
 
 
 def test_heads_that_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Tensor) -> None:
-    """Layer 3's second key head is its first, turned and scaled per frequency: one calibrated head serves both."""
+    """Layer 3's second key head is its first, rotated and scaled per frequency: one calibrated head serves both."""
     teacher = random_teacher(num_hidden_layers=4)
     attention = teacher.model.layers[3].self_attn
     with torch.no_grad():
-        attention.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+        attention.q_proj.weight.mul_(3)  # sharp attention, sensitive to wrong keys
         first, second = attention.k_proj.weight.unflatten(0, (2, 2, -1))[0]  # halves of the first head
         angle = torch.rand(4, 1) * 6.28
         size = 0.5 + torch.rand(4, 1)
@@ -177,15 +178,15 @@ def test_heads_that_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Ten
 
 @torch.no_grad()
 def test_layers_with_other_bases_share_one_latent(tokens: torch.Tensor) -> None:
-    """Layer 3 is layer 2 with its latent in another basis, its keys under a linear map and its rotary key turned."""
+    """Layer 3 is layer 2 with its latent in another basis, its keys under a linear map and its RoPE key rotated."""
     teacher = family_teacher("deepseek_v2")
     layers, config = teacher.model.layers, teacher.config
     rank, plain, heads = config.kv_lora_rank, config.qk_nope_head_dim, config.num_attention_heads
-    for layer in layers[2:]:  # upper layers that hardly move the residual stream: all see the same hidden state
+    for layer in layers[2:]:  # upper layers barely change the residual stream: all see the same hidden state
         for weight in (layer.mlp.experts.down_proj, layer.mlp.shared_experts.down_proj.weight):
             weight.zero_()
         layer.self_attn.o_proj.weight.mul_(1e-3)
-        layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+        layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, sensitive to wrong keys
         layer.input_layernorm.weight.copy_(layers[2].input_layernorm.weight)
         layer.self_attn.kv_a_layernorm.weight.fill_(1.0)
     ours, theirs = layers[2].self_attn, layers[3].self_attn
@@ -217,7 +218,7 @@ def test_statistics_of_workers_add_up(tokens: torch.Tensor) -> None:
 
 
 def test_batches_of_every_form_calibrate_alike(tokens: torch.Tensor) -> None:
-    """Packed rows by their positions, and rows as batches of one."""
+    """Packed rows calibrate like their samples apart, and a batch like its rows one by one."""
     student = convert(random_teacher(), num_key_value_layers=3)
     positions = torch.cat((torch.arange(40), torch.arange(24))).expand(len(tokens), -1)
     packed = collect(student, [{"input_ids": tokens, "position_ids": positions, "loss_mask": tokens > 0}])

@@ -1,5 +1,5 @@
-"""Starts made layer by layer from disk: the calibrated one is that of a model in memory, for every family, and the
-refitted one fits output projections, layer after layer, to the student's own states."""
+"""Starts computed layer by layer from disk. For every family the calibrated start equals that of a model in memory; the
+refit fits each output projection to the student's own hidden states."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ REFIT = SHAPE | {"early_exit": False, "own_output_projection": True}
 
 @pytest.fixture(scope="module")
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Packed rows of two samples, and one of another length."""
+    """Two batches: packed rows of two samples, and one row of another length."""
     return [
         {
             "input_ids": random_tokens(2, length, seed=seed),
@@ -68,7 +68,7 @@ def test_streamed_equals_in_memory(name: str, own_output_projection: bool, batch
     if not name.startswith("deepseek"):
         assert_close(found, student.swiftkv_parameters())
         return
-    # The latent of a group has a basis of its own, whose signs are arbitrary.
+    # The basis of a group's latent is determined up to sign.
     assert found.keys() == student.swiftkv_parameters().keys()
     ids = batches[0]["input_ids"]
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
-    """The definition, on a whole model: for each upper layer, least squares over all tokens at once."""
+    """Refit a whole model by definition: for each upper layer, one least-squares fit over all tokens."""
     decoder, config = student.model, student.config
     attended: dict[str, torch.Tensor] = {}
     context = decoder.begin(tokens)
@@ -134,7 +134,7 @@ def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
         heads.remove()
         a = attended["heads"].flatten(0, 1).double()
         weight = layer.self_attn.o_proj_swiftkv.weight
-        missing = (target - attended["residual"]).flatten(0, 1).double()  # beyond what the projection gives already
+        missing = (target - attended["residual"]).flatten(0, 1).double()  # what the projection does not give yet
         missing /= getattr(config, "residual_multiplier", 1.0)
         penalty = (REFIT_RIDGE * a.square().sum() / a.shape[1]).sqrt() * torch.eye(a.shape[1], dtype=a.dtype)
         rows, wanted = torch.cat((a, penalty)), torch.cat((missing, missing.new_zeros(a.shape[1], missing.shape[1])))

@@ -1,5 +1,5 @@
-"""Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else.
-Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
+"""Students written file by file equal those made in memory, bit for bit; an export drops only the teacher. Errors in a
+checkpoint are reported before weights are read, and leave no files behind."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 def assert_same_directory(streamed: Path, in_memory: Path) -> None:
-    """Loaded back, two directories are one model."""
+    """Assert that both directories load as the same model."""
     actual, expected = (AutoModelForCausalLM.from_pretrained(path) for path in (streamed, in_memory))
     assert_equal(actual, expected)
     assert actual.config.to_diff_dict() == expected.config.to_diff_dict()
@@ -49,7 +49,7 @@ def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
     ("sharing", "dtype"), [("mqa", torch.float32), ("mha", torch.bfloat16), ("gqa", torch.float32)]
 )
 def test_other_starts_are_streamed_from_one_file(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """With shared heads, and with the calibrated start."""
+    """With shared heads, and with the calibrated start, from a teacher in one file."""
     teacher = save(random_teacher(attention_bias=True, tie_word_embeddings=True).to(dtype), tmp_path / "teacher")
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
     shape |= {"own_output_projection": sharing == "mqa", "early_exit": True}
@@ -161,12 +161,13 @@ def test_export_drops_the_teacher(
             teacher_mode()
     exported.save_pretrained(tmp_path / "again")
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(prompt[None]).logits, expected)
-    student.swiftkv(False)(prompt[None])  # the model in memory is what it was
+    student.swiftkv(False)(prompt[None])  # the model in memory is unchanged
 
 
 @pytest.mark.parametrize(("name", "streamed"), [("llama", False), ("qwen3", True)])
 def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> None:
-    """Embedding, layers < l, and of groups K and V from x; it is no model that gives tokens."""
+    """A prefill export keeps the embedding, the layers below l and each group's K and V projections; it cannot
+    generate."""
     student = convert(family_teacher(name), **SHAPE, early_exit=True, decode_key_value="own")
     source = save(student, tmp_path / "student", max_shard_size="100KB") if streamed else student
     export(source, tmp_path / "half", prefill_only=True)
@@ -190,7 +191,7 @@ def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> N
 
 
 def test_exports_and_conversions_of_the_other_kind(tmp_path: Path) -> None:
-    """An export with its teacher is the student; a teacher is not exported, and a student not converted again."""
+    """An export with its teacher equals the student; a teacher cannot be exported, nor a student converted again."""
     student = convert(random_teacher(), **SHAPE)
     export(student, tmp_path / "one", teacher=True)
     export(tmp_path / "one", tmp_path / "two", teacher=True)
@@ -226,7 +227,7 @@ def test_fp8_teachers_become_what_they_stand_for(
 
 
 def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    """Others before weights are read; FP8 without its scales by the tensor."""
+    """An unsupported method is refused before weights are read; FP8 without scales is refused by the tensor's name."""
     config = random_teacher().config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path / "teacher")
@@ -240,7 +241,7 @@ def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_path: Path) -> None:
-    """It knows none of our keys, and writes whatever mode it was in."""
+    """The reference's config.json has none of our fields, and its `swiftkv` may be either value."""
     student = convert(random_teacher(attention_bias=True, tie_word_embeddings=True), **SHAPE)
     student.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,6 +1,5 @@
-"""Runs that are steered by their held-out KL: measurements, steps back, and that a run cut anywhere goes on as if it
-had not been.
-"""
+"""Runs steered by their held-out KL: measurements, rollbacks, and that an interrupted run resumes as if it had not been
+interrupted."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import CHECKPOINTS, Outcome, Run, assert_equal_weights, run
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
-"""A rate that raises the held-out KL within a step."""
+"""Optimizer settings with a rate so high that one step raises the held-out KL."""
 EVERY_STEP = {"validation": {"every_steps": 1}, "max_steps": 8}
 SEARCHED = {"learning_rate": 1.0, "rate_search": True, "warmup_ratio": 0.1}
 STRATEGIES = ("ddp", "fsdp2")
@@ -57,7 +56,7 @@ def _assert_same_rates(one: Outcome, other: Outcome) -> None:
 
 
 def test_going_back_restores_the_state_and_halves_the_rate(tmp_path: Path) -> None:
-    """With no step left to go on with, what remains is the start, to the bit."""
+    """With no rollbacks allowed, the run ends and leaves the start, bit for bit."""
     untrained = _run(tmp_path, "none", training={"max_steps": 1}, spec={"optimizer": {"learning_rate": 1e-30}})
     outcome = _run(
         tmp_path, "s", training={"guard": {"max_rollbacks": 0}}, spec={"optimizer": {**RUINOUS, "weight_decay": 0.0}}
@@ -104,7 +103,7 @@ def test_a_loss_that_is_not_finite_goes_back_as_well(tmp_path: Path) -> None:
 def test_bests_are_saved_as_often_as_the_spec_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, Any], saved: list[int], chosen: int
 ) -> None:
-    """Held-out KL falls with every measurement but the last; a run that is cut saves what an uninterrupted one does."""
+    """Held-out KL falls at every measurement but the last; an interrupted run saves the same steps as a whole one."""
     training, spec = {"max_steps": 6}, {"checkpoint": {"keep": 9, **checkpoint}}
     kls = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.31]
     figures = iter(kls)

@@ -1,4 +1,4 @@
-"""A training step but for its backward pass, and evaluation, on a GPU's tensors, which are fake: devices agree."""
+"""A training step (without its backward pass) and evaluation on fake GPU tensors: no operator mixes devices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +54,7 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
     assert loss.requires_grad
     if torch.backends.cuda.is_built():
         loss.backward()
-    else:  # torch's autograd engine asks for a stream of the device, and there is none to fake
+    else:  # torch's autograd engine needs a device stream, which cannot be faked
         for _, parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
     assert all(parameter.grad is not None and parameter.grad.device == DEVICE for _, parameter in trained)
@@ -62,7 +62,7 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
     for optimizer in optimizers:
         optimizer.step()
     assert not [wait for wait in log.waits if "host" in wait or "to cpu" in wait], log.waits
-    assert log.waits.count("aten.nonzero") == 1, "the positions that count, for all that the losses read of them"
+    assert log.waits.count("aten.nonzero") == 1, "counted positions are looked up once for all losses"
     assert "aten.index by a mask" not in log.waits
     # Two layers below l, the teacher's two above it, and the student's.
     assert log.kernels["torch_attn._varlen_attn"] == (6 if dtype == torch.bfloat16 else 0)
@@ -70,7 +70,7 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
 def test_turns_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
-    """Rows that turns read are the same in every layer, and the host would wait for each copy of them."""
+    """The indices of turns are the same in every layer; copying them in each would make the host wait."""
     copies, shape = [], {"swiftkv_decode_key_value": "own", "key_value_group_size": 1}
     for num_layers in (1, 2):
         student = make_student(torch.bfloat16, **shape | {"num_key_value_layers": 4 - num_layers})
@@ -86,7 +86,7 @@ def test_turns_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2-mixed", "deepseek_v2"])
 def test_every_kind_of_attention_takes_the_operator(family: str, log: DeviceLog) -> None:
-    """Windows, grouped heads, and values narrower than their keys."""
+    """Sliding windows, grouped heads, and values narrower than keys."""
     model = model_of(family, student=True)
     fork = Fork(model, DistillationSpec(), dtype=torch.bfloat16, attention="varlen_attn")
     batch = packed_batch(multiple=8)

@@ -1,4 +1,4 @@
-"""Students whose deep tokens keep their own K and V: however they run, it is what the second implementation does."""
+"""Students whose deep tokens keep their own K and V: every way to run them matches the second implementation."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ BYPASSING: tuple[dict[str, Any], ...] = (
     {"prefill_layers": [0, 3]},
 )
 BY_HEAD = [name for name in FAMILY_CONFIGS if not name.startswith("deepseek")]
-"""Families whose prompts can bypass layers: those that cache heads."""
+"""Families that let prompts bypass layers: those that cache K and V by head."""
 NEW_TOKENS = 12
 THRESHOLD = 0.5
 
@@ -94,7 +94,7 @@ WAYS: dict[str, dict[str, Any]] = {
 )
 @torch.no_grad()
 def test_generate_writes_the_text_of_the_reference(name: str, layer_map: dict[str, Any]) -> None:
-    """A token may differ where two are within 1e-4; the prompt is longer than windows."""
+    """Tokens may differ only where two logits are within 1e-4; the prompt is longer than the sliding windows."""
     student = make_student(name, layer_map)
     for way, settings in WAYS.items():
         written = student.generate(PROMPT[None], **settings, **GREEDY)[0]
@@ -107,7 +107,7 @@ def test_generate_writes_the_text_of_the_reference(name: str, layer_map: dict[st
 
 @torch.no_grad()
 def test_rows_that_exit_keep_shared_keys_and_values() -> None:
-    """A token that stops at layer l has no other; the tokens behind it read those."""
+    """A token that exits at layer l has no K and V of its own; later tokens read its shared ones."""
     student = make_student("llama", early_exit=True)
     student.exit_head.weight.mul_(2.0)
     batch = torch.stack([PROMPT, PROMPT.flip(0), PROMPT.roll(5)])
@@ -142,7 +142,7 @@ def packed_rows() -> PackedRows:
 
 
 def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the KL at temperature 2, times 4, of the student and of its exit head."""
+    """Return the summed KL at temperature 2, times 4, of the student and of its exit head."""
     state, inv_freq = student.state_dict(keep_vars=True), reference.frequencies(student.model.rotary_emb)
     student_loss, exit_loss = torch.zeros(()), torch.zeros(())
     for row in range(len(rows)):
@@ -177,7 +177,7 @@ WAYS_OF_STEP = ("kept tokens", "all tokens", "operator")
     ],
 )
 def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, Any], str]) -> None:
-    """Losses and gradients: each turn reads what lies before it as a prompt, and keeps its own."""
+    """Losses and gradients match; each turn reads earlier tokens as a prompt, and its own tokens as deep."""
     layer_map, way = step
     student = make_student(name, layer_map, early_exit=True)
     rows = packed_rows()
@@ -217,7 +217,7 @@ SERVED = (
 @pytest.mark.parametrize(("name", "way"), SERVED)
 @torch.no_grad()
 def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
-    """Chunks, batches, text drafts; attention reads runs of slots, or block tables. Prompts are scored as prompts."""
+    """In chunks, batches and with text drafts, over runs of slots or block tables; prompts are scored as prompts."""
     layer_map, by_tables = way
     student = make_student(name, layer_map)
     student.save_pretrained(tmp_path)
@@ -240,7 +240,7 @@ def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp
 
 
 def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
-    """An answer that is sent back is read as a prompt; a prompt that is sent again is found."""
+    """An answer sent back is read as a prompt: of the cached blocks, only those of the original prompt are reused."""
     make_student("llama").save_pretrained(tmp_path)
     engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
     prompt = PROMPT.tolist()
@@ -260,8 +260,8 @@ CALIBRATED = (
 @pytest.mark.parametrize(("name", "layer_map"), CALIBRATED)
 @torch.no_grad()
 def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, layer_map: dict[str, Any]) -> None:
-    """A group of one keeps its teacher's own K and V, so that a text of one prompt token is its teacher's; streamed by
-    layers, the start is the same."""
+    """A group of one keeps its teacher's own K and V, so text after a prompt of one token is its teacher's. The start
+    streamed layer by layer is the same."""
     teacher = family_teacher(name)
     batches = [random_tokens(4, 32, seed=seed) for seed in range(6)]
     shape: dict[str, Any] = {"decode_key_value": "own", **layer_map}
@@ -274,7 +274,7 @@ def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, layer_m
     streamed = dict(calibrate_streamed(Filled(convert(teacher, **shape)), batches, workers=Workers()))
     for parameter, values in student.swiftkv_parameters().items():
         other.get_parameter(parameter).copy_(streamed[parameter])
-        if "deepseek" not in name:  # whose latents may have other bases
+        if "deepseek" not in name:  # its latents may be in another basis
             torch.testing.assert_close(streamed[parameter], values, atol=2e-3, rtol=2e-3, msg=parameter)
     for length in (1, 20, 48):
         ours, theirs = (model(random_tokens(1, 48, seed=99), prompt_length=length).logits for model in (student, other))
@@ -282,20 +282,21 @@ def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, layer_m
 
 
 class Filled:
-    """A student in memory as a `LayerSource`."""
+    """A `LayerSource` over a student in memory."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def fill(self, module: torch.nn.Module, *, own: bool = True) -> None:
-        """Its weights are there."""
+        """Do nothing: the weights are in memory."""
 
     def release(self, module: torch.nn.Module) -> None:
-        """They stay."""
+        """Do nothing: the weights stay."""
 
 
 def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
-    """Written, read, exported, and converted on disk; without tensors of its own. What cannot be is refused."""
+    """`prefill_layers` survives saving, export and conversion on disk, and adds no tensors; invalid lists are
+    refused."""
     student = make_student("llama", BYPASSING[0])
     student.save_pretrained(tmp_path / "student")
     export(tmp_path / "student", tmp_path / "served", teacher=False)
@@ -330,7 +331,7 @@ def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:
-    """Fields and tensors are written and read; without the tensors it is refused, and so is a form of no kind."""
+    """`decode_key_value` and its tensors are saved and loaded; missing tensors or an unknown value are refused."""
     student = make_student("llama")
     student.save_pretrained(tmp_path / "own")
     export(tmp_path / "own", tmp_path / "served", teacher=False)
@@ -341,7 +342,7 @@ def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, student(ids).logits)
     convert(family_teacher("llama"), num_key_value_layers=2).save_pretrained(tmp_path / "shared")
     config = json.loads((tmp_path / "shared" / "config.json").read_text())
-    del config["swiftkv_decode_key_value"]  # as in files of others
+    del config["swiftkv_decode_key_value"]  # as in checkpoints of other projects
     (tmp_path / "shared" / "config.json").write_text(json.dumps(config))
     assert not AutoModelForCausalLM.from_pretrained(tmp_path / "shared").config.decodes_own
     for form, message in (("own", "k_proj_decode_swiftkv"), ("neither", "shared and own are accepted")):

@@ -1,4 +1,4 @@
-"""The training step against its definition, and against itself cut, spread and resumed in other ways."""
+"""The training step against its definition, and against runs that are resumed or divided differently."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def _gradients(fork: Fork) -> dict[str, torch.Tensor]:
 
 
 def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: float) -> dict[str, torch.Tensor]:
-    """Two full forward passes of the whole model, as the reference does, with the definition of each loss."""
+    """Compute each loss by definition from two full forward passes of the model, as the reference does."""
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     mask = batch["loss_mask"]
     with torch.no_grad():
@@ -57,7 +57,7 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
     ("trainable", "objective", "group_size"), pairwise(["qkv", "tail", "all"], ["logits", "lm"], [1, 2])
 )
 def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str, group_size: int) -> None:
-    """Losses and gradients; rows are packed, so this also holds attention and positions to the samples' borders."""
+    """Losses and gradients match. Rows are packed, so attention and positions must respect the samples' borders."""
     student = tiny_student(group_size=group_size, early_exit=True)
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     fork = Fork(student, spec, dtype=torch.float32)
@@ -120,14 +120,14 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
         fork.student.model.layers[-1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
         fork(**batch)["logits_loss"].backward()
         gradients.append(_gradients(fork))
-        assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and once again in the backward pass
+        assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and recomputation in the backward pass
     for name in gradients[0]:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
 
 
 @pytest.mark.parametrize("trainable", ["tail", "all"])
 def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
-    """All of layers >= l learn, or all layers, and the teacher they are compared with stays what it was."""
+    """The layers >= l are trained, or all layers, while the teacher that they are compared with stays unchanged."""
     student = tiny_student()
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     batch = to_tensors(tiny_rows().batch([0, 1]))
@@ -153,7 +153,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
 
 
 def test_buffers_stay_on_the_device_that_computes() -> None:
-    """With CPU offload parameters are elsewhere; the meta device stands for host memory."""
+    """CPU offload keeps parameters elsewhere; here the meta device plays the part of host memory."""
     module = torch.nn.BatchNorm1d(3)
     parallel.materialize(module, torch.device("meta"))
     assert module.weight.is_meta
@@ -168,13 +168,13 @@ def train(tmp_path: Path, name: str = "s", strategy: str = "ddp", **changes: Any
 
 @pytest.fixture(scope="module")
 def reference(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Four steps by one worker, one row at a time."""
+    """Four steps of one worker, one row at a time."""
     return train(tmp_path_factory.mktemp("reference"), early_exit=True)
 
 
 @pytest.fixture(scope="module")
 def whole(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The same without an exit head."""
+    """The same run without an exit head."""
     return train(tmp_path_factory.mktemp("whole"))
 
 
@@ -186,7 +186,7 @@ def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None
 
 @pytest.mark.parametrize(("strategy", "micro_batch_size"), [("ddp", 2), ("fsdp2", 4)])
 def test_micro_batches_change_nothing(reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int) -> None:
-    """Tensors are compared whole: Adam makes a full step of the rounding of a gradient near zero."""
+    """Whole tensors are compared, because Adam turns rounding noise of a near-zero gradient into a full step."""
     training = {"training": {"micro_batch_size": micro_batch_size}}
     outcome = train(tmp_path, strategy=strategy, early_exit=True, spec=training)
     assert [(m.step, m.tokens) for m in outcome.steps] == [(m.step, m.tokens) for m in reference.steps]
@@ -201,7 +201,7 @@ def test_micro_batches_change_nothing(reference: Outcome, tmp_path: Path, strate
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(tmp_path: Path, strategy: str) -> None:
-    """Without the logits, nothing pulls at the last layer: its gradient is zero, not missing."""
+    """Without the logits loss, the last layer's gradient is zero, not missing."""
     hidden = {"distillation": {"logits_loss_weight": 0.0, "hidden_loss_weight": 1.0}}
     outcome = train(tmp_path, spec={"sharding": {"strategy": strategy, "cpu_offload": True}, **hidden})
     first, *_, last = (metrics.losses for metrics in outcome.steps)
@@ -213,7 +213,7 @@ def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(tmp_path: P
 def test_a_worker_alone_uses_no_threads_of_gloo(
     whole: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would keep OpenMP teams, and more of its threads than cores sleep between the operators of every step."""
+    """Gloo's threads would keep OpenMP teams, which oversubscribe the cores at every step."""
 
     class Forbidden:
         def __init__(self, *_args: Any, **_options: Any) -> None:
@@ -224,14 +224,14 @@ def test_a_worker_alone_uses_no_threads_of_gloo(
         monkeypatch.setattr(torch.distributed, name, Forbidden)
     train(tmp_path, stop_after=3)
     resumed = train(tmp_path)
-    assert [m.step for m in resumed.steps] == [3, 4]  # the newest checkpoint is that of step 2
+    assert [m.step for m in resumed.steps] == [3, 4]  # the newest checkpoint is of step 2
     assert_equal_weights(resumed, whole)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole: Outcome, tmp_path: Path) -> None:
     checkpoints = tmp_path / "s" / CHECKPOINTS
     train(tmp_path, spec={"checkpoint": {"every_steps": 1}}, stop_after=3)
-    (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
+    (newest,) = checkpoints.glob("step-00000002-*")  # the run stopped before it saved step 3
     (damaged,) = newest.glob("*.distcp")
     damaged.write_bytes(damaged.read_bytes()[::-1])
     second = train(tmp_path)
@@ -257,7 +257,7 @@ def test_a_run_told_to_end_saves_and_loses_no_step(whole: Outcome, tmp_path: Pat
 
 @pytest.mark.usefixtures("process_group")
 def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(tmp_path: Path) -> None:
-    """Another attempt that is told to go on from the last one has nothing left to train."""
+    """The saved tensors load into a student by name."""
     spec = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
     outcome = train(tmp_path, spec=spec)
     directories = sorted((tmp_path / "s" / CHECKPOINTS).iterdir())

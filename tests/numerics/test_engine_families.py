@@ -1,4 +1,4 @@
-"""The engine on every family: chunks, batches, windows, latents and expert layers give the plain forward's tokens."""
+"""The engine serves every family: chunks, batches, windows, latents and experts give the plain forward's tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,12 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, k
 
 
 PROMPTS = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
-"""Longer than the sliding windows, and shorter."""
+"""Prompts longer and shorter than the sliding windows."""
 
 
 @torch.no_grad()
 def check(plain: Any, output: RequestOutput) -> None:
-    """Each token is the plain forward's best, within 1e-4; prompt log-probabilities, if any, are its as well."""
+    """Assert that each token is the plain forward's best, within 1e-4, and prompt log-probabilities agree, if any."""
     text = torch.tensor([output.prompt_token_ids + output.token_ids])
     logits = plain(text, use_cache=False).logits[0, :-1]
     size = len(output.prompt_token_ids)
@@ -40,7 +40,7 @@ def check(plain: Any, output: RequestOutput) -> None:
 
 @pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True]))
 def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> None:
-    """The student and the dense model; attention reads runs of slots, or block tables."""
+    """The student and the dense model, with attention over runs of slots or over block tables."""
     family_teacher(name).save_pretrained(tmp_path / "dense")
     student = disturb(convert(tmp_path / "dense", num_key_value_layers=2, key_value_group_size=2))
     student.save_pretrained(tmp_path / "student")
@@ -86,7 +86,7 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
 
 @pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, ["int8", "int4", "mixed"]))
 def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, tmp_path: Path) -> None:
-    """A student in integers, beside the same with its weights turned back into floats."""
+    """Compare a student with integer weights to the same weights converted back to floats."""
     student = disturb(convert(family_teacher(name, head_dim=32), num_key_value_layers=2, key_value_group_size=2))
     try:
         export(student.to(torch.bfloat16), tmp_path / "served", quantize=form)
@@ -106,7 +106,7 @@ def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, t
     assert (integers - exact).abs().median() < 1.5 * (floats - exact).abs().median()
 
 
-# Lower precision: KV in 8 bits, bfloat16 with reordered weights; close to float32 however it is batched.
+# Lower precision: an 8-bit KV cache, bfloat16 with reordered weights; close to float32 however requests are batched.
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def longrope_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
 
 
 def test_longrope_within_its_original_length_is_the_plain_forward(longrope_dir: Path) -> None:
-    """And does not depend on the lengths of other requests; lengths at which factors would change are refused."""
+    """Tokens do not depend on the lengths of other requests; lengths at which the factors would change are refused."""
     for length in (None, ORIGINAL + 1):
         with pytest.raises(ModelError, match=f"max_model_len is {length or EXTENDED}.*{ORIGINAL}") as error:
             LLMEngine.from_pretrained(longrope_dir, EngineConfig(max_model_len=length))

@@ -1,4 +1,4 @@
-"""Random schedules: arrivals, chunks, small caches, prefix hits, aborts, exits, drafts: no other token, no lost block.
+"""Random schedules of arrivals, chunks, prefix hits, aborts, exits and drafts change no token and leak no block.
 
 SWIFTKV_SCHEDULES=1000 python -m pytest tests/numerics/test_engine_schedules.py
 """
@@ -27,7 +27,7 @@ from tests.tiny_models import random_teacher
 
 NUM_SCHEDULES = int(os.environ.get("SWIFTKV_SCHEDULES", "29"))
 FIRST = 35
-"""Seed from which on few schedules have every kind of event."""
+"""First seed, chosen so that a few schedules already have every kind of event."""
 MODELS: dict[str, dict[str, Any]] = {
     "g1": {"num_key_value_layers": 3, "key_value_group_size": 1, "early_exit": True},
     "g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True},
@@ -55,7 +55,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 @pytest.mark.slow("dozens of schedules, each token of which is compared with a plain forward pass")
 @pytest.mark.timeout(NUM_SCHEDULES * 10 + 300)
 def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[str, Subject]) -> None:
-    """However attention reads the cache: by runs of slots, or by the block tables of a GPU."""
+    """For both ways that attention reads the cache: runs of slots, and a GPU's block tables."""
     seen: Counter[str] = Counter()
     for seed in range(FIRST, FIRST + NUM_SCHEDULES):
         draw = random.Random(seed)

@@ -38,7 +38,7 @@ LENGTHS = [7, 32, 20, 11, 5, 3, 2, 30, 17]
 def make_student(
     num_key_value_layers: int, key_value_group_size: int = 1, *, early_exit: bool = False, std: float = 0.4
 ) -> Any:
-    """Its weights are far from uniform, so that the modes really differ."""
+    """Return a student with weights far from uniform, so that the two modes give different results."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TEACHER, initializer_range=std)).eval()
     shape = {"num_key_value_layers": num_key_value_layers, "key_value_group_size": key_value_group_size}
@@ -46,7 +46,7 @@ def make_student(
 
 
 def make_rows(lengths: list[int], *, packing: bool = True) -> PackedRows:
-    """Random samples in which about half of the positions count."""
+    """Return random samples in which about half of the positions count."""
     rng = np.random.default_rng(0)
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     counts = rng.random(starts[-1]) < 0.5
@@ -62,7 +62,7 @@ def student() -> Any:
 
 @torch.no_grad()
 def naive(model: Any, rows: PackedRows) -> tuple[TeacherQuality, Quality]:
-    """Each sample alone through the whole model, in either mode, with whole logits in float64."""
+    """Measure each sample alone through the whole model in both modes, from full logits in float64."""
     logits: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     targets = []
     for begin, end in zip(rows.samples.starts, rows.samples.starts[1:], strict=False):
@@ -84,7 +84,7 @@ def naive(model: Any, rows: PackedRows) -> tuple[TeacherQuality, Quality]:
 def test_figures_equal_naive_ones(
     student: Any, packing: bool, logits_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed rows, forked layers and chunks against whole logits of each sample by itself."""
+    """Compare packed rows, forked layers and chunked logits to the full logits of each sample by itself."""
     monkeypatch.setattr(evaluation, "_LOGITS_PER_CHUNK", logits_per_chunk)
     rows = make_rows(LENGTHS, packing=packing)
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
@@ -103,7 +103,7 @@ def test_figures_equal_naive_ones(
 @torch.no_grad()
 @pytest.mark.parametrize("packing", [True, False])
 def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packing: bool) -> None:
-    """Samples whose first tokens do not count, as prompts do not, against each sample by itself."""
+    """Compare samples with prompts, whose positions do not count, to each sample by itself."""
     rng, prompts, lengths = np.random.default_rng(3), [0, 3, 17, 5, 20], [18, 28, 30, 9, 31]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     counts = np.ones(starts[-1], dtype=bool)
@@ -131,7 +131,7 @@ def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packi
 
 
 def test_a_student_that_computes_what_its_teacher_does_has_no_kl() -> None:
-    """With l = L - 1 and copied projections the only rewired layer reads the very hidden state the teacher's reads."""
+    """With l = L - 1 and copied projections, the only rewired layer reads the same hidden state as the teacher's."""
     model, rows = make_student(NUM_LAYERS - 1), make_rows(LENGTHS)
     same = evaluate(model, rows, max_tokens=1 << 20, batch_size=4)
     assert same.student.kl == pytest.approx(0.0, abs=1e-6)
@@ -174,7 +174,7 @@ def test_evaluated_rows_are_spread_over_all_and_keep_the_limit(student: Any) -> 
 
 @torch.no_grad()
 def test_the_exit_head_is_binned_by_its_confidence() -> None:
-    """Figure D.1 against each sample by itself, in float64."""
+    """Compare the bins of figure D.1 to each sample by itself, in float64."""
     model, rows = make_student(2, early_exit=True), make_rows(LENGTHS)
     model.exit_head.weight.normal_(std=0.6)
     positions, agreements = [0] * NUM_EXIT_BINS, [0] * NUM_EXIT_BINS
@@ -195,7 +195,7 @@ def test_the_exit_head_is_binned_by_its_confidence() -> None:
 
 @torch.no_grad()
 def plain_greedy(model: Any, prompt: torch.Tensor, num_tokens: int) -> list[int]:
-    """One full forward a token, without cache; it ends after the model's end of text."""
+    """Decode greedily with one full forward pass per token, without a cache, up to the model's end of text."""
     ids = prompt
     for _ in range(num_tokens):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -227,7 +227,7 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     assert quality.matched == pytest.approx(matched / written)
     assert quality.identical == pytest.approx(identical / 6)
     assert [(each.prompt, each.teacher, each.student) for each in quality.examples] == texts[:4]
-    assert 0 < quality.matched < 1, "the modes agree in part"
+    assert 0 < quality.matched < 1, "the modes agree on some tokens"
 
 
 def test_continuations_are_plain_greedy_whatever_the_model_ships(student: Any) -> None:
@@ -240,7 +240,7 @@ def test_continuations_are_plain_greedy_whatever_the_model_ships(student: Any) -
     )
     try:
         assert compare() == plain
-        assert student.generation_config.num_beams == 4, "the model keeps what it ships"
+        assert student.generation_config.num_beams == 4, "the model's own settings are unchanged"
     finally:
         student.generation_config = shipped
     for num_prompts, rows in ((0, make_rows(LENGTHS)), (4, make_rows([1, 1]))):

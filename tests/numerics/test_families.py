@@ -1,5 +1,5 @@
-"""Every family: both modes equal a second implementation, teacher mode the family's own class, and each way to decode
-gives the tokens of the plain forward pass."""
+"""Every family: both modes equal a second implementation, teacher mode equals the family's own class, and every
+decoding method gives the tokens of the plain forward pass."""
 
 import json
 from pathlib import Path
@@ -19,12 +19,12 @@ from tests.parameters import KINDS, WIDE, few, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_tokens
 
 LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
-"""l and g, of 5 layers; the first has groups of two layers and of one."""
+"""l and g for 5 layers; the first map ends with a group of one layer."""
 every_family = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 
 
 def layer_maps(*others: int) -> pytest.MarkDecorator:
-    """Each family with the first map, and with one of those numbered `others`, which they take in turn."""
+    """Parametrize by each family with the first map, and with one of the maps numbered `others`, in turn."""
     cases = []
     for at, name in enumerate((*FAMILY_CONFIGS, "llama-biased")):
         also = others[at % len(others)] if others else 0
@@ -42,7 +42,7 @@ def make_student(name: str, l: int = 2, g: int = 2) -> Any:  # noqa: E741  # the
 
 @torch.no_grad()
 def assert_greedy(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, way: str) -> None:
-    """Each token is the plain forward's best after those before it; a tie within 1e-4 excuses the second best."""
+    """Assert that each token is the plain forward's best for its prefix, within 1e-4."""
     text = torch.cat((prompt, tokens))
     logits = model(text[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     assert len(tokens) == GENERATE["max_new_tokens"], way
@@ -131,15 +131,15 @@ def test_logits_to_keep_select_without_changing(name: str, implementation: str, 
         kept = student(prompt[None], use_cache=True, logits_to_keep=keep).logits
         expected = full[:, keep.flatten()] if isinstance(keep, torch.Tensor) else full[:, -keep:]
         if keep is not sevenths and isinstance(keep, torch.Tensor) and keep.dtype == torch.bool:
-            expected = expected[0]  # rows may keep different numbers of positions, so transformers flattens them
+            expected = expected[0]  # rows may have different lengths, so transformers flattens them
         torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", few([*FAMILY_CONFIGS, "llama-biased"]))
 @torch.no_grad()
 def test_round_trip(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
-    """A teacher that transformers saved converts; the student comes back whole, its teacher included, in the mode that
-    is asked for and not the one that it was saved in."""
+    """A teacher saved by transformers converts; the saved student loads whole, its teacher included, in the mode that
+    is asked for rather than the mode that it was saved in."""
     teacher = family_teacher(name)
     teacher.save_pretrained(tmp_path / "teacher")
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": name != "mistral"}
@@ -208,7 +208,7 @@ def test_a_mixed_group_keeps_its_longest_window(prompt: torch.Tensor) -> None:
     cache = student(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
     assert cache.layers[2].keys.shape[2] == 40
-    assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the token that comes next takes the last place
+    assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the next token takes the last place
 
 
 @pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2], KINDS))
@@ -227,7 +227,7 @@ def test_calibration_improves_every_family(name: str, g: int) -> None:
 @torch.no_grad()
 def test_a_student_drops_out_what_its_teacher_does(prompt: torch.Tensor) -> None:
     student = disturb(convert(family_teacher("seed_oss", residual_dropout=1.0), num_key_value_layers=2)).train()
-    x = student.model.embed_tokens(prompt)  # no branch adds to it
+    x = student.model.embed_tokens(prompt)  # no residual branch adds to it
     torch.testing.assert_close(student(prompt[None]).logits[0], student.lm_head(student.model.norm(x)))
 
 
@@ -238,7 +238,7 @@ GOLDEN = sorted((Path(__file__).parents[3] / "shared" / "golden").glob("*"))
 @pytest.mark.parametrize("directory", GOLDEN, ids=lambda path: path.name)
 @torch.no_grad()
 def test_reference_implementation_outputs(directory: Path, tmp_path: Path) -> None:
-    """The reference's files are loaded as they are, and saved again."""
+    """The reference's checkpoints load unchanged, and load again after saving."""
     expected = load_file(directory / "expected.safetensors")
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path)
     assert Checkpoint.open(tmp_path).shards.keys() == Checkpoint.open(directory).shards.keys()

@@ -1,4 +1,5 @@
-"""Every decoding mode of transformers gives what it gives without a cache, or refuses; and how deep each token goes."""
+"""Every decoding mode of transformers gives the same output with a cache as without one, or is refused; and the layers
+that each token runs through."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,12 +30,12 @@ students = pytest.mark.parametrize("student", ["llama", "mistral"], indirect=Tru
 
 
 def make_teacher(name: str) -> Any:
-    """5 layers. This llama's embeddings are untied: tied random ones make it repeat itself, whatever it attends to."""
+    """Return a teacher of 5 layers. The Llama's embeddings are untied: tied random ones make it repeat itself."""
     return random_teacher(num_hidden_layers=5) if name == "llama" else family_teacher(name)
 
 
 def make_student(name: str, l: int = 2, g: int = 2, **arguments: Any) -> Any:  # noqa: E741  # the paper's l
-    """At l = 2 and g = 2 it has 4 cache layers; mistral's see 16 tokens."""
+    """Return a student. With l = 2 and g = 2 it has 4 cache layers; Mistral's windows are 16 tokens."""
     return disturb(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g, **arguments))
 
 
@@ -81,7 +82,7 @@ def test_a_mode_gives_what_it_gives_without_a_cache(mode: dict[str, Any], studen
 def test_a_static_cache_under_torch_compile(student: Any, prompts: torch.Tensor) -> None:
     """One graph, without breaks; on a GPU `generate()` compiles by itself where the cache is static."""
     expected = generate(student, prompts, use_cache=False)
-    compile_config = CompileConfig(backend="eager", fullgraph=True, mode=None)  # traced, not generated
+    compile_config = CompileConfig(backend="eager", fullgraph=True, mode=None)  # traced, without code generation
     compile_config._compile_all_devices = True
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
@@ -97,7 +98,7 @@ def test_a_static_cache_under_torch_compile(student: Any, prompts: torch.Tensor)
     indirect=["student"],
 )
 def test_drafts_change_no_token(kv_cache_dtype: str, student: Any, prompts: torch.Tensor) -> None:
-    """Rejected drafts are cropped from the cache, a window's and an 8-bit one's too."""
+    """Rejected drafts are cropped from the cache, with sliding windows and in 8 bits too."""
     one, teacher = prompts[:1], make_teacher(student.config.model_type.removesuffix("_swiftkv"))
     expected = generate(student, one, kv_cache_dtype=kv_cache_dtype)
     drafters = {
@@ -108,7 +109,7 @@ def test_drafts_change_no_token(kv_cache_dtype: str, student: Any, prompts: torc
     for name, drafter in drafters.items():
         assert torch.equal(generate(student, one, kv_cache_dtype=kv_cache_dtype, **drafter), expected), name
     expected = generate(teacher, one)
-    assert torch.equal(generate(teacher, one, assistant_model=student), expected), "a student that drafts"
+    assert torch.equal(generate(teacher, one, assistant_model=student), expected), "the student as the draft model"
 
 
 @pytest.mark.parametrize(("student", "kv_cache_dtype"), [("llama", "fp8"), ("mistral", "int8")], indirect=["student"])
@@ -126,7 +127,7 @@ def test_eight_bits_in_every_mode(kv_cache_dtype: str, student: Any, prompts: to
 
 @students
 def test_prompts_of_every_kind(student: Any, prompts: torch.Tensor) -> None:
-    """Padded on the left, embeddings for tokens, and a single token."""
+    """Left-padded prompts, embeddings instead of tokens, and a prompt of one token."""
     mask = torch.ones_like(prompts)
     mask[0, :13] = 0
     padded = [generate(student, prompts[:1, 13:])[0, 27:], generate(student, prompts[1:])[0, 40:]]
@@ -140,7 +141,7 @@ def test_prompts_of_every_kind(student: Any, prompts: torch.Tensor) -> None:
 
 @students
 def test_a_conversation_goes_on(student: Any, prompts: torch.Tensor) -> None:
-    """The cache of one turn serves the next, given all tokens."""
+    """The cache of one turn serves the next turn, which passes all tokens."""
     for name, arguments in CACHES.items():
         first_arguments = {"past_key_values": make_cache(student.config, max_cache_len=100)}
         if "static" not in name:
@@ -184,8 +185,8 @@ def tokens_by_layer(model: Any) -> Iterator[dict[int, list[int]]]:
 
 @torch.no_grad()
 def test_depth_of_a_forward_pass(student: Any, prompts: torch.Tensor) -> None:
-    student.set_attn_implementation("eager")  # the one that returns attentions
-    cases: list[tuple[dict[str, Any], list[int]]] = [  # and the tokens that enter the upper layers
+    student.set_attn_implementation("eager")  # only eager returns attentions
+    cases: list[tuple[dict[str, Any], list[int]]] = [  # with the tokens that enter the upper layers
         ({}, [80]),
         ({"logits_to_keep": 1}, [2]),
         ({"logits_to_keep": 5}, [10]),

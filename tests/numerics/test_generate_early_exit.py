@@ -1,4 +1,5 @@
-"""Threshold early exit in `generate()`: the rows that exit, the token's origin, and no effect on other rows."""
+"""Threshold early exit in `generate()`: the rows that exit, where each token comes from, and no effect on other
+rows."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.tiny_models import random_tokens
 
 
 def make_student(name: str = "llama", **arguments: Any) -> Any:
-    """Its exit head is the teacher's own head, sharpened, so that its confidence varies."""
+    """Return a student whose exit head is the teacher's head, sharpened, so that its confidence varies."""
     student = base.make_student(name, **({"early_exit": True} | arguments))
     if student.config.early_exit:
         with torch.no_grad():
@@ -34,7 +35,7 @@ def prompts() -> torch.Tensor:
 
 @torch.no_grad()
 def mixed(model: Any, prompts: torch.Tensor) -> dict[str, Any]:
-    """Exits with a threshold that half of the rows reach at their first token."""
+    """Return early-exit settings with a threshold that half of the rows reach at their first token."""
     x = model.model.lower(model.model.begin(prompts))[:, -1]
     confidence = model.exit_logits(x).softmax(-1).amax(-1).sort().values
     middle = len(prompts) // 2
@@ -47,7 +48,7 @@ def with_exits(model: Any, prompts: torch.Tensor, early_exit: Any, **arguments: 
 
 @torch.no_grad()
 def by_hand(model: Any, prompt: torch.Tensor, threshold: float, count: int) -> tuple[list[int], int]:
-    """Greedy tokens and exits from full forward passes without a cache: exit logits from x, or the model's."""
+    """Decode greedily by full forward passes without a cache; return the tokens and the number of exits."""
     ids, num_exited = prompt.tolist(), 0
     for _ in range(count):
         tokens = torch.tensor([ids])
@@ -63,7 +64,7 @@ def by_hand(model: Any, prompt: torch.Tensor, threshold: float, count: int) -> t
 
 @students
 def test_rows_exit_as_if_each_were_alone(student: Any, prompts: torch.Tensor) -> None:
-    """Rows of a step part, at the first token too; one is padded on the left."""
+    """Some rows of a step exit and others do not, from the first token on; one row is padded on the left."""
     options, mask, starts = mixed(student, prompts), torch.ones_like(prompts), (13, 0, 0, 0)
     mask[0, :13] = 0
     assert int(with_exits(student, prompts, options, max_new_tokens=1).num_exited_tokens.sum()) == 2
@@ -132,7 +133,7 @@ def test_tokens_after_a_row_has_ended_do_not_count(student: Any, prompts: torch.
 
 @students
 def test_the_cache_after_exits_serves_the_next_turn(student: Any, prompts: torch.Tensor) -> None:
-    """An exited token has written the keys and values of every cache layer."""
+    """An exited token writes the keys and values of every cache layer."""
     first = with_exits(student, prompts, {"mode": "threshold", "threshold": 0.0})
     tokens = torch.cat((first.sequences, prompts[:, :9]), dim=1)
     second = generate(student, tokens, past_key_values=first.past_key_values)

@@ -1,4 +1,4 @@
-"""Teachers in GGUF files: the same model as the one that was written, in a directory that everything else takes."""
+"""Teachers in GGUF files convert to a directory with the same model, which everything else can load."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +34,7 @@ def directory_of(file: Path, cache: Path) -> Path:
 
 
 def teacher(family: str) -> PreTrainedModel:
-    """Weights that bfloat16 holds exactly."""
+    """Return a teacher whose weights are exact in bfloat16."""
     if family == "llama":
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     elif family == "gemma3_text":

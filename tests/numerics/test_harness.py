@@ -1,6 +1,5 @@
-"""lm-evaluation-harness on SwiftKV checkpoints: its log-likelihoods are those of a plain forward, in either mode, and
-tasks run over local files alone.
-"""
+"""lm-evaluation-harness on SwiftKV checkpoints: its log-likelihoods equal those of a plain forward in both modes, and
+tasks run over local files alone."""
 
 import json
 import math
@@ -54,7 +53,7 @@ TASK = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SwiftKV directory with grouped KV, whose modes disagree."""
+    """A SwiftKV directory with grouped KV, whose two modes give different results."""
     teacher = random_teacher(initializer_range=0.3, max_position_embeddings=2048)
     student = convert(teacher, num_key_value_layers=3, key_value_group_size=2)
     return save(student, tmp_path_factory.mktemp("student"))
@@ -67,7 +66,7 @@ def student(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of our own, in a file beside its data."""
+    """A custom task in a file next to its data."""
     directory = tmp_path_factory.mktemp("tasks")
     (directory / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     (directory / "trivia.yaml").write_text(yaml.safe_dump(TASK))
@@ -76,7 +75,7 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def log_likelihood(model: Any, context: str, continuation: str) -> float:
-    """Log-likelihood of the continuation's tokens, from one forward of every token through every layer, uncached."""
+    """Return the log-likelihood of the continuation from one full forward pass without a cache."""
     ids, skipped = list((context + continuation).encode()), len(context.encode())
     encoded = torch.tensor([byte_tokenizer().convert_tokens_to_ids(byte_tokenizer().tokenize(context + continuation))])
     assert encoded.shape[1] == len(ids)
@@ -85,7 +84,7 @@ def log_likelihood(model: Any, context: str, continuation: str) -> float:
 
 
 def naive_accuracies(model: Any) -> dict[str, float]:
-    """acc and acc_norm (likelihood by byte) of `QUESTIONS`."""
+    """Return acc and acc_norm (by likelihood per byte) over `QUESTIONS`."""
     right = {"acc": 0, "acc_norm": 0}
     for row in QUESTIONS:
         scores = torch.tensor([log_likelihood(model, row["text"], choice) for choice in row["choices"]])
@@ -105,12 +104,12 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
         answers.append([score for score, _ in harness.loglikelihood(requests)])
         expected = [log_likelihood(student.swiftkv(mode), *pair) for pair in pairs]
         assert answers[-1] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes do differ"
+    assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes give different results"
 
 
 def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> None:
-    """In the paper's form it makes no difference, and answers are the harness's; in the other they are those of the
-    second implementation."""
+    """With shared K and V the answers are the harness's own; with deep tokens that keep their own, they are those of
+    the second implementation."""
     nothing: Any = lambda *_: None  # noqa: E731
     pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
     pairs += [("Water", " is wet")]
@@ -156,7 +155,7 @@ def test_the_command_knows_our_classes(checkpoint: Path, student: Any, task_file
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task lists what is installed, which takes seconds."""
+    """Fail a test whose task collects the environment's packages, which takes seconds."""
     monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: pytest.fail("the machine was asked"))
 
 
@@ -177,12 +176,12 @@ def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) 
     assert (normed.metric, normed.teacher, normed.student) == ("acc_norm", teacher["acc_norm"], distilled["acc_norm"])
     assert plain.drop == 100 * (teacher["acc"] - distilled["acc"])  # quarters
     low, high = plain.drop_interval or (math.nan, math.nan)
-    assert low < plain.drop * 4 / 6 < high, "the pairs' own mean, two samples added"
-    assert high - low > 50, "four samples say little"
+    assert low < plain.drop * 4 / 6 < high, "the interval adds two samples to the pairs"
+    assert high - low > 50, "four samples give a wide interval"
 
 
 def write_mmlu(directory: Path) -> None:
-    """Two subjects in the authors' format; answers that a csv reader could take for missing values."""
+    """Write two subjects in the authors' format, with answers that a CSV reader could take for missing values."""
     for subject, count in (("art_history", 2), ("biology", 3)):
         for split in ("dev", "test"):
             (directory / split).mkdir(exist_ok=True)
@@ -209,7 +208,7 @@ def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -
 
 @pytest.mark.slow("the index of the harness's tasks takes seconds to read")
 def test_the_papers_tasks_are_table_b1_and_known_to_the_harness() -> None:
-    """Every metric of the preset is one that the released harness computes for the task or group of that name."""
+    """The released harness computes every metric of the preset for the task or group of that name."""
     tasks = resolve_tasks(["paper"])
     assert [task.spec for task in tasks] == list(PAPER_TASKS)
     assert [(task.source, task.spec.num_fewshot) for task in tasks] == [
@@ -269,7 +268,7 @@ def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path) -> None:
 
 
 def test_tasks_beyond_the_time_limit_are_named(student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    minutes = iter([0.0, 0.9, 1.0, 9.0])  # at the start, and before each task
+    minutes = iter([0.0, 0.9, 1.0, 9.0])  # read at the start, and before each task
     monkeypatch.setattr("swiftkv_platform.evaluation.harness.run.time.monotonic", lambda: 60.0 * next(minutes))
     tasks = [resolve_tasks([TaskSpec(name=str(task_file))])[0] for _ in range(3)]
     found = run_tasks(student, byte_tokenizer(), tasks, EvaluationSpec(max_minutes=1.0, task_limit=1))
@@ -292,7 +291,7 @@ def test_tasks_and_metrics_that_the_harness_lacks_are_refused_before_anything_ru
     ):
         with pytest.raises(InvalidInputError, match=known):
             check_tasks([TaskSpec(name=name, metric=metric)], byte_tokenizer())
-    check_tasks([TaskSpec(name="truthfulqa_gen", metric="anything")], byte_tokenizer())  # which only its code knows
+    check_tasks([TaskSpec(name="truthfulqa_gen", metric="anything")], byte_tokenizer())  # known only to its code
 
 
 def test_tasks_that_can_run_pass_the_check(task_file: Path, tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_tasks_that_can_run_pass_the_check(task_file: Path, tmp_path: Path) -> N
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, task_file: Path) -> None:
-    """A task in the object store, and the harness itself."""
+    """The error names a missing task file in the object store, or the missing harness."""
 
     def fetch(address: str) -> Path:
         raise DataError(f"data.sources: there is no object at {address!r}", field="data.sources", value=address)
@@ -345,7 +344,7 @@ def test_needles_and_calls_of_tools_need_no_data(
     found = scores(student, needle_tasks((128, 256), 1, byte_tokenizer(), chat=False))
     expected = [("needle_128", "found", 1), ("needle_256", "found", 1)]
     assert [(score.task, score.metric, score.num_samples) for score in found] == expected
-    assert {score.teacher for score in found} == {0.0}, "random weights find nothing"
+    assert {score.teacher for score in found} == {0.0}, "random weights answer nothing right"
     assert all(score.drop_interval is not None for score in found)
     (score,) = scores(student, resolve_tasks([TaskSpec(name="builtin:tool-calls", metric="valid_json")]), task_limit=2)
     assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)

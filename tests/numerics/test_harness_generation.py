@@ -1,6 +1,5 @@
-"""Generative requests of lm-evaluation-harness: the engine answers them with the tokens of `generate()`, in both modes
-of a student in memory, whatever else runs beside them.
-"""
+"""Generative requests of lm-evaluation-harness: the engine gives the tokens of `generate()` in both modes of a student
+in memory, regardless of the other requests in the batch."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -29,15 +28,15 @@ from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 SENTENCES = "The grass is green, fire is hot, and a day has 24 hours; two and two make four. "
 CONTEXTS = ["Q: how many?\nA:", "x", SENTENCES, SENTENCES + "Then", 5 * SENTENCES, SENTENCES + "And so on"]
-"""Prompts of different lengths, some with a common beginning, one longer than the models' context."""
+"""Prompts of different lengths, some with a common prefix, one longer than the models' context."""
 
 
 FAMILIES = ("llama", "qwen2-mixed", "qwen3_moe", "deepseek_v2-lora")
-"""One of each kind of attention and of experts; the engine itself is tested on every family."""
+"""One family for each kind of attention and of experts; the engine's own tests cover every family."""
 
 
 class KeptParts(NoParts):
-    """Parts in memory."""
+    """Keeps finished parts in memory, and records the progress that it is told."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -75,7 +74,7 @@ def ask(contexts: Sequence[str], **settings: Any) -> list[Instance]:
 
 @contextmanager
 def recorded(model: SharedModel) -> Iterator[list[list[int]]]:
-    """Tokens that the harness decodes as answers."""
+    """Record the tokens that the harness decodes as answers."""
     tokens: list[list[int]] = []
     decode = model.tok_decode
 
@@ -90,7 +89,7 @@ def recorded(model: SharedModel) -> Iterator[list[list[int]]]:
 
 
 def generated(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
-    """Answers of `generate()`, one prompt at a time, and their tokens."""
+    """Return the answers of `generate()`, one prompt at a time, and their tokens."""
     texts: list[str] = []
     with recorded(model) as tokens, torch.no_grad():
         for request in requests:
@@ -104,7 +103,7 @@ def written(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[str]
 
 
 def _refuse(requests: Sequence[Instance]) -> list[str]:
-    assert not requests, "the engine serves all of them"
+    assert not requests, "the engine answers every request"
     return []
 
 
@@ -112,7 +111,7 @@ def _refuse(requests: Sequence[Instance]) -> list[str]:
     "family", [name if name in FAMILIES else pytest.param(name, marks=WIDE) for name in FAMILY_CONFIGS]
 )
 def test_greedy_answers_are_those_of_generate(family: str) -> None:
-    """In both modes, which differ."""
+    """In both modes, whose answers differ."""
     student, requests = student_of(family), ask(CONTEXTS, until=["\n"], max_gen_toks=12)
     own, tokens = student.config._attn_implementation, []
     for swiftkv in (False, True):
@@ -121,14 +120,14 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
         assert written(model, requests) == expected
         assert student.config._attn_implementation == own
         assert student.model.swiftkv_enabled == swiftkv
-        assert generated(model, requests[:1])[1] == expected[1][:1], "the model is as it was"
+        assert generated(model, requests[:1])[1] == expected[1][:1], "the model is unchanged"
         tokens.append(expected[1])
     assert tokens[0] != tokens[1]
 
 
 @pytest.mark.parametrize("trainable", [pytest.param("tail", marks=WIDE), "all"])
 def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
-    """Where layers of its own were trained, the teacher's are others."""
+    """Once the student's layers were trained, the teacher runs on the copies that were kept."""
     student = student_of("qwen3")
     kept = keep_teacher(student.model, DistillationSpec(trainable=trainable))
     student.model.teacher_upper = kept.teacher_upper
@@ -147,7 +146,7 @@ def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
 
 
 def test_answers_end_where_those_of_generate_do() -> None:
-    """At stop strings, be they part of a token's text, several tokens or a special token's, and at ends of sequence."""
+    """Answers end at stop strings (part of a token, several tokens, or a special token) and at the end of sequence."""
     student = student_of("llama")
     free = generated(harness(student), ask(CONTEXTS, until=[], max_gen_toks=24))[1]
     runs = [run for tokens in free for run in re.findall(r"[!-~]{1,3}", byte_tokenizer().decode(tokens)[2:])]
@@ -164,10 +163,10 @@ def test_answers_end_where_those_of_generate_do() -> None:
 
 
 def test_the_tokenizers_end_of_text_ends_an_answer() -> None:
-    """The model itself knows of no end; the token is left out of the text, so no stop string cuts it off."""
+    """The model's config has no end of text. The token is dropped from the text, so no stop string can match it."""
     student = student_of("llama")
     with torch.no_grad():
-        student.lm_head.weight[EOS] = 4 * student.lm_head.weight.abs().max()  # likely, after one context or another
+        student.lm_head.weight[EOS] = 4 * student.lm_head.weight.abs().max()  # makes EOS likely after some contexts
     requests = ask(CONTEXTS, until=["\n"], max_gen_toks=16)
     answers, tokens = written(harness(student), requests)
     assert (answers, tokens) == generated(harness(student), requests)
@@ -231,12 +230,12 @@ def test_answers_are_kept_round_by_round() -> None:
         parts.told.clear()
         del parts.kept[list(parts.kept)[1]]
         assert written(harness(student, parts), requests) == answers
-        assert parts.told == [(1, 2), (2, 2)], "the first four are not answered again"
+        assert parts.told == [(1, 2), (2, 2)], "only the two missing prompts run again"
         parts.told.clear()
         assert written(harness(student, parts), requests) == answers
         assert not parts.told
         written(harness(student.swiftkv(False), parts), requests)
-        assert len(parts.told) == 6, "another mode's answers are others"
+        assert len(parts.told) == 6, "the other mode's answers are stored apart"
 
 
 def test_logits_that_are_no_numbers_and_prompts_without_room_are_errors() -> None:

@@ -1,4 +1,4 @@
-"""Planned bytes of a job's teacher, start, checkpoint and artifact: those that are written."""
+"""The planned bytes of a job's teacher, start, checkpoint and artifact are those that it writes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def planned(spec: JobSpec, path: Path) -> Volumes:
 
 
 def written(directory: Path) -> int:
-    """Bytes of the tensors in a directory."""
+    """Return the bytes of the tensors in a directory."""
     total = 0
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

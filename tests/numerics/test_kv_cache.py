@@ -1,4 +1,5 @@
-"""The cache of `generate()`: its layers and bytes, what 8 bits cost a real model, and tokens that stop at layer l."""
+"""The cache of `generate()`: its layers and bytes, the loss from 8 bits on a real model, and tokens that stop at layer
+l."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.tiny_models import random_tokens
 
 BUILT_IN_TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}
-"""Nats, mean over positions of KL(unquantised cache || quantised cache) in float32."""
+"""Bounds in nats: mean KL(unquantised cache || quantised cache) over positions, in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,9 @@ def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: An
     pairwise(["llama", "mistral", "qwen2-mixed", "deepseek_v2"], ["fp8", "int8"], [None, 64]),
 )
 def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cache_len: int | None) -> None:
-    """Attention reads what is stored, so it does not matter how the prompt was cut.
+    """Attention reads what is stored, so the result does not depend on how the prompt is split.
 
-    Not to the last bit: a rounding error of the arithmetic can tip an element over to the next step of its payload.
+    Not to the last bit: a rounding error can move an element to the next quantisation step.
     """
     student = make_student(name)
     prompts = random_tokens(2, 40)
@@ -87,12 +88,12 @@ def test_a_cache_of_the_other_mode_is_refused(swiftkv: bool) -> None:
     with pytest.raises(ModelError, match=r"make_cache\(model.config") as caught:
         student(prompt, past_key_values=other)
     assert caught.value.field == "past_key_values"
-    own = DynamicCache()  # grows what is written to it
+    own = DynamicCache()  # grows as layers write to it
     student(prompt, past_key_values=own)
     assert len(own.layers) == (4 if swiftkv else 5)
 
 
-# Dropping tokens at layer l: whatever drops them, the rest get what they get when every token goes on.
+# Tokens dropped at layer l: the remaining tokens get the same result as when every token goes on.
 
 SELECTIONS = {
     "everything": TokenSelection(),
@@ -130,7 +131,7 @@ def test_selected_tokens_get_what_they_get_among_all(name: str, implementation: 
 )
 @torch.no_grad()
 def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, kv_cache_dtype: str) -> None:
-    """Row 1 of the second step stops at layer l; what it left in the cache serves its third step."""
+    """Row 1 of the second step stops at layer l; its third step reads the keys and values that it left in the cache."""
     student, prompts, rows = make_student(name), random_tokens(3, 20), torch.tensor([0, 2])
     decoder, steps = student.model, (prompts[:, -2:-1], prompts[:, -1:])
     caches = [make_cache(student.config, kv_cache_dtype=kv_cache_dtype) for _ in range(2)]

@@ -1,6 +1,5 @@
-"""Teachers whose files name or store tensors otherwise than their model: sharded workers read their own part of them
-and train as from the whole.
-"""
+"""Teachers whose files name or store tensors differently from their model: sharded workers read only their own part,
+and train as from the whole."""
 
 import os
 from pathlib import Path
@@ -51,7 +50,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 @pytest.mark.slow("two processes")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """With ZeRO it holds a unit at a time."""
+    """With ZeRO a worker holds one unit at a time."""
     strategies = {"fsdp2": 0.55, "deepspeed": 0.9}
     for strategy in [each for each in strategies if (name, each) in outcomes]:
         sharded, whole = outcomes[name, strategy], outcomes[name, "ddp"]
@@ -60,12 +59,12 @@ def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str
         assert sharded.frozen_changed == []
         assert sharded.largest_share < strategies[strategy]
         if strategy == "fsdp2":
-            assert sharded.share_read < 0.75  # half, and what the copied start is made from, once more
+            assert sharded.share_read < 0.75  # half, plus the weights that the copied start reads again
 
 
 @pytest.mark.parametrize("name", few([*FAMILY_CONFIGS, *FP8], [*KINDS, *FP8]))
 def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
-    """In memory, and as it is written piece by piece."""
+    """In memory, and when it is saved piece by piece."""
     directory = save_as(name, tmp_path / "teacher")
     converted = convert(directory, **SHAPE, dtype=torch.bfloat16)
     lazy = LazyStudent.open(directory, {}, dtype=torch.bfloat16, **SHAPE)

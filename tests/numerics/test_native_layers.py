@@ -1,4 +1,4 @@
-"""A layer in five operators computes, bit for bit, what the family's modules on the same kernels do."""
+"""A layer in five operators equals the family's modules on the same kernels, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, k
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
 PROMPTS = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
 FORMS = [("shared", 1, "auto"), ("own", 2, "int8"), ("own", 1, "auto"), ("shared", 2, "fp8")]
-"""Deep tokens' K and V, layers of a group, and the cache."""
+"""Decode K and V, group size, and KV cache dtype."""
 OTHER_LAYERS = {"granite", "olmo2", "olmo3", "gemma2", "gemma3_text", "mixtral", "deepseek_v2"}
-"""Families with norms behind, factors on residual branches, other activations, experts or latents."""
+"""Families with post-norms, residual multipliers, other activations, experts or latents: these keep their modules."""
 
 
 @pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, FORMS))
@@ -30,7 +30,8 @@ def test_layers_in_few_operators(
     native_kernels: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The student by chunks and batches, with log-probabilities of prompts, whose rows write nothing, and without."""
+    """Run the student in chunks and batches, with prompt log-probabilities (whose rows write no K and V) and
+    without."""
     teacher: Any = family_teacher(name, head_dim=32)
     own, g, kv_cache_dtype = form
     student = disturb(convert(teacher, num_key_value_layers=2, key_value_group_size=g, decode_key_value=own))

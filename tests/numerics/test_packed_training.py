@@ -1,4 +1,5 @@
-"""Packing changes no loss and no gradient, and no token sees another sample: every family, both attention backends."""
+"""Packing changes no loss and no gradient, and no token attends to another sample: every family, both attention
+backends."""
 
 from typing import Any
 from unittest.mock import patch
@@ -48,7 +49,7 @@ def make_rows(*, packing: bool) -> PackedRows:
 def step(
     student: Any, rows: PackedRows, *, all_tokens: bool = False, multiple: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Losses, and gradients, of one step over all rows, divided by the positions that count."""
+    """Return losses and gradients of one step over all rows, divided by the number of counted positions."""
     fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=dtype)
     fork.keeps_shapes = all_tokens
     fork.zero_grad()
@@ -68,7 +69,7 @@ def test_packed_and_unpacked_rows_give_the_same_step(name: str, backend: str) ->
 
 
 def assert_equal(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Losses and gradients of two steps."""
+    """Compare the losses and gradients of two steps."""
     (losses, gradients), (expected_losses, expected_gradients) = actual, expected
     assert losses == pytest.approx(expected_losses, rel=tolerance, abs=tolerance)
     assert gradients.keys() == expected_gradients.keys()
@@ -78,7 +79,7 @@ def assert_equal(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def varlen_on_cpu(*arguments: Any, **options: Any) -> torch.Tensor:
-    """`varlen_attn` as training calls it, of plain operators."""
+    """Stand in for `varlen_attn` on a CPU, with plain operators."""
     borders = arguments[3]
     assert borders.dtype == torch.int32
     assert borders is arguments[4]
@@ -88,7 +89,8 @@ def varlen_on_cpu(*arguments: Any, **options: Any) -> torch.Tensor:
 
 @every_family
 def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
-    """The path of GPUs, with an operator of its signature: windows, grouped heads, narrow values, padding behind."""
+    """The GPU path, by an operator with the same signature: windows, grouped heads, narrow values, padding at the
+    end."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     expected = step(student, rows)
     with patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=varlen_on_cpu) as chosen:
@@ -99,7 +101,7 @@ def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
 
 @every_family
 def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
-    """They stay out of the student's layers above l, and the losses and gradients are those of all tokens in them."""
+    """Uncounted tokens skip the student's layers above l; losses and gradients equal those with all tokens in them."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     expected = step(student, rows, all_tokens=True, multiple=MAX_LENGTH)
     entered: list[int] = []
@@ -109,14 +111,14 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
         actual = step(student, rows)
     handle.remove()
     assert rows.num_counted_tokens == 74
-    assert entered == [sum(LENGTHS), 80], "the teacher takes all tokens, the student those and what fills up a step"
+    assert entered == [sum(LENGTHS), 80], "the teacher runs all tokens, the student the counted ones and the padding"
     assert_equal(actual, expected)
 
 
 @every_setting
 @torch.no_grad()
 def test_no_token_sees_another_sample(name: str, backend: str) -> None:
-    """All tokens of one sample change; of the others no logit does, in either mode, below a window and beyond it."""
+    """Changing all tokens of one sample changes no logit of another, in either mode, with and without windows."""
     assert max(LENGTHS) > WINDOW
     student, row = make_student(name, backend), to_tensors(make_rows(packing=True).batch([0]))
     begins = (row["position_ids"][0] == 0).nonzero().flatten().tolist()
@@ -134,7 +136,7 @@ def test_no_token_sees_another_sample(name: str, backend: str) -> None:
 
 
 class _AttentionLengths(TorchDispatchMode):
-    """Tokens of the queries that attention's CPU operator is given."""
+    """Records the query lengths that attention's CPU operator is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class _AttentionLengths(TorchDispatchMode):
 
 
 def test_attention_of_a_narrow_dtype_meets_few_lengths() -> None:
-    """A CPU compiles its operators for each; the padding behind a sample changes neither losses nor gradients."""
+    """A CPU compiles operators for each length; the padding after a sample changes neither losses nor gradients."""
     student, rows = make_student("llama", "sdpa").bfloat16(), make_rows(packing=True)
     with _AttentionLengths() as padded:
         actual = step(student, rows, dtype=torch.bfloat16)
@@ -159,7 +161,7 @@ def test_attention_of_a_narrow_dtype_meets_few_lengths() -> None:
 
 
 class _Shapes(TorchDispatchMode):
-    """The shapes of all tensors that operations make."""
+    """Records the shapes of all tensors that operations create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class _Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "deepseek_v2"])
 def test_nothing_is_as_large_as_a_row_by_a_row(name: str) -> None:
-    """No mask of packed rows, and none of a row of one sample and padding, which is causal as it is."""
+    """Neither packed rows nor a row of one sample and padding build a mask; the latter is causal already."""
     student = make_student(name, "sdpa")
     for packing in (True, False):
         with _Shapes() as shapes:
@@ -195,20 +197,20 @@ def count_flops(student: Any, rows: PackedRows) -> int:
 
 @pytest.mark.parametrize("name", few(["llama", "mistral", "qwen3_moe", "deepseek_v2"]))
 def test_packed_rows_take_the_operations_of_their_samples(name: str) -> None:
-    """Counted by torch: the sum over the samples, each in a row of its own length."""
+    """Counted by torch, the FLOPs are the sum over the samples, each in a row of its own length."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     options: Any = {"pad_token_id": 0, "packing": False}
     alone = sum(
         count_flops(student, pack(rows.samples, np.array([member]), max_length=length, **options))
         for member, length in enumerate(LENGTHS)
     )
-    assert sum(LENGTHS) < len(rows) * MAX_LENGTH, "there is padding"
+    assert sum(LENGTHS) < len(rows) * MAX_LENGTH, "the rows have padding"
     assert count_flops(student, rows) == alone
 
 
 @torch.no_grad()
 def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
-    """Transformers looks for packed samples in batches of one row only."""
+    """Transformers detects packed samples only in batches of one row."""
     student, rows = make_student("llama", "sdpa"), make_rows(packing=True)
     student.config._attn_implementation = "flash_attention_2"
     batch = to_tensors(rows.batch([0, 1]))

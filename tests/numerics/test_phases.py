@@ -1,6 +1,6 @@
-"""Calibration, training, evaluation and publishing by several workers, none of which holds the model: what one process
-comes to. The soak has every kind of teacher and start by four workers, and a Llama of 1.5 GB by eight, whose memory is
-held to a bound that the whole model breaks."""
+"""Calibration, training, evaluation and publishing by several workers, none of which holds the whole model: the results
+equal those of one process. The soak runs every kind of teacher and start on four workers, and a Llama of 1.5 GB on
+eight, with a bound on memory that the whole model exceeds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ QUESTIONS = [
 
 
 def save_tasks(directory: Path) -> list[dict[str, Any]]:
-    """A task of log-likelihoods and one of generation, over a file."""
+    """Write a log-likelihood task and a generation task over one file."""
     directory.mkdir()
     (directory / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}}}
@@ -98,7 +98,7 @@ def together(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     path = tmp_path_factory.mktemp("alone")
-    names = ["whole", *CASES[2:]]  # one process has no shards
+    names = ["whole", *CASES[2:]]  # one process has nothing to shard
     if SOAK:
         outcomes = run_spawned(run_phases, [apart(cases[name]) for name in names], 1, path)
     else:
@@ -109,12 +109,12 @@ def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def apart(case: Case) -> Case:
-    """The case as one process runs it."""
+    """Return the case with a directory of its own, to be run by one process."""
     return replace(case, directory=f"{case.directory}-alone")
 
 
 def assert_close(actual: Any, expected: Any, where: str) -> None:
-    """Compare numbers to 4 digits, and everything else exactly, whatever they are nested in."""
+    """Compare floats to 4 digits and everything else exactly, at any depth."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), where
         for key, value in expected.items():
@@ -138,7 +138,7 @@ def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 def start_apart(case: Case, other: Case) -> float:
-    """The largest distance of a calibrated parameter from the other case's, as a share of its norm."""
+    """Return the largest distance of a calibrated parameter from the other case's, relative to its norm."""
     ours, expected = (StoredTensors(Path(which.directory) / "start") for which in (case, other))
     assert ours.keys() == expected.keys()
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
@@ -146,12 +146,12 @@ def start_apart(case: Case, other: Case) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_workers_do_what_one_process_does(name: str, cases: Any, together: Any, alone: Any, tmp_path: Path) -> None:
-    """Their start is the one that it finds, their losses and report are its own, and the artifact is a model."""
+    """Start, losses and report equal those of one process, and the artifact loads as a model."""
     actual, expected = together[name], alone[name]
     for mine, other in zip(actual.losses, expected.losses, strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert_same_report(actual.manifest.metrics, expected.manifest.metrics)
-    if name != "deepseek_v2":  # whose latents have bases of their own
+    if name != "deepseek_v2":  # the basis of its latents is arbitrary
         assert start_apart(cases[name], apart(cases["whole" if name == "sharded" else name])) <= 1e-5
     assert actual.manifest.metrics["tokens_trained"]
     fetch_directory(open_store(f"{cases[name].directory}/store"), AttemptId("j", 1).artifact_prefix, tmp_path / "model")
@@ -198,7 +198,7 @@ def test_a_killed_evaluation_repeats_nothing(
     assert_same_report(outcome.manifest.metrics, together["whole"].manifest.metrics)
     told = [stored.event for stored in AttemptStore(open_store(f"{case.directory}/store")).read_events(attempt, {})]
     ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
-    # The part after which it was killed is kept, and its end was not told any more.
+    # The part that was stored before the kill is not run again; its end was never reported.
     assert ended == dict.fromkeys(("rewired", "calibrated", "distilled", "continuations", "task-001", "prefill"), 1)
 
 
@@ -213,30 +213,31 @@ def test_a_large_student_takes_several_files(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 5 * 32
 
 
-# The marked runs: `SWIFTKV_SOAK=1 pytest tests/numerics/test_phases.py -k anonymous -s`, on a quiet machine. Smaller
-# ones: `SWIFTKV_PHASES_LAYERS`, `SWIFTKV_PHASES_WORKERS`.
+# Run the marked tests alone on a quiet machine: `SWIFTKV_SOAK=1 pytest tests/numerics/test_phases.py -k anonymous -s`.
+# `SWIFTKV_PHASES_LAYERS` and `SWIFTKV_PHASES_WORKERS` make them smaller.
 
 LAYERS = int(os.environ.get("SWIFTKV_PHASES_LAYERS", "15"))
 LARGE_WORKERS = int(os.environ.get("SWIFTKV_PHASES_WORKERS", "8"))
 FULL_SIZE = LAYERS >= 15
-"""Whether memory is bounded; beside a smaller model a process itself takes more, and results alone are compared."""
+"""Whether to check the memory bound; with a smaller model the process itself dominates, and only results are
+compared."""
 FILE_BYTES = 200 << 20
-"""Most of a published weight file: those of large models have ten times of it."""
+"""Largest size of a published weight file; large models use ten times that."""
 OWN_BYTES = 384 << 20
-"""Most that a worker takes beside weights: libraries on their first use, buffers, what the C library keeps of tensors
-below 8 MiB that are gone, the report."""
+"""Memory of a worker besides weights: libraries at first use, buffers, freed tensors below 8 MiB that the C library
+keeps, the report."""
 
 
 @dataclass(frozen=True)
 class Large:
-    """A teacher on disk, and what its weights take in the type that is computed in."""
+    """A teacher on disk, and the bytes of its weights in the dtype that it computes in."""
 
     path: Path
     model_bytes: int
     layer_bytes: int
-    """Bytes of its largest layer."""
+    """Bytes of the largest layer."""
     root_bytes: int
-    """Bytes of all that is no layer: embedding, head and norm."""
+    """Bytes outside the layers: embedding, head and norm."""
 
     @classmethod
     def save(cls, path: Path, config: Any, *, fp8: bool = False) -> Large:
@@ -268,7 +269,7 @@ def deepseek_v2(path: Path) -> Large:
 
 
 def train_and_evaluate(case: Case, num_workers: int, directory: Path) -> Outcome:
-    """Calibrate and train, then evaluate and publish by processes of their own, as a job does."""
+    """Calibrate and train, then evaluate and publish in separate processes, as a job does."""
     (trained,) = run_spawned(run_training, [case], num_workers, directory)
     (measured,) = run_spawned(run_evaluation, [case], num_workers, directory.with_name(f"{directory.name}-evaluate"))
     grown = [mine | later for mine, later in zip(trained.grown_bytes, measured.grown_bytes, strict=True)]
@@ -280,7 +281,7 @@ LARGE_SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_attention_heads": 16,
-    "max_position_embeddings": 128,  # a shard of the model is no faster to run than all of it: short prompts
+    "max_position_embeddings": 128,  # short prompts: a shard runs no faster than the whole model
     "dtype": torch.bfloat16,
 }
 HALF_AS_WIDE = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816}
@@ -307,11 +308,11 @@ def test_no_workers_anonymous_memory_reaches_the_model(name: str, tmp_path: Path
         max_file_bytes=FILE_BYTES,
     )
     outcome = train_and_evaluate(case, LARGE_WORKERS, tmp_path / "group")
-    # Its shard; what FSDP2 has gathered: two layers (the next beside the one that runs), embedding and head, each of
-    # them copied out of a buffer of its size; what gloo gathers at the moment, into a tensor of its own. Masters and
-    # moments in float32 of its share of what is trained, some 60 MiB, are of its own.
+    # A worker's shard; what FSDP2 has gathered (two layers, since the next is prefetched, plus embedding and head),
+    # each copied out of a buffer of the same size; and what gloo is gathering into a tensor of its own. float32 masters
+    # and moments of the worker's share of trained weights, some 60 MiB, are in OWN_BYTES.
     gathered = 2 * (2 * large.layer_bytes + large.root_bytes) + max(large.layer_bytes, large.root_bytes)
-    # The first worker holds a weight file when it publishes, and gathers nothing then.
+    # When the first worker publishes, it holds one weight file and gathers nothing.
     bound = large.model_bytes // LARGE_WORKERS + max(gathered, FILE_BYTES) + OWN_BYTES
     print(f"\n{name}: {large.model_bytes >> 20} MiB, a layer {large.layer_bytes >> 20}, bound {bound >> 20} a worker")
     for rank, grown in enumerate(outcome.grown_bytes):

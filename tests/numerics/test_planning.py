@@ -1,4 +1,4 @@
-"""Plans against what really runs: FLOPs of forward passes as PyTorch counts them, bytes of real caches."""
+"""Plans against real runs: FLOPs of forward passes as PyTorch counts them, and bytes of real caches."""
 
 import copy
 from typing import Any
@@ -32,7 +32,7 @@ def make_teacher(name: str) -> Any:
 
 
 def countable(model: Any) -> Any:
-    """Experts as one product for each expert and the tokens sent to it: the counter does not see grouped products."""
+    """Run experts as one product per expert over its tokens: the FLOP counter does not see grouped products."""
     if model.config.model_type.removesuffix("_swiftkv") in ("mixtral", "qwen3_moe", "deepseek_v2"):
         model.set_experts_implementation("eager")
     return model
@@ -40,7 +40,7 @@ def countable(model: Any) -> Any:
 
 @torch.no_grad()
 def count(model: Any, tokens: torch.Tensor, **arguments: Any) -> tuple[int, int, Any]:
-    """FLOPs of linear maps and of attention, and the cache, of one forward pass over `tokens` [1, num_tokens]."""
+    """Return the FLOPs of linear layers and of attention, and the cache, for a forward pass over [1, num_tokens]."""
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
         outputs = model(tokens, use_cache=True, **arguments)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how near they come back, what a row weighs, and what becomes of odd rows."""
+"""Keys and values in 8 bits: round-trip error, bytes per row, and rows with extreme values."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.parameters import in_turn
 
 MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF_A_STEP = {torch.float8_e4m3fn: 16 / 448, torch.int8: 0.5 / 127}
-"""Largest rounding error relative to a row's largest element."""
+"""Largest rounding error, relative to a row's largest element."""
 
 
 @pytest.fixture(params=PAYLOAD_DTYPES.values(), ids=PAYLOAD_DTYPES)
@@ -23,14 +23,14 @@ def payload(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.mark.parametrize(("dtype", "shape"), in_turn(MODEL_DTYPES, [(2, 3, 5, 48), (7, 1, 96), (1, 1, 4, 17)]))
 def test_rows_come_back_within_half_a_step(payload: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    magnitude = torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator))  # each row has its own
+    magnitude = torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator))  # a magnitude for each row
     x = (torch.randn(shape, generator=generator) * magnitude).to(dtype)
     values, scale = quantize(x, payload)
     assert (values.dtype, values.shape) == (payload, shape)
     assert (scale.dtype, scale.shape) == (torch.bfloat16, shape[:-1])
     back = dequantize(values, scale, dtype)
     assert back.dtype == dtype
-    rounding = torch.finfo(dtype).eps  # of the product
+    rounding = torch.finfo(dtype).eps  # rounding of the product
     error = (back.double() - x.double()).abs().amax(-1) / x.double().abs().amax(-1)
     assert error.max() <= HALF_A_STEP[payload] * (1 + 2**-7) + rounding
     packed = pack(x, payload)
@@ -49,7 +49,7 @@ def test_the_scale_is_rounded_up_so_that_nothing_saturates(payload: torch.dtype,
 
 def test_every_fp8_number_is_read_as_torch_reads_it() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
-    bits = bits[(bits & 0x7F) != 0x7F]  # the two NaN, which no payload holds
+    bits = bits[(bits & 0x7F) != 0x7F]  # leave out the two NaNs, which are never stored
     numbers = bits.view(torch.float8_e4m3fn)
     scale = torch.tensor([2.0**-126, 2.0**-20, 1.0, 2.0**100]).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint that workers read when they go on from it, counted at the store."""
+"""Bytes of a checkpoint that each worker reads when it restores, counted at the store."""
 
 import hashlib
 import os
@@ -42,7 +42,7 @@ PREFIX = AttemptId("j", 1).checkpoints_prefix
 
 @dataclass(frozen=True)
 class Case:
-    """A store, and what workers do with the checkpoints in it."""
+    """A store, and how its workers save and restore checkpoints in it."""
 
     uri: str
     environment: Mapping[str, str]
@@ -54,12 +54,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored state, and how every worker came by it."""
+    """A restored state, and how each worker read it."""
 
     digests: dict[str, str]
-    """SHA-256 of each tensor of the state, whole."""
+    """SHA-256 of each whole tensor of the state."""
     read: list[dict[str, int]]
-    """Bytes that each worker read, by file."""
+    """Bytes read, for each worker by file."""
     step: int | None = None
     errors: list[str] | None = None
 
@@ -69,7 +69,7 @@ class Restored:
 
 
 class CountingStore:
-    """An object store that counts what is read of each object."""
+    """An object store that counts the bytes read of each object."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -87,7 +87,7 @@ class CountingStore:
 
 
 def _student() -> Any:
-    """A student with weights beside which the heads of their pieces are small."""
+    """Return a student large enough that the headers of its checkpoint pieces hardly count."""
     teacher = random_teacher(hidden_size=256, intermediate_size=384, num_hidden_layers=5)
     return convert(teacher, num_key_value_layers=2, key_value_group_size=2)
 
@@ -104,7 +104,7 @@ def _build(case: Case) -> tuple[Parallel, CountingStore, Checkpointer]:
 
 
 def save_two(case: Case) -> Restored:
-    """Two checkpoints, a step apart; the digests are of the second."""
+    """Save two checkpoints one step apart, and return the digests of the second."""
     parallel, _, checkpointer = _build(case)
     for step in (1, 2):
         for parameter in parallel.module.parameters():
@@ -117,7 +117,7 @@ def save_two(case: Case) -> Restored:
 
 
 def restore(case: Case) -> Restored:
-    """Go on from the newest checkpoint."""
+    """Restore the newest checkpoint."""
     parallel, store, checkpointer = _build(case)
     step = error = None
     try:
@@ -130,14 +130,14 @@ def restore(case: Case) -> Restored:
 
 
 def go_back(case: Case) -> Restored:
-    """Go back to the first checkpoint."""
+    """Roll back to the first checkpoint."""
     parallel, store, checkpointer = _build(case)
     checkpointer.go_back(1)
     return Restored(_digests(parallel), _gathered(store))
 
 
 def start_from_parent(case: Case) -> Restored:
-    """Start from a parent, as the train loop does where workers load parts."""
+    """Start from a parent, as the train loop does when workers load parts."""
     parallel, store, _ = _build(case)
     directory = Path(case.directory) / str(dist.get_world_size())
     files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class Saved:
     case: Case
     digests: dict[str, str]
     size: int
-    """Bytes of the newest checkpoint's pieces."""
+    """Size of the newest checkpoint's pieces."""
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("moto", marks=pytest.mark.soak("every restore from S3"))])
@@ -204,7 +204,7 @@ def _newest(store: ObjectStore) -> str:
 
 @pytest.mark.parametrize("world_size", [pytest.param(SAVED_BY, marks=in_soak), 3, pytest.param(4, marks=in_soak)])
 def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int, tmp_path: Path) -> None:
-    """Pieces were saved by two workers: of each, three and four workers read rows."""
+    """Two workers saved the pieces; three or four workers read rows of each."""
     restored = _run(restore, saved.case, world_size, tmp_path)
     assert restored.step == 2
     assert restored.digests == saved.digests
@@ -213,7 +213,7 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
 
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
-    """One copy of what all workers need comes to a machine."""
+    """Without sharding, a machine reads the checkpoint once for all of its workers."""
     back = _run(go_back, saved.case, SAVED_BY, tmp_path)
     assert back.digests.keys() == saved.digests.keys()
     assert back.digests != saved.digests
@@ -241,7 +241,7 @@ def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: b
 def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_refused(
     saved: Saved, damage: str, tmp_path: Path
 ) -> None:
-    """One file of the newest checkpoint, then of both; a store of its own, as it is damaged."""
+    """Damage one file of the newest checkpoint, then of the older one too, in a separate copy of the store."""
     source, case = open_store(saved.case.uri), replace(saved.case, uri=str(tmp_path / "store"))
     store = open_store(case.uri)
     for info in source.list(PREFIX):
@@ -260,5 +260,5 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_refused(
         if name == newest:
             assert restored.step == 1
     assert restored.step is None
-    assert len(set(restored.errors)) == 1, "all workers say the same"
+    assert len(set(restored.errors)) == 1, "all workers raise the same error"
     assert "__1_0.distcp" in restored.errors[0]

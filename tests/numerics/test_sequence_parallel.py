@@ -1,4 +1,4 @@
-"""Rows divided among workers by their tokens: the losses and gradients of whole rows, packed samples kept apart."""
+"""Rows split among workers by tokens: losses and gradients equal those of whole rows, and packed samples stay apart."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SOAK = "SWIFTKV_SOAK" in os.environ
 WORKERS = 4 if SOAK else 2
-"""Four are two groups of two."""
+"""World sizes; four workers form two groups of two."""
 NAMES = list(SETTINGS) if SOAK else ["ddp", "own"]
 
 
@@ -77,7 +77,7 @@ def test_a_spec_whose_sequences_do_not_divide_is_refused() -> None:
         with pytest.raises(ValidationError, match=f"sharding.sequence_parallel_size is 2: .*{problem}"):
             JobSpec.model_validate(spec | sections)
     spec |= {"sharding": {"sequence_parallel_size": 4}, "resources": {"num_workers": 8}}
-    assert JobSpec.model_validate(spec | {"training": {"batch_size": 2}}).training.batch_size == 2, "shared by groups"
+    assert JobSpec.model_validate(spec | {"training": {"batch_size": 2}}).training.batch_size == 2, "one row per group"
     with pytest.raises(ValidationError, match=r"resources\.num_workers x 1 / sharding\.sequence_parallel_size x"):
         JobSpec.model_validate(spec | {"training": {"batch_size": 3}})
 

@@ -1,4 +1,5 @@
-"""A tensor-parallel rank reads its own part of a checkpoint, and holds what it would have kept of the whole model."""
+"""A tensor-parallel rank reads only its part of a checkpoint, and holds the same part that it would keep of the whole
+model."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +31,7 @@ SIZE = 2
 
 @dataclass(frozen=True)
 class OneOfRanks:
-    """A rank that only loads."""
+    """A rank that only loads weights."""
 
     rank: int
     size: int = SIZE
@@ -41,10 +42,10 @@ class OneOfRanks:
 
 
 def check(directory: Path, *, also_read: int = 0, **config: Any) -> list[Any]:
-    """Compare every rank's part of the whole model with what it reads from the files; return the latter.
+    """Compare each rank's part of the whole model with what it reads from the files; return the latter by rank.
 
     Args:
-        also_read: bytes that a rank may read beside what it keeps.
+        also_read: bytes that a rank may read besides what it keeps.
     """
     engine = EngineConfig(tensor_parallel_size=SIZE, **config)
     loaded = []
@@ -64,7 +65,7 @@ def check_same(model: Any, kept: Any) -> None:
     assert actual.keys() == expected.keys()
     for name, parameter in expected.items():
         if name == "model.embed_tokens.weight" and parameter.shape == (1, 1):
-            continue  # stands for what rank 0 has
+            continue  # a placeholder: rank 0 holds the embedding
         found = actual[name]
         assert found.dtype == parameter.dtype, name
         assert found.shape == parameter.shape, name
@@ -86,7 +87,7 @@ def check_same(model: Any, kept: Any) -> None:
 
 
 def stored_bytes(kept: Any, directory: Path) -> int:
-    """Bytes of what a rank keeps as the files have it, scales of FP8 weights whole."""
+    """Return the bytes that a rank's part takes in the files, with all scales of FP8 weights."""
     headers = stored_checkpoint(directory).headers
     total = sum(info.num_bytes for name, info in headers.items() if name.endswith(("_scale", "_scale_inv")))
     for name, parameter in kept.named_parameters():
@@ -153,7 +154,7 @@ def with_fused_experts(directory: Path) -> None:
 
 
 def without_dtype(directory: Path) -> None:
-    """A configuration that leaves the dtype to the files."""
+    """Write a model whose config.json omits the dtype."""
     save(random_teacher().to(torch.bfloat16), directory)
     config = json.loads((directory / "config.json").read_bytes())
     assert config.pop("dtype") == "bfloat16"
@@ -174,7 +175,7 @@ def test_every_checkpoint(write: Callable[[Path], None], dtype: str, tmp_path: P
 def test_a_tied_head_that_is_stored_as_well(write: Callable[[Path], None], tied: bool, tmp_path: Path) -> None:
     write(tmp_path)
     head = load_file(tmp_path / "model.safetensors")["lm_head.weight"].nbytes
-    first, _ = check(tmp_path, also_read=2 * head)  # to compare them
+    first, _ = check(tmp_path, also_read=2 * head)  # read whole, to compare the two
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
 
 
@@ -192,7 +193,7 @@ def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path) -> None:
     weights = StoredWeights.open(save(model, tmp_path), model.config)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
-    for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # of the gates, of both, of what they gate
+    for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # gate rows, rows of both, up rows
         part = (slice(1, 3), rows, slice(5, 9))
         with counted_reads() as sizes:
             assert torch.equal(weights.read(name, part), whole[part])
@@ -200,7 +201,7 @@ def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path) -> None:
 
 
 def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path) -> None:
-    """No family of ours has such a conversion; the tensor is read whole, and its part kept."""
+    """No supported family has such a conversion; the tensor is read whole, and a part of it kept."""
     model = random_teacher()
     transposed = WeightConverter("up_proj.weight", "up_proj.weight", operations=[Transpose(0, 1)])
     with patch.object(stored_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed]):
@@ -210,7 +211,7 @@ def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path) -> None:
         found = weights.read(name, part)
     whole = model.get_parameter(name)
     assert torch.equal(found, whole.T[part])
-    assert found.untyped_storage().nbytes() == found.nbytes, "the rest is let go of"
+    assert found.untyped_storage().nbytes() == found.nbytes, "the rest of the tensor is freed"
     assert sizes == [whole.nbytes]
 
 

@@ -1,4 +1,4 @@
-"""One run, spread over workers by every strategy: the same losses, and checkpoints that the others go on from.
+"""One run under every sharding strategy: the same losses, and checkpoints that any other strategy can resume from.
 
 In the soak each strategy takes 20 steps at 1 and 2 workers with micro batches of 1 and 4; otherwise four of them take 4
 with 2 workers.
@@ -38,22 +38,22 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     **{f"zero{n}-offload": {"strategy": "deepspeed", "zero_stage": n, "cpu_offload": True} for n in (2, 3)},
 }
 STRATEGIES = ("ddp", "fsdp2", "zero3")
-"""One of each library's; the stages of ZeRO that hold the weights whole restore as DDP does."""
+"""One strategy of each library; the ZeRO stages that hold weights whole restore as DDP does."""
 TRAINED = tuple(SHARDINGS) if SOAK else (*STRATEGIES, "zero2")
 CUTS = tuple(product((1, 2), (1, 4))) if SOAK else ((2, 2),)
-"""Workers and micro batch; the last one is resumed."""
+"""Number of workers and micro-batch size; the last combination is resumed."""
 WORKERS, MICRO_BATCH = CUTS[-1]
 HANDOVERS = (("zero3", "fsdp2", 1), ("zero1", "ddp", 1), ("fsdp2", "zero3", 2), ("ddp", "zero2-offload", 2))
-"""Sharding that begins, sharding that takes over, and its number of workers."""
+"""First sharding, the sharding that resumes its checkpoint, and the latter's number of workers."""
 ALL_LAYERS = (("ddp", "zero3"), ("zero3", "ddp"), ("zero3", "fsdp2"))
-"""Sharding that begins to train all layers, and the one that takes over."""
+"""First sharding when all layers are trained, and the sharding that resumes its checkpoint."""
 NUM_STEPS = 20 if SOAK else 4
 MIDDLE = NUM_STEPS // 2
 IN_THE_MIDDLE = f"{CHECKPOINTS}/step-{MIDDLE:08d}*"
 
 
 def some(first: Any, others: Any) -> list[Any]:
-    """Parameters, of which all but those in `first` belong to the soak."""
+    """Parametrize over `others`; all but those in `first` run only in the soak."""
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=[] if one in first else in_soak)
         for one in others
@@ -61,7 +61,7 @@ def some(first: Any, others: Any) -> list[Any]:
 
 
 def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
-    """Runs by number of workers and name; a checkpoint is in a directory of its run's name."""
+    """Return the runs by number of workers and name; a run's checkpoints are in a directory of that name."""
     runs: dict[tuple[int, str], Run] = {}
 
     def add(name: str, sharding: str, sections: Any = (), *, after: str | None = None, **changes: Any) -> None:
@@ -73,7 +73,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
             "checkpoint": {"every_steps": MIDDLE},
         }
         spec |= {key: spec.get(key, {}) | values for key, values in dict(sections).items()}
-        if after is not None:  # the second half once more
+        if after is not None:  # repeats the second half
             changes |= {"attempt": 2 + len(runs), "resume_from": IN_THE_MIDDLE}
         options = {"early_exit": True, "spec": spec, **changes}
         runs[workers, name] = Run(store=str(path / (after or name)), **options)
@@ -134,7 +134,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
 
 LAYERS = [("qwen3", "all", "fsdp2"), ("qwen3", "qkv", "fsdp2")]
 LAYERS += [one for one in product(("llama", "qwen3"), ("tail", "all"), ("fsdp2", "zero3")) if one not in LAYERS]
-"""Family, layers that are trained, and sharding. A norm of keys runs before its layer, and in the teacher's."""
+"""Family, trained layers, and sharding. Qwen3's key norm runs apart from its layer, and in the teacher's too."""
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +144,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(path: Path) -> dict[str, Outcome]:
-    """All of it in one start of each number of workers: a start costs more than a run."""
+    """Outcomes of all runs, with one process group per number of workers: starting one costs more than a run."""
     runs = _scenarios(path)
     together, alone = ([one for (workers, _), one in runs.items() if workers == number] for number in (2, 1))
     found = {2: run_spawned(together, 2, path)}
-    with group_of_one(path) if not SOAK else nullcontext():  # DeepSpeed would keep a hold of this process
+    with group_of_one(path) if not SOAK else nullcontext():  # DeepSpeed would not let go of this process
         found[1] = run_spawned(alone, 1, path) if SOAK else [run(scenario) for scenario in alone]
     return {name: found[workers].pop(0) for workers, name in runs}
 
@@ -201,7 +201,7 @@ def test_another_strategy_takes_over(outcomes: dict[str, Outcome], began: str, a
 
 @pytest.mark.parametrize("sharding", some(["fsdp2"], ("fsdp2", "zero1", "zero2", "zero3")))
 def test_bfloat16_follows_the_same_course(outcomes: dict[str, Outcome], sharding: str) -> None:
-    """With gradient checkpointing, against DDP without."""
+    """Compare a run with gradient checkpointing to DDP without it."""
     outcome, reference = outcomes[f"{sharding}-bfloat16"], outcomes["ddp-bfloat16"]
     for mine, other in zip(outcome.steps, reference.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=0.05)
@@ -209,7 +209,7 @@ def test_bfloat16_follows_the_same_course(outcomes: dict[str, Outcome], sharding
 
 
 def test_a_batch_that_workers_cannot_share_equally_is_trained_whole(outcomes: dict[str, Outcome]) -> None:
-    """Seven rows, as an elastic run may meet them: four for one worker and three for the other."""
+    """Seven rows, as in an elastic run: four for one worker and three for the other."""
     _assert_same_losses(outcomes["uneven"], outcomes["uneven-alone"])
 
 
@@ -228,7 +228,7 @@ def test_another_strategy_takes_over_all_layers(outcomes: dict[str, Outcome], be
 
 
 def test_muon_trains_sharded_matrices(outcomes: dict[str, Outcome]) -> None:
-    """Its iterations run in bfloat16, which rounds otherwise where a matrix is in two parts."""
+    """Muon's iterations run in bfloat16, which rounds differently when a matrix is split in two."""
     sharded, replicated = outcomes["fsdp2-muon"], outcomes["ddp-muon"]
     for mine, other in zip(sharded.steps, replicated.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=2e-2)
@@ -240,7 +240,7 @@ def test_a_resumed_muon_run_equals_an_uninterrupted_one(outcomes: dict[str, Outc
     _assert_resumed(outcomes[f"{sharding}-muon-resumed"], outcomes[f"{sharding}-muon"])
 
 
-# Runs that continue from the checkpoint of another: its weights, and its optimizer where asked.
+# Runs that continue from another run's checkpoint: its weights, and its optimizer where requested.
 
 
 @pytest.mark.parametrize("sharding", some(STRATEGIES[:2], SHARDINGS))
@@ -255,7 +255,7 @@ def test_a_run_starts_from_the_weights_of_its_parent(outcomes: dict[str, Outcome
 
 @pytest.mark.parametrize("sharding", some(STRATEGIES[:2], SHARDINGS))
 def test_a_fresh_optimizer_takes_another_step_than_the_parents(outcomes: dict[str, Outcome], sharding: str) -> None:
-    """Every strategy takes the same."""
+    """Every strategy takes the same step."""
     fresh, kept = (outcomes[f"{sharding}-{optimizer}-1"] for optimizer in ("fresh", "kept"))
     assert fresh.steps[0].losses == kept.steps[0].losses
     assert [metrics.step for metrics in kept.steps] == [1]
@@ -274,7 +274,7 @@ def test_a_fresh_optimizer_takes_another_step_than_the_parents(outcomes: dict[st
 @pytest.mark.parametrize("kind", some(["ruined"], ("ruined", "searched")))
 @pytest.mark.parametrize("sharding", some(["fsdp2"], list(SHARDINGS)[1:5]))
 def test_every_strategy_is_steered_alike(outcomes: dict[str, Outcome], sharding: str, kind: str) -> None:
-    """By held-out KL: measurements, searched rates, and the start that training comes back to."""
+    """By held-out KL: the same measurements, searched rates, and rollback to the start."""
     outcome, expected = outcomes[f"{sharding}-{kind}"], outcomes[f"ddp-{kind}"]
     assert actions(outcome) == actions(expected)
     assert kls(outcome) == pytest.approx(kls(expected), rel=1e-3)

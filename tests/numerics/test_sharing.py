@@ -1,4 +1,5 @@
-"""Other key-value heads than the teacher's above layer l (paper, appendix C): values, cache, starts, round trips."""
+"""Other numbers of key-value heads than the teacher's above layer l (paper, appendix C): values, cache, starts, round
+trips."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_both_modes_equal_the_reference(sharing: str, implementation: str, g: in
 @pytest.mark.parametrize("sharing", ["mqa", "mha"])
 @torch.no_grad()
 def test_the_cache_holds_the_shared_heads(sharing: str, prompt: torch.Tensor, tmp_path: Path) -> None:
-    """Those of a student that comes back from disk as well."""
+    """The same holds for a student loaded from disk."""
     student = make_student(sharing)
     output = student(prompt[None], use_cache=True)
     heads = [student.config.cache_num_key_value_heads(i) for i in range(5)]
@@ -62,7 +63,7 @@ def test_the_cache_holds_the_shared_heads(sharing: str, prompt: torch.Tensor, tm
 
 
 def test_starts_of_shared_heads(prompt: torch.Tensor) -> None:
-    """One head starts as the mean of heads and layers, repeated ones as grouped-query attention; neighbours share."""
+    """A single head starts as the mean over heads and layers; repeated heads start equal to grouped-query attention."""
     student = make_student("mqa", moved=False)
     layers = student.model.layers
     both = [layers[i].self_attn.k_proj.weight.unflatten(0, (2, 8)).mean(0) for i in (3, 4)]
@@ -79,7 +80,7 @@ def test_starts_of_shared_heads(prompt: torch.Tensor) -> None:
 
 
 def test_equal_cache_of_table_c1() -> None:
-    """Llama-3.1-8B: 16 upper layers, 8 key-value heads of 32; against AcrossKV-GQA with `g`."""
+    """Llama-3.1-8B has 16 upper layers and 8 key-value heads of 32; compare to AcrossKV-GQA with group size `g`."""
     cases = ("mha", 4, 16), ("mqa", 4, 1), ("mha", 1, 4), ("mha", 2, 8), ("gqa", 4, 4), ("mha", 16, 16)
     for sharing, g, expected in cases:
         heads = {"num_key_value_heads": 8, "num_key_value_heads_swiftkv": {"gqa": 8, "mqa": 1, "mha": 32}[sharing]}

@@ -1,4 +1,5 @@
-"""SimScore against equation 1 written out, the rules on top of it, and the analysis of a real model over real text."""
+"""SimScore against equation 1 written out, the recommendations built on it, and the analysis of a real model and
+text."""
 
 import re
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tests.tiny_models import byte_tokenizer, random_teacher, save_teacher
 
 
 def naive_scores(sequences: list[torch.Tensor]) -> list[float]:
-    """Equation 1, one token and one pair of layers at a time; each sequence runs by itself."""
+    """Compute equation 1 for one token and one pair of layers at a time, each sequence by itself."""
     model = random_teacher()
     inputs: list[list[torch.Tensor]] = [[] for _ in range(6)]  # by layer, of every token
     for layer, kept in zip(model.model.layers, inputs, strict=True):
@@ -45,7 +46,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 def test_scores_equal_equation_1(sequences: list[torch.Tensor]) -> None:
-    """Padding and packing change nothing."""
+    """Padding and packing do not change the scores."""
     naive = naive_scores(sequences)
     similarity = collect_similarity(random_teacher(), (ids[None] for ids in sequences))
     assert similarity.num_tokens == 23
@@ -91,7 +92,7 @@ def test_the_shallowest_depth_within_a_kl_that_loses_no_needles() -> None:
 
 
 class _Reader:
-    """Finds the number of the prompts before `forgets`, as no random model does."""
+    """Answers the first `forgets` prompts with their number and the others wrongly; no random model can."""
 
     device = torch.device("cpu")
 
@@ -110,7 +111,7 @@ class _Reader:
 
 
 def test_the_share_of_needles_found() -> None:
-    """More prompts than are asked at once, of different lengths."""
+    """More prompts than fit one batch, of different lengths."""
     needles = Needles.create(byte_tokenizer(), 512, 24)
     assert 400 < max(map(len, needles.prompts)) == needles.longest - ANSWER_TOKENS <= 520
     assert needles.share_found(_Reader(needles, forgets=18)) == 0.75
@@ -128,13 +129,13 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
     shallow, last = analysis.depths[1], analysis.depths[-1]
     assert shallow.sim_score == analysis.sim_scores[2]
     assert shallow.kl > 1e-3
-    # The last layer's K and V come from the very input the teacher's come from: calibration finds the same map.
+    # The last layer's K and V come from the same input as the teacher's: calibration finds the same map.
     assert last.sim_score is None
     assert last.kl == pytest.approx(0.0, abs=1e-6)
     assert last.perplexity == pytest.approx(analysis.teacher_perplexity, rel=1e-3)
     assert analysis.recommended_num_key_value_layers == 5
     assert (analysis.teacher_needles_found, shallow.needles_found) == (0.0, 0.0)
-    assert "needles" not in analysis.rule, "a teacher that finds none judges no student"
+    assert "needles" not in analysis.rule, "needles do not count if the teacher finds none"
     assert (analysis.depths[0].kl, analysis.depths[0].needles_found) == (None, None)
 
 

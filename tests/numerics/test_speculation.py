@@ -1,4 +1,4 @@
-"""Drafts, from the exit head and from the text: the answer of `off` token for token, whatever they come to."""
+"""Drafts from the exit head and from the text give the tokens of `off`, whether they are accepted or not."""
 
 import random
 from collections import Counter
@@ -30,7 +30,7 @@ PROCESSED = {
 
 
 def saved(model: Any, directory: Path) -> LoadedModel:
-    """A student whose exit head agrees with the whole model often, not always."""
+    """Save and load a student whose exit head agrees with the whole model often, but not always."""
     student: Any = agreeing_exits(convert(model, num_key_value_layers=2, key_value_group_size=2, early_exit=True))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def make_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
 
 
 def drafting_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
-    """An engine for which drafts cost nothing."""
+    """Return an engine that considers drafts free."""
     with free_drafts():
         return make_engine(loaded, **config)
 
@@ -89,7 +89,7 @@ def test_drafts_leave_the_answer_of_off(student: LoadedModel, params: dict[str, 
             for source, outputs in (("exit", exits), ("text", text)):
                 accepted[source] += sum(output.num_accepted_tokens for output in outputs)
                 rejected[source] += sum(output.num_draft_tokens - output.num_accepted_tokens for output in outputs)
-    sources = ["exit"] if params is PROCESSED else ["exit", "text"]  # penalties leave nothing to look up
+    sources = ["exit"] if params is PROCESSED else ["exit", "text"]  # with penalties, look-ups find no drafts
     assert all(accepted[source] and rejected[source] for source in sources), (accepted, rejected)
 
 
@@ -123,7 +123,7 @@ def test_logprobs_are_those_of_off(student: LoadedModel) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, PROCESSED], ids=["greedy", "processed"])
 def test_the_fewest_tokens_are_those_of_off(student: LoadedModel, params: dict[str, Any]) -> None:
-    """Neither drafts nor a threshold exit end an answer before it has them."""
+    """Neither drafts nor a threshold exit end an answer before `min_tokens`."""
     asked = prompts(4, student.model.config.vocab_size)
     whole = answers(make_engine(student), asked, params)
     wanted = {**params, "stop_token_ids": tuple(output.token_ids[2] for output in whole), "min_tokens": 9}
@@ -138,8 +138,8 @@ def test_the_fewest_tokens_are_those_of_off(student: LoadedModel, params: dict[s
 
 
 def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedModel) -> None:
-    """At a token, or a text across two tokens, the second or both of them drafts; what was accepted behind it is never
-    said."""
+    """Stop at a token, or at a text over two tokens of which one or both are drafts; accepted drafts after the stop are
+    not returned."""
     loaded = replace(student, tokenizer=byte_tokenizer())
     asked = prompts(4, student.model.config.vocab_size)
     whole = answers(make_engine(loaded), asked, GREEDY)
@@ -162,17 +162,17 @@ def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedMode
 
 
 class _Head(torch.nn.Module):
-    """An output head that keeps what it was asked, and has no numbers for one hidden state, wherever that lies."""
+    """An output head that records its inputs, and returns NaN logits for one hidden state in any row."""
 
     def __init__(self, head: torch.nn.Module, broken: torch.Tensor | None = None) -> None:
         super().__init__()
         self.head, self.broken = head, broken
         self.seen: list[torch.Tensor] = []
         self.rows: list[int] = []
-        """Where in a call the hidden state was."""
+        """Rows in which the hidden state occurred."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, num_rows, hidden_size] -> [1, num_rows, vocab_size]."""
+        """Return logits [1, num_rows, vocab_size] for `hidden`, [1, num_rows, hidden_size]."""
         self.seen.append(hidden.clone())
         logits: torch.Tensor = self.head(hidden).clone()
         if self.broken is not None:
@@ -194,7 +194,7 @@ def test_nan_logits_amid_drafts_end_that_answer_alone(
     asked, params = prompts(3, student.model.config.vocab_size), {**params, "max_tokens": 40}
     with patch.object(student.model, "lm_head", _Head(student.model.lm_head)) as recorder:
         whole = answers(make_engine(student), asked, params)
-    first_rows = [hidden[0, 0] for hidden in recorder.seen if hidden.shape[1] == len(asked)]  # of the first request
+    first_rows = [hidden[0, 0] for hidden in recorder.seen if hidden.shape[1] == len(asked)]  # the first request's
     amid = 0
     for at in range(1, 40, 6):
         head = _Head(student.model.lm_head, first_rows[at])
@@ -204,7 +204,7 @@ def test_nan_logits_amid_drafts_end_that_answer_alone(
         assert [(one.finish_reason, one.token_ids) for one in others] == [
             (one.finish_reason, one.token_ids) for one in whole[1:]
         ]
-        amid += head.rows[-1] > 0  # behind a row of the same sequence, which is the first of the batch
+        amid += head.rows[-1] > 0  # after another row of the same sequence, the batch's first
     assert amid
 
 
@@ -220,7 +220,7 @@ def test_the_exit_head_is_only_asked_by_requests_that_draft_from_it(student: Loa
 
 
 def test_an_exit_head_that_is_never_right_is_soon_left_alone(student: LoadedModel) -> None:
-    """It is sure of token 3, against a bias with which the whole model never chooses it."""
+    """The exit head is sure of token 3, while a bias keeps the whole model from choosing it."""
     wrong = torch.zeros(1, student.model.config.vocab_size)
     wrong[0, 3] = 1e11
     params = {**GREEDY, "max_tokens": 100, "logit_bias": {3: -100}}
@@ -243,7 +243,7 @@ def test_every_kind_of_attention_verifies(tmp_path: Path, family: str) -> None:
 
 
 def test_in_bfloat16_answers_part_at_near_ties_only(tmp_path: Path) -> None:
-    """A pass that verifies has more rows than one of `off`, and is rounded otherwise, as in another batch."""
+    """A verification pass has more rows than a pass of `off`, so bfloat16 rounds differently, as in another batch."""
     saved(random_teacher(seed=1), tmp_path)
     loaded = load_model(tmp_path, EngineConfig(dtype="bfloat16"))
     asked = prompts(8, loaded.model.config.vocab_size)

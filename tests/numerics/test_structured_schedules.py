@@ -1,4 +1,4 @@
-"""Random schedules with constraints: every answer follows its own, and drafts, caches and company change none.
+"""Random schedules with constraints: every answer follows its own, whatever drafts, caches and other requests do.
 
 SWIFTKV_SCHEDULES=1000 python -m pytest tests/numerics/test_structured_schedules.py
 """
@@ -47,7 +47,7 @@ CONSTRAINTS = (
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    """A student whose exit head agrees with the whole model often, not always; and a dense model."""
+    """A dense model, and a student whose exit head agrees with the whole model often, but not always."""
     student: Any = convert(random_teacher(seed=1), num_key_value_layers=2, key_value_group_size=2, early_exit=True)
     made = {}
     for name, model in (("student", agreeing_exits(student)), ("dense", random_teacher(seed=1))):
@@ -59,7 +59,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 
 
 def constrained(draw: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
-    """Most of them, each with a seed of its own, so that its answer is its own whatever comes beside."""
+    """Constrain most arrivals, and give each a seed, so that its answer does not depend on other requests."""
     made = []
     for arrival in arrivals:
         wanted = draw.choice([None, *CONSTRAINTS * 2])
@@ -101,7 +101,7 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
 
 
 def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
-    """Each token is the reference's best among those that the grammar allows."""
+    """Assert that each token is the reference's best among those that the grammar allows."""
     constraint = engine.grammars.compile(params.structured_outputs)
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     logits = subject.logits(prompt + answer[:-1])[len(prompt) - 1 :]
@@ -171,7 +171,7 @@ def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, Subject]
 
 
 def answers(engine: LLMEngine, arrivals: list[Arrival]) -> dict[tuple[int, int], RequestOutput]:
-    """By number of the arrival and of the sample."""
+    """Return the outputs by index of the arrival and of the sample."""
     finished = run(engine, arrivals)
     found = {(int(number), output.index): output for number, outputs in finished.items() for output in outputs}
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family."""
+"""Two processes that share a model over gloo answer as one does, for every schedule and family."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ from tests.tiny_models import disturb, family_teacher, random_teacher
 
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
 SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}
-"""Prompts are read in chunks."""
+"""Settings under which prompts are read in chunks."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 starts = pytest.mark.slow("starts a process, which takes its time to import")
 in_soak = pytest.mark.soak("starts a process more")
@@ -62,14 +62,14 @@ def prompts(vocab_size: int) -> list[list[int]]:
     ],
 )
 def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_path: Path, form: Any) -> None:
-    """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank. When a rank dies the
-    step fails, and none is left."""
+    """Chunks, prefix hits, exits, drafts of both kinds and prompt log-probabilities are as with one rank. When a rank
+    dies, the step fails and no process is left."""
     teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
     student = scattered_exits(convert(teacher, **form, own_output_projection=True))
     subject = Subject.load(saved(student, tmp_path))
     token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(student.config, 2)) * 4
     with sharing(tmp_path, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
-        assert engine.num_blocks == 40, "half the heads, half the bytes"
+        assert engine.num_blocks == 40, "each rank caches half of the heads"
         seen: Counter[str] = Counter()
         for seed in range(4):
             draw = random.Random(seed)
@@ -100,8 +100,8 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
     ],
 )
 def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
-    """Heads with norms, each or all, experts, latents, projections that are one; rows of weights fused, and not.
-    DeepSeek-V2 has experts too."""
+    """Head norms (per head and over all), experts, latents, fused projections; weights with fused rows and without.
+    DeepSeek-V2 covers experts too."""
     teacher = random_teacher(seed=2) if family == "dense" else family_teacher(family)
     directory = saved(teacher if family == "dense" else disturb(convert(teacher, **STUDENT)), tmp_path)
     params = GREEDY if family == "dense" else replace(GREEDY, early_exit=EarlyExit("lossless", 0.0))
@@ -117,8 +117,8 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
 @starts
 @starts
 def test_two_ranks_cut_integers_as_floats(tmp_path: Path) -> None:
-    """Prompts get the log-probabilities of one rank, but for the rounding of a sum in two parts."""
-    teacher = family_teacher("phi3", hidden_size=128, intermediate_size=128)  # 64 columns a rank: whole groups
+    """Prompts get the log-probabilities of one rank, up to the rounding of a sum in two parts."""
+    teacher = family_teacher("phi3", hidden_size=128, intermediate_size=128)  # 64 columns per rank: whole groups
     export(convert(teacher, num_key_value_layers=2).to(torch.bfloat16), tmp_path / "served", quantize="mixed")
     scored = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     found = []

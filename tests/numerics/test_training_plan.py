@@ -1,4 +1,4 @@
-"""Training plans against real steps of the fork: FLOPs as PyTorch counts them, live bytes as its profiler does."""
+"""Training plans against real training steps: FLOPs as PyTorch counts them, live bytes as its profiler does."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -52,7 +52,7 @@ def sample_counts(length: int, number: int = 1) -> tuple[tuple[int, int], ...]:
 def two_rows(
     vocab_size: int, spec: DistillationSpec, counted_share: float, *, early_exit: bool = False
 ) -> tuple[dict[str, torch.Tensor], TrainingSetup]:
-    """A micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
+    """Return a micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
     batch = make_batch(vocab_size, 2, 24, packed=True)
     batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
     rows: Any = {"sequence_length": 24, "samples": sample_counts(24, 2), "counted_share": counted_share}
@@ -70,8 +70,8 @@ def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
 
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention as plain matrix products run it, and torch counts it: the whole square of a sample; and no tokens that
-    fill up a step, which are few among those of real rows."""
+    """Count attention as plain matrix products do, over the whole square of a sample, and add no padding tokens, which
+    are few in real rows."""
     monkeypatch.setattr(fork_module, "TOKENS_STEP", 1)
     monkeypatch.setattr(training, "attention_pairs", lambda length, past, _window: length * (past + length))
 
@@ -103,7 +103,7 @@ def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> No
 @pytest.mark.usefixtures("squares")
 @pytest.mark.parametrize(("name", "trainable"), in_turn(["llama", "qwen3", "deepseek_v2", "olmo2"], ["qkv", "tail"]))
 def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> None:
-    """The second half of each sample is deep."""
+    """The second half of each sample consists of deep tokens."""
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "own"}
     student = countable(convert(make_teacher(name), **shape))
     batch = make_batch(258, 1, 20, packed=False)
@@ -120,7 +120,7 @@ def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> Non
 @pytest.mark.usefixtures("squares")
 @pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
 def test_flops_where_prompts_bypass_layers(trainable: Any) -> None:
-    """The second half of each sample is deep."""
+    """The second half of each sample consists of deep tokens."""
     student = convert(random_teacher(), prefill_layers=[0, 2], decode_key_value="own")
     batch = make_batch(student.config.vocab_size, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
@@ -143,7 +143,7 @@ def test_flops_of_every_family(name: str) -> None:
 
 
 def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int) -> int:
-    """Most bytes alive during a step: parameters and optimizer state, and what the profiler sees come and go."""
+    """Return the peak of live bytes in a step: parameters, optimizer state, and allocations that the profiler sees."""
     optimizer = build_optimizer([p for p in fork.parameters() if p.requires_grad], OptimizerSpec())
 
     def step() -> None:
@@ -155,7 +155,7 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # AdamW makes its state
+    step()  # AdamW allocates its state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     now = most = 0
@@ -163,7 +163,7 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)
-    assert now == 0, "the step left something behind"
+    assert now == 0, "the step left memory allocated"
     state = [tensor for tensors in optimizer.state.values() for tensor in tensors.values()]
     return most + sum(tensor.nbytes for tensor in (*fork.parameters(), *state))
 
@@ -213,7 +213,7 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     planned = plan_training(student.config.to_dict(), setup).memory
     buckets = planned.gradients // 2
     assert planned.frozen + planned.trained == sum(p.nbytes for p in fork.parameters())
-    # The buckets are in the plan where gradients are at the peak, and not in one process.
+    # The plan has buckets where gradients peak; a single process has none.
     assert planned.peak - buckets < 1.1 * measured
     assert planned.peak > 0.9 * measured
 
@@ -231,7 +231,7 @@ def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: 
 
 
 def _is_teachers(name: str, first: int) -> bool:
-    """A projection of a layer >= l that export leaves out."""
+    """Whether `name` is a projection of a layer >= l that an export leaves out."""
     parts = name.split(".")
     if "self_attn" not in parts or int(parts[2]) < first:
         return False

@@ -1,4 +1,4 @@
-"""Students in integers: what a file of one stands for, whole, in parts and in every family's layout."""
+"""Students with integer weights: the values that a file decodes to, whole, in parts, and in every family's layout."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.tiny_models import family_teacher, random_teacher, random_tokens
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
 OWN: dict[str, Any] = {"decode_key_value": "own"}
 ERROR = {"int8": 0.02, "int4": 0.13}
-"""Root of the squared error of random weights, relative to theirs."""
+"""RMS error of random weights, relative to their own RMS."""
 
 
 @pytest.mark.parametrize("form", ERROR)
@@ -42,7 +42,7 @@ def test_integers_are_near_and_clip_where_that_is_nearer(form: WeightFormat, dty
     plain = plain.repeat_interleave(group or 256, 1)
     rounded = (weight.float() / plain).round().clamp(-top - 0.5, top) * plain
     error, without = (back - weight.float()).norm(), (rounded - weight.float()).norm()
-    assert error < without if group else error <= 1.01 * without, "the search finds nothing"
+    assert error < without if group else error <= 1.01 * without, "the search for a clip did not help"
     if group:
         assert torch.equal(unpack_int32(pack_int4(integers), 4), integers)
 
@@ -89,7 +89,7 @@ def test_a_quantised_student_is_what_its_files_say(
         > {"int8": 0.999, "int4": 0.9, "mixed": 0.9}[form]
     )
     name = next(name for name in sorted(quantised) if "experts" not in name) + ".weight"
-    part = (slice(3, 20), slice(5, 27))  # not at a border of integers in one word
+    part = (slice(3, 20), slice(5, 27))  # not at a boundary of packed words
     whole = weights.read(name)
     assert torch.equal(weights.read(name, part), whole[part])
     with pytest.raises(ModelError, match="in integers already"):
@@ -126,7 +126,7 @@ def test_the_engine_reads_the_floats_that_pytorch_reads(
 def test_rounding_by_text_is_nearer_to_the_float_student(
     family: str, form: Quantization, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Each projection that the student runs is rounded by its inputs, other than to nearest and in the same format."""
+    """Rounding uses each projection's inputs, gives other integers than rounding to nearest, and keeps the format."""
     student = convert(family_teacher(family), num_key_value_layers=2, **shape)
     text = random_tokens(9, 96) % 24
     batches = [{"input_ids": rows, "loss_mask": torch.arange(96).expand_as(rows) >= 32} for rows in text[:8].split(4)]

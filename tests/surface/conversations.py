@@ -1,5 +1,5 @@
-"""Conversations in the forms of OpenAI's Responses API, by OpenAI's own client, and of Anthropic's Messages API, beside
-that of chat completions, on whichever real engine the fixture `engine` gives."""
+"""Conversations over OpenAI's Responses API, with OpenAI's own client, and Anthropic's Messages API, compared to chat
+completions, on the real engine of the fixture `engine`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def http(version: Version) -> httpx.AsyncClient:
 
 
 def to_respond(**fields: Any) -> dict[str, Any]:
-    """Arguments of OpenAI's client."""
+    """Return arguments for OpenAI's client."""
     extra = {name: value for name, value in COMMON.items() if name != "model"}
     return {"model": "tiny", "input": [ASKED], "max_output_tokens": 400, "extra_body": extra, **fields}
 
 
 async def chat(http: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The only choice of a chat, and the tokens of prompt and answer."""
+    """Return a chat's only choice, and the token counts of prompt and answer."""
     answer = (await http.post("/v1/chat/completions", json={**COMMON, "max_tokens": 400, **fields})).json()
     usage = answer["usage"]
     return answer["choices"][0], (usage["prompt_tokens"], usage["completion_tokens"])
@@ -74,7 +74,7 @@ async def message(http: httpx.AsyncClient, **fields: Any) -> Any:
 
 
 def joined(stream: str) -> Any:
-    """A message as Anthropic's client joins it from its events, whose order is checked."""
+    """Join a message from its events as Anthropic's client does, and check their order."""
     lines = [line.partition(": ") for line in stream.split("\n")]
     start, *events, delta, stop = told = [json.loads(value) for name, _, value in lines if name == "data"]
     assert [value for name, _, value in lines if name == "event"] == [event["type"] for event in told]
@@ -97,11 +97,11 @@ def joined(stream: str) -> Any:
 
 
 KEPT_APART = ("id", "call_id", "parsed", "parsed_arguments")
-"""Keys of ids, and of what clients add."""
+"""Ids, and fields that clients add."""
 
 
 def without_ids(told: Any) -> Any:
-    """An answer without what it does not share with another one to the same question."""
+    """Drop the ids from an answer, so that it can be compared to another one to the same question."""
     if isinstance(told, dict):
         return {name: without_ids(value) for name, value in told.items() if name not in KEPT_APART}
     return [without_ids(one) for one in told] if isinstance(told, list) else told

@@ -1,4 +1,4 @@
-"""`/generate` and its like over ASGI, on whichever real engine the fixtures `engine` and `idle` give."""
+"""`/generate` and related routes over ASGI, on the real engine of the fixtures `engine` and `idle`."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ CARD: dict[str, Any] = {"manifest_digest": "abc", "swiftkv": {"num_key_value_lay
 CARD["load_seconds"] = {"fetch": 1.5, "load": 2.0, "check": 0.25}
 
 Idle = Callable[[], Awaitable[None]]
-"""Returns when the engine holds nothing for any request any more."""
+"""Returns when the engine holds nothing for any request."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def engine_config() -> EngineConfig:
 
 
 class Ended:
-    """Observer that keeps the answers that have ended."""
+    """Observer that records finished answers."""
 
     def __init__(self) -> None:
         self.answers: list[Answers] = []
@@ -49,7 +49,7 @@ class Ended:
         self.answers.append(answers)
 
     def refused(self, *_: object) -> None:
-        """Not kept."""
+        """Ignore refused requests."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
 
 
 def greedy(prompt: list[int], model_dir: Path, count: int = 12) -> list[int]:
-    """The most probable tokens by the project's own forward pass, without an engine."""
+    """Return the most probable tokens by the project's own forward pass, without an engine."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     model.generation_config.eos_token_id = None
     tokens = torch.tensor([prompt])
@@ -125,7 +125,7 @@ async def test_log_probabilities_are_those_of_the_model(client: httpx.AsyncClien
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Events of a stream that has ended well."""
+    """Return the events of a stream that ended well."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *blocks, last, rest = response.text.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
@@ -148,7 +148,7 @@ async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient
     whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
     response = await post(client, prompt=[1, 2, 3], stream=True, stream_interval_s=10.0, **GREEDY)
     choices = [event["choices"][0] for event in events_of(response)]
-    assert len(choices) <= 2  # what is there at once, and the rest; a slow event loop finds several tokens there
+    assert len(choices) <= 2  # what is there at once, and the rest; a slow event loop finds more at once
     assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
 
@@ -198,7 +198,7 @@ async def test_a_full_queue_says_when_to_come_again(client: httpx.AsyncClient) -
     answers = await asyncio.gather(*(post(client, prompt=[i], **LONG) for i in range(3)))
     *_, refused = sorted(answers, key=lambda response: response.status_code)
     assert sorted(response.status_code for response in answers) == [200, 200, 429]
-    assert int(refused.headers["retry-after"]) >= 1, "the expected wait, in whole seconds"
+    assert int(refused.headers["retry-after"]) >= 1, "the expected wait is at least a second"
     assert refused.json()["code"] == "queue_full"
 
 
@@ -256,7 +256,7 @@ async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
 
 
 async def check_death(client: httpx.AsyncClient, num_tokens: int | None = None) -> None:
-    """The engine is about to fail, after `num_tokens` of the next answer; callers and probes are told."""
+    """Check that callers and probes are told when the engine fails, after `num_tokens` of the next answer."""
     streamed = await post(client, prompt=[1], stream=True, **LONG)
     blocks = [block for block in streamed.text.split("\n\n") if block]
     assert num_tokens is None or len(blocks) == num_tokens + 1
@@ -268,7 +268,8 @@ async def check_death(client: httpx.AsyncClient, num_tokens: int | None = None) 
 
 
 async def leave_a_stream(app: FastAPI) -> None:
-    """Ask for 60 tokens over bare ASGI, and go away after the first event: httpx's transport only answers whole."""
+    """Ask for 60 tokens over bare ASGI and leave after the first event; httpx's transport would read the whole
+    answer."""
     gone = asyncio.Event()
     body = json.dumps({"prompt": [1], "stream": True, **LONG}).encode()
     request = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -351,7 +352,7 @@ async def test_pages_of_origins_that_a_deployment_names_may_ask(
     asks = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     asked = await client.options("/v1/completions", headers=asks)
     refused = await client.post("/v1/completions", json={}, headers={"origin": PAGE})
-    assert refused.status_code == 401, "a page sees why it is not answered"
+    assert refused.status_code == 401, "a page may read why it was refused"
     known = {PAGE, "*"} & {*allowed}
     assert asked.status_code == (200 if known else 400 if allowed else 405)
     for answer in (asked, refused, await client.get("/health", headers={"origin": PAGE})):

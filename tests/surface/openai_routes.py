@@ -1,4 +1,4 @@
-"""OpenAI's routes by OpenAI's own client, on whichever real engine the fixture `engine` gives."""
+"""OpenAI's routes with OpenAI's own client, on the real engine of the fixture `engine`."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine_config() -> EngineConfig:
-    # `swiftkv: false`: a student has no log-probabilities of its prompt in vLLM.
+    # `swiftkv: false`: in vLLM a student has no prompt log-probabilities.
     return EngineConfig(max_num_seqs=8, stream_interval_s=0.0, kv_cache_bytes=16 << 20, swiftkv=False)
 
 
@@ -46,7 +46,8 @@ def http(version: Version) -> httpx.AsyncClient:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """8 greedy tokens, whatever ends an answer; `extra` holds fields that OpenAI has not."""
+    """Return a request for 8 greedy tokens that ignores the end of text; `extra` holds fields that OpenAI does not
+    have."""
     extra = {"ignore_eos": True, **fields.pop("extra", {})}
     return {"model": "tiny", "max_tokens": 8, "temperature": 0.0, "extra_body": extra, **fields}
 
@@ -60,7 +61,7 @@ async def chat(client: Any, messages: Any = HELLO, **fields: Any) -> Any:
 
 
 async def generate(http: httpx.AsyncClient) -> Any:
-    """The same 8 tokens without OpenAI's shape."""
+    """Return the same 8 tokens from `/generate`."""
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     return (await http.post("/generate", json=body)).json()["choices"][0]
 
@@ -85,7 +86,7 @@ async def test_a_completion_is_the_engines(client: Any, http: httpx.AsyncClient)
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     nothing = dict.fromkeys(("n", "top_p", "stop", "logit_bias", "min_tokens", "suffix", "stream_options", "user", "k"))
     with_nulls = (await http.post("/v1/completions", json=body | nothing)).json()
-    assert [choice["text"] for choice in with_nulls["choices"]] == texts(answer), "null is as if it was left out"
+    assert [choice["text"] for choice in with_nulls["choices"]] == texts(answer), "null means that the field is absent"
 
 
 async def test_choices_are_samples_within_prompts(client: Any) -> None:
@@ -234,7 +235,7 @@ async def test_fields_without_effect_are_named_in_a_header(client: Any, version:
     version.ignored_fields = frozenset({"suffix", "colour"})
     unknown: dict[str, Any] = {"prompt": "hello", **asked(suffix="x", extra={"colour": "red"})}
     answer = await client.completions.with_raw_response.create(**unknown)
-    assert answer.headers["x-swiftkv-ignored-fields"] == "suffix, colour", "an operator sets fields to be ignored"
+    assert answer.headers["x-swiftkv-ignored-fields"] == "suffix, colour", "the ignored fields are named"
     version.ignored_fields = frozenset({"*"})
     with pytest.raises(openai.BadRequestError, match="suffix is 'x'"):
         await client.completions.create(**unknown)
@@ -255,7 +256,7 @@ async def test_the_usage_so_far_is_in_every_event(client: Any, n: int) -> None:
     counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts)
     assert counts[0] >= 1
-    assert counts[-2:] == [16 * n] * 2, "the last event has the usage alone"
+    assert counts[-2:] == [16 * n] * 2, "the last event has only the usage"
     assert {usage.prompt_tokens for usage in usages} <= {5, 6, 11}
     assert usages[-1].prompt_tokens == 11
 
@@ -275,7 +276,7 @@ async def test_a_prompt_is_scored_and_nothing_generated(client: Any) -> None:
 
 
 async def test_an_answer_ends_no_earlier_than_it_may(client: Any, http: httpx.AsyncClient) -> None:
-    """Its text may end with what ended it."""
+    """The text may include the string that ended it."""
     whole = await generate(http)
     stop, string = whole["token_ids"][2], whole["text"][3:5]
     short = await complete(client, extra={"stop_token_ids": [stop]})
@@ -318,7 +319,7 @@ async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_p
     usages = [(await complete(who, prompt)).usage for who in (ann, ann, bob)]
     first, again, another = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     assert again >= 128
-    assert first == another == 0, "a prefix is found again by its own tenant alone"
+    assert first == another == 0, "a tenant reuses only its own prefixes"
     with pytest.raises(openai.PermissionDeniedError, match="this needs generate"):
         await complete(eve, prompt)
     with pytest.raises(openai.AuthenticationError, match="unknown, or was revoked"):

@@ -1,4 +1,4 @@
-"""Tools by OpenAI's own client, on whichever real engine the fixture `engine` gives, with random weights."""
+"""Tools with OpenAI's own client, on the real engine of the fixture `engine`, with random weights."""
 
 import json
 from collections.abc import Container
@@ -23,11 +23,11 @@ TEMPLATE = Path(swiftkv_platform.sources.__file__).parent / "teacher" / "chat_te
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
 ALPHABET = sorted(ByteLevel.alphabet())  # by token id, of the tiny model's tokenizer
 SPACES = {str(ALPHABET.index(character)): -50 for character in "ĠĊĉč"}
-"""Biases against whitespace, of which random weights would write much between the tokens of JSON."""
+"""Biases against whitespace, which random weights would write a lot between the tokens of JSON."""
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    """Schema of an object with these fields and no other."""
+    """Return the schema of an object with these fields and no others."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -73,20 +73,20 @@ def client(version: Version) -> Any:
 
 
 async def chat(client: Any, **fields: Any) -> Any:
-    """The only choice of an answer."""
+    """Return the only choice of an answer."""
     [choice] = (await client.chat.completions.create(**asked(**fields))).choices
     return choice
 
 
 async def streamed(client: Any, **fields: Any) -> Any:
-    """The choice of a stream, as OpenAI's client joins it, and its chunks."""
+    """Return a stream's choice, as OpenAI's client joins it, and its chunks."""
     async with client.chat.completions.stream(**asked(**fields)) as stream:
         chunks = [event.chunk async for event in stream if event.type == "chunk"]
         return (await stream.get_final_completion()).choices[0], chunks
 
 
 def check_calls(calls: Any, among: Container[str] = SCHEMAS) -> None:
-    """Each is of one of the tools and validates by its schema."""
+    """Assert that each call is of one of the tools and validates against its schema."""
     assert calls
     for call in calls:
         assert call.type == "function"
@@ -146,7 +146,7 @@ async def test_a_function_without_parameters_is_called_without_arguments(client:
 @pytest.mark.parametrize(("family", "length"), [("hermes", 29), ("mistral_v11", 9)])
 async def test_several_calls_may_be_made_at_once(client: Any, version: Version, family: str, length: int) -> None:
     version.tool_call_parser = family
-    # Where only "]" and spaces may follow, "]" does.
+    # These biases make the model choose "]" only where nothing but "]" and whitespace may follow.
     going_on = {**SPACES, str(EOS): -100, str(ALPHABET.index("]")): -25}
     choice = await chat(client, tool_choice="required", max_tokens=200, logit_bias=going_on)
     calls = choice.message.tool_calls
@@ -160,7 +160,7 @@ async def test_several_calls_may_be_made_at_once(client: Any, version: Version, 
 async def test_calls_that_are_cut_off_say_so(client: Any) -> None:
     fields = {"tool_choice": named("get_weather"), "max_tokens": 70}
     whole = await chat(client, **fields)
-    # OpenAI's own helper takes no answer that was cut off.
+    # OpenAI's own helper raises for a truncated answer.
     stream = await client.chat.completions.create(**asked(**fields, stream=True))
     choices = [chunk.choices[0] async for chunk in stream]
     calls = [call.function for choice in choices for call in choice.delta.tool_calls or ()]
@@ -189,7 +189,7 @@ async def test_a_stop_within_a_calls_arguments_is_no_call(client: Any, cut: str)
 
 async def test_a_strict_function_that_the_model_chose_validates_too(client: Any, version: Version) -> None:
     version.tool_call_parser = "llama3"
-    favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # as its calls begin
+    favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # the first tokens of a call
     tools = [tool("get_weather", parameters=WEATHER, strict=True), TOOLS[1]]
     choice = await chat(client, tools=tools, logit_bias=favoured)
     assert choice.finish_reason == "tool_calls"
@@ -212,7 +212,7 @@ async def test_some_of_the_tools_are_seen_with_the_others_and_called_alone(
     client: Any, version: Version, mode: str
 ) -> None:
     version.tool_call_parser = "llama3"
-    begun = {**SPACES, str(ALPHABET.index("{")): 100}  # as a call begins
+    begun = {**SPACES, str(ALPHABET.index("{")): 100}  # the first token of a call
     fields = {"tool_choice": allowed(mode, "move", "ping"), "logit_bias": begun if mode == "auto" else SPACES}
     whole = await client.chat.completions.create(**asked(n=4, max_tokens=120, **fields))
     auto = await client.chat.completions.create(**asked(max_tokens=1))

@@ -1,4 +1,4 @@
-"""Turns of a conversation as clients send them back, on whichever real engine the fixture `engine` gives."""
+"""Turns of a conversation as clients send them back, on the real engine of the fixture `engine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAID = {"role": "assistant", "content": "22"}
 
 
 class Weather(BaseModel):
-    """Arguments, as OpenAI's client makes a tool of them."""
+    """A tool's arguments, from which OpenAI's client makes the tool."""
 
     city: Literal["Rome", "Oslo"]
     days: Literal[1, 2]
@@ -30,10 +30,10 @@ class Weather(BaseModel):
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_what_the_clients_helpers_returned_goes_back_over_several_turns(client: Any, streams: bool) -> None:
-    """With the parsed arguments and contents that the client keeps in its messages."""
+    """With the parsed arguments and contents that the client adds to its messages."""
     told, tools = [*MESSAGES], [openai.pydantic_function_tool(Weather)]
     fields = {"tools": tools, "response_format": Weather, "tool_choice": "required", "parallel_tool_calls": False}
-    against = {**SPACES, str(ALPHABET.index("<")): -100}  # as a call would begin
+    against = {**SPACES, str(ALPHABET.index("<")): -100}  # the first token of a call
     for turn in ({}, {}, {"tool_choice": "auto", "logit_bias": against}, {}, {}):
         body = asked(messages=told, **fields | turn)
         if streams:

@@ -1,4 +1,4 @@
-"""Values of parameters as clients write them, and tokens as they are told, on whichever engine `engine` gives."""
+"""Parameter values as clients write them, and tokens as answers report them, on the engine of the fixture `engine`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_offsets_and_parts_of_characters_are_told_alike_whole_and_streamed
     expected = [at for at, character in enumerate(whole.text) for _ in character.encode()]
     special = 4 if echo else 0  # `<s>` is one token
     assert found.text_offset == [*expected[:special], *expected[special + 2 if echo else 0 :]]
-    assert all(len(entry) in (3, 4) for entry in found.top_logprobs if entry), "entries do not collide"
+    assert all(len(entry) in (3, 4) for entry in found.top_logprobs if entry), "every entry has a name of its own"
     streamed = [chunk.choices[0].logprobs async for chunk in await complete(client, **fields, stream=True)]
     joined = [(token, at) for one in streamed if one for token, at in zip(one.tokens, one.text_offset, strict=True)]
     assert joined == list(zip(found.tokens, found.text_offset, strict=True))
@@ -50,7 +50,7 @@ def _bytes(token: str) -> bytes:
 
 
 async def test_a_stop_string_may_name_a_special_token(client: Any) -> None:
-    """A bias favours the token, which is not shown."""
+    """A bias makes the model choose the token, which is not shown in the text."""
     favoured = {"logit_bias": {str(BOS): 100}, "extra": {"ignore_eos": True}}
     [choice] = (await complete(client, **favoured, stop=["<s>"])).choices
     assert (choice.text, choice.finish_reason) == ("", "stop")
@@ -80,7 +80,7 @@ async def test_values_as_clients_write_them_mean_what_they_mean_there(
 
 @pytest.mark.parametrize("end", [0, 1])
 async def test_both_ends_of_every_range_are_answered(http: httpx.AsyncClient, end: int) -> None:
-    """By vLLM too, whose own ranges hold ours."""
+    """On vLLM too, whose ranges include ours."""
     numbers = {name: ends[end] for name, ends in RANGES.items()}
     whole = {"seed": (-1, MAX_SEED)[end], "top_k": (-1, MAX_TOP_K)[end], "priority": (1 - 2 * end) * MAX_PRIORITY}
     body = {**PLAIN, **numbers, **whole, "logit_bias": {"5": (-100, 100)[end]}, "min_tokens": 4 * end}

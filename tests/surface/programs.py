@@ -1,5 +1,5 @@
-"""Requests of chat pages, editors and agents as they were written down, on whichever real engine the fixture `engine`
-gives: answered in the form that each reads, or refused where an answer would be another one."""
+"""Recorded requests of chat pages, editors and agents, on the real engine of the fixture `engine`: answered in the form
+that each program reads, or refused if the answer would be a different one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def ask(http: httpx.AsyncClient, asked: Recorded) -> httpx.Response:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The documents of a stream, `[DONE]` among them."""
+    """Return the documents of a stream, including `[DONE]`."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def tokens(asked: Recorded, answer: httpx.Response) -> tuple[int, int]:
-    """Tokens of the prompt and of the answer, where the program reads them."""
+    """Return the token counts of prompt and answer from where the program reads them."""
     is_stream = asked.body.get("stream")
     if asked.route == "messages":
         message = joined(answer.text) if is_stream else answer.json()
@@ -82,7 +82,7 @@ async def test_what_programs_send_is_answered_in_the_form_that_they_read(
         assert count.json() == {"input_tokens": found[0]}
     without = {name: value for name, value in asked.body.items() if name not in asked.named}
     again = await ask(http, Recorded(asked.program, asked.route, without))
-    assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "the header names what it read"
+    assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "ignored fields change nothing"
 
 
 @pytest.mark.parametrize(("what", "route", "body", "param", "reason"), REFUSED, ids=[one[0] for one in REFUSED])
@@ -96,7 +96,7 @@ async def test_what_would_be_another_answer_is_refused(
 
 
 async def test_a_response_that_codex_reads_goes_back_into_its_next_turn(http: httpx.AsyncClient) -> None:
-    """It drops ids and statuses (openai/codex#12669)."""
+    """Codex drops ids and statuses (openai/codex#12669)."""
     output = events(await ask(http, CODEX))[-1]["response"]["output"]
     kept = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in output]
     told = [*CODEX.body["input"], *kept, CODEX.body["input"][1]]

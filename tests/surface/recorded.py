@@ -1,4 +1,4 @@
-"""Requests of chat pages, editors and agents, written down from their public sources, with shorter texts and answers.
+"""Requests of chat pages, editors and agents, taken from their public sources, with shorter texts and answers.
 
 Sources: open-webui/open-webui (`routers/openai.py`, `routers/tasks.py`, `utils/middleware.py`, `utils/payload.py`),
 zed-industries/zed (`crates/open_ai`, `crates/anthropic`, `crates/edit_prediction`), continuedev/continue (`core/llm`,
@@ -16,13 +16,13 @@ from swiftkv_platform.serve.openai.fields import Route
 
 @dataclass(frozen=True)
 class Recorded:
-    """A request of a program's."""
+    """A request that a program sends."""
 
     program: str
     route: Route
     body: dict[str, Any]
     named: tuple[str, ...] = ()
-    """Fields that the answer's header must name, and no others."""
+    """Exactly the fields that the answer's header must name."""
     headers: dict[str, str] = field(default_factory=dict)
     query: str = ""
 
@@ -31,7 +31,7 @@ class Recorded:
 
 
 def _function(name: str, **properties: Any) -> dict[str, Any]:
-    """A function as generators of schemas write it: with annotations, and a dialect."""
+    """Return a function as schema generators write it: with annotations, and a dialect."""
     parameters = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": name,
@@ -59,7 +59,7 @@ _ASKED = {"role": "user", "content": "What is in a.py?"}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.py"}'}}
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 
-# Tasks beside a chat: their titles, tags, questions that could follow, and completions of what is typed.
+# Open WebUI's tasks next to a chat: titles, tags, follow-up questions, and completions of typed text.
 _TASKS = {"task": "title_generation", "task_body": {"messages": [_ASKED]}, "chat_id": "c", "features": {"web": False}}
 _OPEN_WEBUI = [
     Recorded(
@@ -313,7 +313,7 @@ CODEX = Recorded(
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "019a",
         "client_metadata": {"x-codex-installation-id": "1"},
-        "max_output_tokens": 9,  # it gives none, which is the rest of the context
+        "max_output_tokens": 9,  # Codex sends none, which means the rest of the context
     },
     ("reasoning", "store", "include", "prompt_cache_key", "client_metadata", "input.summary"),
 )
@@ -365,4 +365,5 @@ REFUSED: list[tuple[str, Route, dict[str, Any], str, str]] = [
         "type is 'web_search'; accepted here: function",
     ),
 ]
-"""(what, route, body, the field that the refusal names, words of it): it would change the answer."""
+"""(name, route, body, the field that the refusal names, part of its message): ignoring the field would change the
+answer."""

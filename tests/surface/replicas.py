@@ -1,4 +1,4 @@
-"""A replica's application around an engine of the test's own, clients that ask it over ASGI, and models to serve."""
+"""A replica's application around a test's engine, clients that call it over ASGI, and models to serve."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 
 def version_of(engine: EngineFrontend, model: str = "mdl_1", context: int = CONTEXT, **card: Any) -> Version:
-    """The model that the engine has loaded, as `model`; `card` tells more of it."""
+    """Return the engine's loaded model as version `model`; `card` sets more fields of its card."""
     fields = {"deployment": "dep_1", "manifest_digest": None, "swiftkv": None, **card}
     return Version(engine, ModelCard(model=model, max_model_len=context, **fields), created=1)
 
@@ -25,17 +25,17 @@ def application(version: Version, *, replica: str = "", observers: Any = (), **o
 
 
 def asgi_client(app: FastAPI) -> httpx.AsyncClient:
-    """A client without a socket; it holds nothing that must be closed."""
+    """Return a client without a socket, which needs no closing."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve")
 
 
 def openai_client(app: FastAPI, api_key: str = "none") -> Any:
-    """OpenAI's own client."""
+    """Return OpenAI's own client."""
     return openai.AsyncOpenAI(api_key=api_key, base_url="http://serve/v1", http_client=asgi_client(app), max_retries=0)
 
 
 def save_chat_model(directory: Path, context: int, template: str) -> Path:
-    """A SwiftKV student whose tokenizer has a chat template."""
+    """Save a SwiftKV student whose tokenizer has a chat template."""
     save_swiftkv(directory, context)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = template

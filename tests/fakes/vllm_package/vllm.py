@@ -1,6 +1,7 @@
-"""The part of vLLM that `benchmarks/vllm_worker.py` uses, for an interpreter without it: one token a step for each.
+"""The part of vLLM that `benchmarks/vllm_worker.py` uses, for an interpreter without it: one token per step and
+request.
 
-Passes the tests that real vLLM passes (`tests/unit/benchmarks/test_vllm.py`). Like vLLM it prints where it should not.
+Passes the tests that real vLLM passes (`tests/unit/benchmarks/test_vllm.py`). Like vLLM it prints to standard output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 __version__ = "fake"
 platforms = Struct(current_platform=object())
 DIES, SLEEPS = 3, 4
-"""First tokens of prompts at which the process kills itself, or says nothing more."""
+"""First prompt tokens at which the process kills itself, or stops answering."""
 
 
 class EngineArgs:

@@ -1,5 +1,5 @@
-"""Deployments that programs of other authors talk to, each started once in an environment of its own; the programs as
-processes, and what they are asked for."""
+"""Deployments that third-party programs talk to, each started once in its own environment; helpers that run the
+programs as processes, and the requests that they make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _START_S = 900.0
 MODEL = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
 MAX_TOKENS = 400
-"""Enough for any answer within a schema; each of its values has a bound."""
+"""Enough for any answer within a schema: all of its values are bounded."""
 
 
 class City(StrEnum):
@@ -37,16 +37,16 @@ class City(StrEnum):
 
 
 class Weather(BaseModel):
-    """Weather of a city; an answer's form, and a tool's arguments."""
+    """Weather of a city: the schema of an answer, and of a tool's arguments."""
 
-    model_config = ConfigDict(extra="forbid")  # random weights would write further fields without end
+    model_config = ConfigDict(extra="forbid")  # random weights would write endless extra fields
     city: City
     days: int = Field(ge=1, le=14)
     celsius: bool
 
 
 def run(command: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Return what the program wrote; one that fails is the test's failure, with its own words."""
+    """Run a program and return its output; if it fails, fail the test with that output."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **(environment or {})}
     options: dict[str, Any] = {
         "stdout": subprocess.PIPE,
@@ -60,7 +60,7 @@ def run(command: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | N
 
 
 def node_program(package: str) -> list[str]:
-    """Command of a package's program, or of Node alone for `openai`, which has none."""
+    """Return the command of a package's program, or only Node for `openai`, which has none."""
     node = shutil.which("node") or missing("node is not installed; the judges of its world need version 20 or newer")
     directory = NODE / "node_modules" / package
     if not directory.is_dir():
@@ -93,7 +93,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the page; without times and addresses, so that equal results are equal pages."""
+    """Write the results page without times and addresses, so that equal results give equal pages."""
     page: Path | None = session.config.getoption("page")
     if page is None:
         return
@@ -107,22 +107,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model that is served."""
+    """A served model."""
 
     url: str
-    """Address below which the routes lie."""
+    """Base address of the routes."""
     tokenizer: Path
     """Directory of the tokenizer, which has a chat template."""
 
     @property
     def openai_url(self) -> str:
-        """`base_url` of OpenAI's clients."""
+        """`base_url` for OpenAI's clients."""
         return f"{self.url}/v1"
 
 
 @contextmanager
 def started(python: str, kind: str, directory: Path) -> Iterator[dict[str, str]]:
-    """Start what judges talk to, and yield its own description; it ends with the block."""
+    """Start a deployment or platform of `kind`, and yield its description; stop it at the end."""
     log = directory / "log"
     command = [python, "-m", "tests.outside.judges.started", kind, str(directory)]
     environment, pipes = {**os.environ, "PYTHONPATH": str(ROOT)}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

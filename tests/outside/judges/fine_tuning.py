@@ -1,4 +1,4 @@
-"""A fine-tuning job from upload to chat, asked for with OpenAI's client for Python. Knows HTTP alone."""
+"""A fine-tuning job from upload to chat with OpenAI's Python client, over HTTP only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWIFTKV: dict[str, Any] = {
     "resources": {"num_workers": 1},
     "tracking": {"wandb": {"mode": "disabled"}},
 }
-"""Everything that OpenAI's fields do not say."""
+"""The job settings that OpenAI's fields cannot express."""
 QUESTION: list[Any] = [{"role": "user", "content": "Add 7 to a number."}]
 ANSWERS = {f"Add {number} to a number.": f"def add_{number}(x):\n    return x + {number}\n" for number in range(40)}
 CHATS = [
@@ -32,7 +32,7 @@ _DEADLINE_S = 300.0
 
 
 def tune_and_chat(url: str) -> openai.types.fine_tuning.FineTuningJob:
-    """Upload, tune, follow and chat, at a control plane without keys; only the returned job and its model are left."""
+    """Upload, tune, follow and chat on a control plane without keys; leave only the returned job and its model."""
     with openai.OpenAI(api_key="none", base_url=f"{url}/v1") as client:
         file = client.files.create(file=("chats.jsonl", ROWS.encode()), purpose="fine-tune")
         asked: dict[str, Any] = {"training_file": file.id, "suffix": "adder", "extra_body": {"swiftkv": SWIFTKV}}
@@ -47,13 +47,13 @@ def tune_and_chat(url: str) -> openai.types.fine_tuning.FineTuningJob:
         assert {event.type for event in events} == {"message", "metrics"}
         checkpoints = client.fine_tuning.jobs.checkpoints.list(job.id).data
         assert [checkpoint.step_number for checkpoint in checkpoints] == [2, 1]
-        assert client.files.delete(file.id).deleted, "no live job uses it"
+        assert client.files.delete(file.id).deleted, "a file that no running job uses can be deleted"
     assert chat(url, job.fine_tuned_model)
     return job
 
 
 def chat(url: str, model: str) -> str:
-    """Deploy a model, ask it once, and take it out of service."""
+    """Deploy a model, send it one chat request, and delete the deployment."""
     with httpx.Client(base_url=url, timeout=60.0) as platform:
         made = platform.post("/deployments", json={"model": model, "route_prefix": "/tuned"}).raise_for_status().json()
         deadline = time.monotonic() + _DEADLINE_S

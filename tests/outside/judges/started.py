@@ -1,4 +1,4 @@
-"""Deployments and the platform for judges, each in a process of its own that ends with its standard input.
+"""Deployments and the platform for judges, each in a process that ends when its standard input is closed.
 
     python -m tests.outside.judges.started native|vllm|platform|documents DIRECTORY
 
@@ -36,7 +36,7 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 @contextmanager
 def deployment(directory: Path, backend: str) -> Iterator[dict[str, str]]:
-    """A student with random weights, a token a byte, and a chat template."""
+    """A deployed student with random weights, one token per byte, and a chat template."""
     become_a_driver()
     tests.integration.conftest.DEADLINE_S = 900.0  # vLLM compiles the model first, on whatever cores are free
     model = save_chat_model(directory / "model", CONTEXT, TEMPLATE.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def main(kind: str, directory: Path) -> None:
         write_documents(directory)
         return
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as standard_output:
-        os.dup2(2, 1)  # libraries print what they like
+        os.dup2(2, 1)  # keep libraries' output out of standard output
         with platform(directory) if kind == "platform" else deployment(directory, kind) as told:
             standard_output.write(json.dumps(told) + "\n")
             standard_output.flush()

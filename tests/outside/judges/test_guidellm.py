@@ -31,7 +31,7 @@ def test_no_request_fails(native: Deployment, tmp_path: Path, route: str) -> Non
     requests, counted = benchmark["requests"], benchmark["scheduler_state"]
     assert counted["created_requests"] == NUM_REQUESTS
     assert {request["info"]["error"] for request in requests["errored"]} == set()
-    # It ends without waiting for what its own processes have still to tell of the last requests.
+    # guidellm exits without waiting for its own processes to report the last requests.
     assert len(requests["successful"]) + counted["processing_requests"] == NUM_REQUESTS
     assert counted["processing_requests"] < NUM_STREAMS
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {16}

@@ -48,7 +48,7 @@ def test_a_structured_answer(connect: Callable[..., ChatOpenAI]) -> None:
 
 
 def test_a_tool_is_called_whole_and_streamed(connect: Callable[..., ChatOpenAI]) -> None:
-    # strict: langchain's own schema of a tool leaves out that further fields are forbidden
+    # strict: langchain's own tool schema does not forbid extra fields
     chat = connect().bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False, strict=True)
     whole = chat.invoke([QUESTION])
     chunks = list(chat.stream([QUESTION]))

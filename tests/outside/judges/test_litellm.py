@@ -56,7 +56,7 @@ def test_a_tool_is_called_whole_and_streamed(chat: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("speaks", ["openai", "anthropic"])
 def test_a_prompt_that_is_too_long_goes_to_the_model_for_such(chat: dict[str, Any], speaks: str) -> None:
-    """The other model answers with words of its own, so that they tell who was asked."""
+    """The two models give different answers, which show the one that was asked."""
     server = {name: chat[name] for name in ("api_base", "api_key")}
     if speaks == "anthropic":
         server["api_base"] = server["api_base"].removesuffix("/v1")

@@ -15,7 +15,7 @@ NUM_ROWS = len((TASKS / "facts.jsonl").read_text().splitlines())
 
 
 def evaluate(model: str, arguments: dict[str, Any], tasks: list[str], output: Path, *flags: str) -> dict[str, Any]:
-    """Samples of each task."""
+    """Return the samples of each task."""
     given = ",".join(f"{name}={value}" for name, value in {"model": MODEL, "max_retries": 1, **arguments}.items())
     command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", given, "--tasks", ",".join(tasks)]
     command += ["--include_path", str(TASKS), "--output_path", str(output), "--log_samples", *flags]
@@ -35,7 +35,7 @@ def test_local_completions(native: Deployment, tmp_path: Path) -> None:
     for sample in samples["judged_choice"]:
         log_probabilities = [float(answer[0][0]) for answer in sample["resps"]]
         assert all(math.isfinite(value) and value < 0 for value in log_probabilities)
-        assert len(set(log_probabilities)) == 2, "of both choices"
+        assert len(set(log_probabilities)) == 2, "the two choices have different log-probabilities"
     assert all(math.isfinite(sample["bits_per_byte"][0]) for sample in samples["judged_text"])
     assert all(sample["resps"][0][0] for sample in samples["judged_words"])
 

@@ -17,7 +17,7 @@ def test_the_client_is_content(native: Deployment, part: str) -> None:
 
 
 def test_a_job_from_an_uploaded_file_to_a_chat_with_the_model(platform: str) -> None:
-    """The client for Python does the same in `tests/integration/test_end_to_end.py`."""
+    """`tests/integration/test_end_to_end.py` does the same with the Python client."""
     job = json.dumps({"teacher": TEACHER, "rows": ROWS, "swiftkv": SWIFTKV, "question": QUESTION})
     environment = {"SWIFTKV_JUDGED_PLATFORM": platform, "SWIFTKV_JUDGED_JOB": job}
     run([*node_program("openai"), "--test", "fine_tuning.test.mjs"], cwd=NODE, environment=environment)

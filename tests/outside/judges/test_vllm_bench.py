@@ -17,7 +17,8 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""`vllm bench serve`, whose command asks for the version of a distribution that builds for CPUs name otherwise."""
+"""Runs `vllm bench serve` without its command, which needs a distribution named `vllm`; CPU builds have another
+name."""
 
 
 @pytest.mark.parametrize(("backend", "route"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])

@@ -1,4 +1,4 @@
-"""vLLM's engine, on a CPU, for the tests of the HTTP surface that the native one passes (`tests/unit/serve`)."""
+"""vLLM's engine on a CPU, for the HTTP tests that the native engine also passes (`tests/unit/serve`)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytest.register_assert_rewrite("tests.surface")
 
 @pytest.fixture(scope="session")
 def variables() -> dict[str, str]:
-    """Environment of a test's Ray beside this one's: nothing, since no object store is needed."""
+    """Extra environment of the tests' Ray: none, since no object store is needed."""
     return {}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model_dir: Path, engine_config: EngineConfig) -> AsyncIterator[VLLMEngine]:
-    """An engine in processes of its own, not compiled: it is there in seconds."""
+    """An engine in processes of its own, without compilation, so that it starts in seconds."""
     engine = await asyncio.to_thread(load_vllm, model_dir, engine_config, enforce_eager=True)
     yield engine
     await engine.aclose()
@@ -39,7 +39,7 @@ async def engine(model_dir: Path, engine_config: EngineConfig) -> AsyncIterator[
 @pytest.fixture
 def idle(engine: VLLMEngine) -> Callable[[], Awaitable[None]]:
     async def wait() -> None:
-        """A short request makes vLLM's scheduler tell how full its cache is after it."""
+        """Wait until vLLM's cache is empty; a short request makes its scheduler report the usage."""
         while engine.llm.output_processor.has_unfinished_requests():
             await asyncio.sleep(0.001)
         outputs = [output async for output in await engine.submit([9], SamplingParams(max_tokens=1, ignore_eos=True))]

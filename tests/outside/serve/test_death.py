@@ -1,4 +1,4 @@
-"""The end of vLLM's processes, as callers and probes see it."""
+"""Callers and probes are told when the processes of vLLM die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions that vLLM serves: fetched and verified before it sees them, swapped live, ended with their process."""
+"""Versions served by vLLM: fetched and verified before it loads them, swapped live, and their processes ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def artifact(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions that are not compiled, so that they are there in seconds."""
+    """Serve versions without compilation, so that they start in seconds."""
     load: Callable[..., Any] = swiftkv_platform.serve.vllm_engine.load_vllm
     monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
 
@@ -91,7 +91,7 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
     assert "max_model_len is 65" in current.swap.message
     await current.version.drain()
     processes = psutil.Process().children()
-    assert not [one for one in processes if one.status() == psutil.STATUS_ZOMBIE], "those of old versions are reaped"
+    assert not [one for one in processes if one.status() == psutil.STATUS_ZOMBIE], "old versions leave no zombies"
 
 
 async def test_a_flipped_byte_never_comes_to_vllm(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_vllms_processes_end_with_a_replica_that_is_killed(tmp_path: Path) -> No
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there, and no zombie."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

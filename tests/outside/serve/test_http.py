@@ -1,4 +1,4 @@
-"""vLLM behind `/generate` and its like, and what it refuses."""
+"""vLLM behind `/generate` and related routes, and the requests that it refuses."""
 
 from __future__ import annotations
 

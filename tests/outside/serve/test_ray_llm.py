@@ -1,4 +1,4 @@
-"""Ray Serve LLM with the application that infra/ ships: its OpenAI routes give the greedy tokens of a job's student."""
+"""Ray Serve LLM with the application in infra/: its OpenAI routes give the greedy tokens of a job's student."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.engine.tiny_models import save_dense
 __all__ = ["dashboard_url", "head", "serve_port"]
 
 tests.integration.conftest.DEADLINE_S = 900.0
-"""vLLM starts beside Ray's own processes."""
+"""vLLM starts next to Ray's own processes."""
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -40,7 +40,7 @@ APPLICATIONS = "/api/serve/applications/"
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artifact of a distillation job; the project's own environment runs it, because vLLM's has no trainer."""
+    """Artifact of a distillation job, made in the project's own environment, because vLLM's has no trainer."""
     python = interpreter("SWIFTKV_TEST_PYTHON", "install")
     directory = tmp_path_factory.mktemp("job")
     corpus = directory / "corpus.jsonl"
@@ -56,7 +56,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(artifact: Path, serve_port: int) -> dict[str, Any]:
-    """The shipped application, of a model on this machine and on its CPUs."""
+    """Return the shipped application, changed to a local model and CPUs."""
     config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
     [application] = config["applications"]
     [model] = application["args"]["llm_configs"]

@@ -1,4 +1,4 @@
-"""Ray Serve with vLLM in the replicas: the tests under load that the native engine passes, on compiled models."""
+"""Ray Serve with vLLM in the replicas: the load tests of the native engine, with compiled models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 tests.integration.conftest.DEADLINE_S = 900.0
-"""vLLM compiles each new replica's model, on the cores that the others answer with."""
+"""vLLM compiles the model for each new replica, on cores that are busy with answers."""
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
@@ -62,7 +62,7 @@ def test_no_process_of_vllms_outlives_its_replica(
     [replica] = replica_pids(dashboard_url, spec.id)
 
     def of_vllm() -> list[psutil.Process]:
-        """They take their names some time after they begin."""
+        """Return vLLM's processes; they set their names some time after they start."""
         return [each for each in psutil.Process(replica).children(recursive=True) if "VLLM" in "".join(each.cmdline())]
 
     wait_for(lambda: bool(of_vllm()))

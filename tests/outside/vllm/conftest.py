@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # tiny models: with two, threads of vLLM 0.32 wait for each other most of the time
+)  # tiny models: with two threads, vLLM 0.32 mostly waits for synchronization
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -34,19 +34,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=["shared", "own"])
 def student(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, in the paper's form and with deep tokens that keep their own K and V."""
+    """The same student, with shared K and V (the paper's form) and with deep tokens that keep their own."""
     return llama if request.param == "shared" else make_student(tmp_path_factory.mktemp("own"), shape=OWN)
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A student of the second form."""
+    """A student whose deep tokens keep their own K and V."""
     return make_student(tmp_path / "own", shape=OWN)
 
 
 @pytest.fixture(params=["llama-l4-g1", "llama-l6-g2-bias"])
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """A directory that the reference implementation wrote, and the file of its outputs."""
+    """A checkpoint directory of the reference implementation, and the file of its expected outputs."""
     source = GOLDEN / request.param
     if not source.is_dir():
         pytest.skip("the reference implementation's outputs are not on this machine")

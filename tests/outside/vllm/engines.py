@@ -1,4 +1,4 @@
-"""Tiny random students, vLLM engines over them in this process and on this CPU, and the text they should give."""
+"""Tiny random students, vLLM engines over them in this process on this CPU, and the text that they should give."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 VOCAB = 258
-"""Tokens of a tiny Llama."""
+"""Vocabulary size of a tiny Llama."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
-"""l and g for 5 layers: the last group is short."""
+"""l and g for 5 layers: the last group has one layer."""
 OWN = SHAPE | {"decode_key_value": "own"}
 """The same, with deep tokens that keep their own K and V."""
 
@@ -42,7 +42,7 @@ OWN = SHAPE | {"decode_key_value": "own"}
 def make_student(
     directory: Path, name: str = "llama", *, shape: dict[str, Any] = SHAPE, seed: int = 3, **changes: Any
 ) -> Path:
-    """A student of `FAMILY_CONFIGS[name]` whose SwiftKV weights are not its teacher's."""
+    """Save a student of `FAMILY_CONFIGS[name]` whose SwiftKV weights differ from its teacher's."""
     student = disturb(convert(family_teacher(name, seed, **changes), **shape))
     student.save_pretrained(directory)
     return directory
@@ -50,7 +50,7 @@ def make_student(
 
 @contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[LLM]:
-    """An engine that is taken down at the end, so that the next one in this process finds nothing of it."""
+    """Run an engine, and clean up after it, so that the next one in this process starts afresh."""
     llm = None
     try:
         llm = LLM(model=str(directory), **(DEFAULTS | options))
@@ -64,7 +64,7 @@ def serving(directory: Path, **options: Any) -> Iterator[LLM]:
 
 
 def configure(directory: Path, **options: Any) -> Any:
-    """vLLM's configuration of an engine, without the engine."""
+    """Return vLLM's configuration of an engine without starting it."""
     return EngineArgs(model=str(directory), **(DEFAULTS | options)).create_engine_config()
 
 
@@ -74,13 +74,13 @@ def prompts(lengths: Sequence[int] = (3, 70, 17, 41), vocab_size: int = 250, see
 
 
 def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """The tokens that follow each prompt."""
+    """Return the tokens generated after each prompt."""
     outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def next_logprobs(llm: LLM, batch: Sequence[Sequence[int]], vocab_size: int = VOCAB) -> torch.Tensor:
-    """Log-probabilities after each prompt [num_prompts, vocab_size]; the engine needs `max_logprobs`."""
+    """Return log-probabilities after each prompt, [num_prompts, vocab_size]; the engine needs `max_logprobs`."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=vocab_size)
     outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, use_tqdm=False)
     rows = [output.outputs[0].logprobs[0] for output in outputs]
@@ -90,8 +90,8 @@ def next_logprobs(llm: LLM, batch: Sequence[Sequence[int]], vocab_size: int = VO
 def expected(
     directory: Path, batch: Sequence[Sequence[int]], *, swiftkv: bool = True, count: int = 12, **arguments: Any
 ) -> list[list[int]]:
-    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time. Where deep tokens
-    keep their own K and V, those of the second implementation."""
+    """Return the greedy tokens of the project's own `generate()`, one prompt at a time; for deep tokens that keep their
+    own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
     if swiftkv and model.config.decodes_own:
         state, inv_freq = model.state_dict(), reference.frequencies(model.model.rotary_emb)
@@ -109,13 +109,13 @@ def expected(
 
 
 def runner(llm: LLM) -> Any:
-    """The model runner."""
+    """Return the engine's model runner."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 @contextmanager
 def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
-    """For each step that follows: tokens through the lower half, and through the upper half."""
+    """Record, for each following step, the number of tokens in the lower half and in the upper half."""
     decoder = runner(llm).model.model
     sizes: list[tuple[int, int]] = []
     forward, upper = decoder.forward, decoder._upper

@@ -1,7 +1,7 @@
-"""vLLM's second model runner (V2) on a CPU: Triton's interpreter runs its kernels.
+"""vLLM's second model runner (V2) on a CPU, with Triton's interpreter for its kernels.
 
-vLLM takes that runner wherever Triton has a backend, which is on GPUs, and its CPU build looks for one named `cpu`. The
-interpreter needs none, so a name is enough.
+vLLM uses that runner when Triton has a backend, as on GPUs; its CPU build looks for a backend named `cpu`. The
+interpreter needs no backend, so registering the name is enough.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 from typing import Any
 
 _MASK = {"create_masked_load": 1, "create_masked_store": 2}
-"""Place of the mask among the arguments."""
+"""Index of the mask among the arguments."""
 SECOND_RUNNER = os.environ.get("SWIFTKV_TEST_VLLM_RUNNER") == "v2"
-"""Whether the tests of this directory run with it: from vLLM 0.32 on, which has it in its CPU build."""
+"""Whether the tests of this directory use that runner, which vLLM's CPU build has since version 0.32."""
 
 
 class _Driver:
@@ -22,7 +22,7 @@ class _Driver:
 
 
 def take_second_runner() -> None:
-    """Have vLLM, which is not imported yet, run on the second model runner."""
+    """Make vLLM, which must not be imported yet, use the second model runner."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from triton import backends
@@ -31,13 +31,13 @@ def take_second_runner() -> None:
     import vllm.triton_utils
 
     assert vllm.triton_utils.HAS_TRITON
-    del backends.backends["cpu"]  # PyTorch's compiler would ask it for more
+    del backends.backends["cpu"]  # PyTorch's compiler would use it
     for name in ("create_masked_load", "create_masked_store"):
         _take_integer_masks(name)
 
 
 def _take_integer_masks(name: str) -> None:
-    """Some kernels mask by a product of conditions, an integer, which the interpreter does not take by itself."""
+    """Let masks be integers: some kernels multiply conditions, and the interpreter only takes booleans."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     inner = getattr(InterpreterBuilder, name)

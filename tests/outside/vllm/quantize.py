@@ -1,4 +1,4 @@
-"""Quantised copies of tiny models, in the layouts of published checkpoints, by a few lines of torch."""
+"""Quantised copies of tiny models in the layouts of published checkpoints, written in plain torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
-"""Columns of a weight that share a scale in 4 bits, and rows and columns of a block in 8."""
+"""Columns of a weight that share a scale in 4 bits; rows and columns of a block in FP8."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Quantized = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Tensors of the checkpoint by kind, and the weight that they mean."""
+"""The checkpoint's tensors by kind, and the weight that they decode to."""
 
 
 def _pack(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight numbers from 0 to 15 in an int32, along `dim`."""
+    """Pack eight numbers from 0 to 15 into an int32, along `dim`."""
     by_eight = values.unflatten(dim, (-1, 8)).index_select(dim + 1, torch.tensor(order)).long()
     shifts = torch.arange(0, 32, 4).view([-1 if at == dim + 1 else 1 for at in range(by_eight.ndim)])
     packed = (by_eight << shifts).sum(dim + 1)
@@ -33,7 +33,7 @@ def int8(weight: torch.Tensor) -> Quantized:
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers from 0 to 15 with 8 for zero [out, in], scales [out, in / GROUP], and the weight that they mean."""
+    """Return numbers from 0 to 15 (8 is zero) [out, in], scales [out, in / GROUP], and the decoded weight."""
     grouped = weight.unflatten(1, (-1, GROUP))
     scale = (grouped.abs().amax(-1, keepdim=True) / 7).bfloat16().float()
     rounded = (grouped / scale).round().clamp(-8, 7)
@@ -113,8 +113,8 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Quantized], dict[str, Any]]] =
 def quantize(
     source: Path, target: Path, name: str, spares: Callable[[str], bool] = lambda _: False, **fields: Any
 ) -> tuple[Path, Path]:
-    """A copy of a model whose projections are quantised, and one with the weights that they mean. `spares` keeps some
-    as they are; `fields` of `quantization_config` say so."""
+    """Write a copy of a model with quantised projections, and one with the weights that they decode to. Projections in
+    `spares` stay as they are; `fields` of `quantization_config` list them."""
     apply, method = FORMATS[name]
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")

@@ -1,4 +1,4 @@
-"""An adapter in vLLM is the whole artifact to the bit; another base is refused."""
+"""An adapter in vLLM equals the full artifact bit for bit; another base is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCORED = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokeni
 
 
 def make_adapter(name: str, tmp_path: Path, shape: dict[str, Any] = SHAPE, **base_options: Any) -> tuple[Path, Path]:
-    """A whole student, and the adapter of it; the base has the weights that the student was made from."""
+    """Save a full student and its adapter; the base has the weights that the student was converted from."""
     base, full, adapter = (tmp_path / part for part in ("base", "full", "adapter"))
     family_teacher(name).save_pretrained(base, **base_options)
     make_student(full, name, shape=shape)
@@ -27,7 +27,7 @@ def make_adapter(name: str, tmp_path: Path, shape: dict[str, Any] = SHAPE, **bas
 
 
 def scored(directory: Path) -> tuple[list[list[int]], list[dict[int, float]]]:
-    """Tokens and their log-probabilities, to the bit."""
+    """Return tokens and their exact log-probabilities."""
     with serving(directory) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], SCORED, use_tqdm=False)
     samples = [sample for output in outputs for sample in output.outputs]

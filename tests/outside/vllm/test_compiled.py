@@ -1,4 +1,5 @@
-"""The compiled halves give the text of the eager ones. Compilation is slow, so few engines see many kinds of step."""
+"""The compiled halves give the text of the eager ones. Compilation is slow, so few engines cover many kinds of
+steps."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def halves_are_compiled(llm: LLM) -> bool:
     ids=["llama", "qwen2-mixed", "qwen3_moe", "qwen2-mixed-own", "qwen3_moe-own", "olmo3", "gemma3_text-own"],
 )
 def test_text_of_the_compiled_halves(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
-    """One family of each kind: plain, biases with mixed windows, head norms with experts, norms behind, RoPE by type of
-    layer; chunks, mixed batches and whole prompts in one run."""
+    """One family of each kind: plain, biases with mixed windows, head norms with experts, post-norms, RoPE by layer
+    type; each run has chunks, mixed batches and whole prompts."""
     make_student(tmp_path, name, shape=shape)
     batch = prompts((100, 3, 41, 17))
     with serving(tmp_path, **COMPILED) as llm, recorded_sizes(llm) as sizes:

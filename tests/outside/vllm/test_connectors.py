@@ -1,5 +1,5 @@
-"""KV caches that leave the engine and come back, through a connector of vLLM's that keeps them in files, and servers
-that fill caches for others.
+"""KV caches that leave the engine and return through a vLLM connector that stores them in files, and servers that fill
+caches for others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Options of an engine that stores its caches in a directory."""
+    """Return options of an engine that stores its caches in a directory."""
     stored = {"shared_storage_path": str(directory)}
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": stored}
     return {"kv_transfer_config": transfer, "enable_prefix_caching": False, "block_size": BLOCK}
@@ -30,20 +30,20 @@ def options(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_text_from_a_stored_cache(compiled: bool, student: Path, tmp_path: Path) -> None:
-    """The second engine reads what the first one has stored: it computes less, and gives the same text."""
+    """The second engine reads the caches that the first one stored: it computes less and gives the same text."""
     batch = prompts((70, 41, 100))
     computed = []
     for _ in range(2):
         with serving(student, **options(tmp_path), enforce_eager=not compiled) as llm, recorded_sizes(llm) as sizes:
             assert complete(llm, batch) == expected(student, batch)
             computed.append(sizes[0][0])
-            assert complete(llm, batch[::-1]) == expected(student, batch[::-1]), "a hit in the engine that stored it"
+            assert complete(llm, batch[::-1]) == expected(student, batch[::-1]), "the engine reads its own cache"
     assert computed == [sum(map(len, batch)), sum(len(ids) - (len(ids) - 2) // BLOCK * BLOCK for ids in batch)]
 
 
 def filled(directory: Path, stored: Path, **changes: Any) -> tuple[set[str], list[torch.Tensor]]:
-    """Names of the parameters, and each cache's blocks of prompt tokens before the last."""
-    batch = prompts((65, 33, 97))  # the last token has a block of its own
+    """Return the parameters' names, and the blocks of each cache except the last prompt tokens'."""
+    batch = prompts((65, 33, 97))  # the last token is alone in its block
     with serving(directory, **options(stored), num_gpu_blocks_override=16, **changes) as llm:
         complete(llm, batch, ONE)
         caches = {cache.data_ptr(): cache[[1, 2, 4, 6, 7, 8]].clone() for cache in runner(llm).kv_caches}
@@ -52,7 +52,7 @@ def filled(directory: Path, stored: Path, **changes: Any) -> tuple[set[str], lis
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_half_a_model_fills_the_caches_of_a_whole_one(name: str, student: Path, tmp_path: Path) -> None:
-    """From its own directory, or of a whole student's no more than it runs."""
+    """From a prefill export, or from the whole student, of which only the layers that run are loaded."""
     if name == "qwen3":
         student = make_student(tmp_path / "qwen3", name, shape={"num_key_value_layers": 3, "key_value_group_size": 2})
     export(student, tmp_path / "half", prefill_only=True)

@@ -1,4 +1,4 @@
-"""CUDA graphs' shapes, by vLLM's own dispatcher, given to the builder of a student's metadata as capture gives them."""
+"""Shapes of CUDA graphs, from vLLM's own dispatcher, passed to the builder of a student's metadata as in capture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NUM_SEQS = 16
 
 
 def configured(num_drafts: int, mode: str | None) -> Any:
-    """A configuration on a GPU, as far as the plugin and vLLM's dispatcher read it."""
+    """Return a GPU configuration with the fields that the plugin and vLLM's dispatcher read."""
     compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
         cudagraph_mode=mode,
@@ -41,7 +41,7 @@ def configured(num_drafts: int, mode: str | None) -> Any:
 
 
 def captured(config: Any) -> Iterator[CommonAttentionMetadata]:
-    """Metadata of each graph that attention is part of, without the indices of logits, which capture does not have."""
+    """Yield the metadata of each full graph; like capture, without the indices of logits."""
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode, dispatcher.uniform_decode_query_len)
     for mode, shapes in dispatcher.get_capture_descs():
@@ -63,7 +63,7 @@ def captured(config: Any) -> Iterator[CommonAttentionMetadata]:
 
 
 def kept_whole(metadata: CommonAttentionMetadata) -> bool:
-    """Whether every token of a graph is in the metadata that is built. AssertionError: none can be, in vLLM 0.29."""
+    """Whether the builder keeps every token of a graph. AssertionError: vLLM 0.29 cannot."""
     return make_kv_sharing_fast_prefill_common_attn_metadata(metadata) is metadata
 
 
@@ -72,16 +72,17 @@ def kept_whole(metadata: CommonAttentionMetadata) -> bool:
 def test_every_shape_that_is_captured_is_built(num_drafts: int, mode: str | None) -> None:
     config = configured(num_drafts, mode)
     _keep_graphs_piecewise(config)
-    if config.compilation_config.cudagraph_mode is None:  # vLLM's own choice for a compiled model
+    if config.compilation_config.cudagraph_mode is None:  # vLLM's default for a compiled model
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     shapes = list(captured(config))
-    assert bool(shapes) == (not num_drafts and mode is None), "decode steps without drafts have whole graphs"
+    assert bool(shapes) == (not num_drafts and mode is None), "only decode steps without drafts have full graphs"
     assert {metadata.max_query_len for metadata in shapes} <= {1}
     assert all(map(kept_whole, shapes))
 
 
 def test_whole_graphs_beside_drafts_are_what_the_builder_cannot_divide() -> None:
-    """Steps of 1 + k tokens, which are refused: an assertion in vLLM 0.29, later the upper half on every token."""
+    """Steps of 1 + k tokens, whose graphs are refused: vLLM 0.29 asserts; later versions run all tokens in the upper
+    half."""
     shapes = list(captured(configured(3, "FULL_AND_PIECEWISE")))
     assert {metadata.max_query_len for metadata in shapes} == {4}
     if version.parse(vllm.__version__) < version.parse("0.30"):

@@ -1,4 +1,4 @@
-"""Greedy text of the plugin, eager and in float32, against the project's own forward pass and the reference's."""
+"""The plugin's greedy text, eager and in float32, equals that of the project's own forward pass and the reference's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0
 
 
 OWN_SHAPES = (OWN | {"key_value_group_size": 1}, OWN)
-"""Shapes that families take in turn."""
+"""Shapes assigned to families in turn."""
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_every_family(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
         with recorded_sizes(llm) as sizes:
             assert complete(llm, batch) == expected(tmp_path, batch)
     num_tokens = sum(map(len, batch))
-    assert sizes[0] == (num_tokens, len(batch)), "of a prompt, the last token alone enters the upper half"
-    assert set(sizes[1:]) == {(len(batch), len(batch))}, "a token that is decoded runs through all layers"
+    assert sizes[0] == (num_tokens, len(batch)), "only a prompt's last token enters the upper half"
+    assert set(sizes[1:]) == {(len(batch), len(batch))}, "generated tokens run all layers"
 
 
 @pytest.mark.parametrize(

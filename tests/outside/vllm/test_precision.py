@@ -1,4 +1,5 @@
-"""In bfloat16 and with an 8-bit cache: as far from the float32 model as PyTorch's own arithmetic, and memory saved."""
+"""In bfloat16 and with an 8-bit cache, the error against float32 is that of PyTorch's own arithmetic; memory is
+saved."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ LENGTHS = tuple(range(20, 148, 4))
 
 
 def last_logprobs(directory: Path, batch: list[list[int]], dtype: torch.dtype, **arguments: object) -> torch.Tensor:
-    """Log-probabilities after each prompt [num_prompts, vocab_size] by PyTorch."""
+    """Return PyTorch's log-probabilities after each prompt, [num_prompts, vocab_size]."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **arguments)
     with torch.no_grad():
         logits = [model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] for ids in batch]
@@ -22,7 +23,7 @@ def last_logprobs(directory: Path, batch: list[list[int]], dtype: torch.dtype, *
 
 
 def served_logprobs(directory: Path, batch: list[list[int]], **options: object) -> torch.Tensor:
-    """The same by vLLM."""
+    """Return vLLM's log-probabilities after each prompt, [num_prompts, vocab_size]."""
     with serving(directory, max_logprobs=VOCAB, **options) as llm:
         return next_logprobs(llm, batch)
 
@@ -51,13 +52,13 @@ def test_fp8_cache(llama: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 layers, l = 8, g = 2: 12 KV-cache layers."""
+    """A student of 16 layers with l = 8 and g = 2: 12 KV-cache layers."""
     shape = {"num_key_value_layers": 8, "key_value_group_size": 2}
     return make_student(tmp_path_factory.mktemp("sixteen"), shape=shape, num_hidden_layers=16)
 
 
 def blocks(directory: Path, **options: object) -> tuple[int, int]:
-    """Blocks, and the layers that have memory of their own."""
+    """Return the number of KV-cache blocks, and of layers with their own cache memory."""
     with serving(directory, **options) as llm:
         layers = {cache.data_ptr() for cache in runner(llm).kv_caches}
         return runner(llm).kv_cache_config.num_blocks, len(layers)

@@ -1,6 +1,4 @@
-"""vLLM's OpenAI servers in two processes, NIXL between them: one holds half of the model and reads prompts, the other
-one decodes.
-"""
+"""Two vLLM OpenAI servers connected by NIXL: one holds half of the model and reads prompts, the other decodes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ required_module("nixl", otherwise="; `make vllm-env` has it")
 pytestmark = pytest.mark.integration
 
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8}
-"""A shape whose upper layers, 200 MB, are seen in a process's memory."""
+"""A shape with upper layers of 200 MB, enough to show in a process's memory."""
 LAYERS = {"num_key_value_layers": 4}
 TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 FILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
@@ -39,7 +37,7 @@ FILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
 
 
 class Server:
-    """A server in processes of its own, its port given by the system."""
+    """A server in separate processes, on a free port."""
 
     def __init__(self, student: Path, log: Path, role: str, *options: str) -> None:
         transfer = json.dumps(TRANSFER | {"kv_role": role})
@@ -71,17 +69,17 @@ class Server:
                 time.sleep(0.5)
 
     def kill(self) -> None:
-        """End all of its processes at once, as a lost node does."""
+        """Kill all of its processes at once, as when a node is lost."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def memory(self) -> int:
-        """Bytes of its own that its processes hold: files that they share do not count."""
+        """Return the bytes that only its processes hold, without shared files."""
         root = psutil.Process(self._process.pid)
         return sum(process.memory_full_info().uss for process in (root, *root.children(recursive=True)))
 
     def complete(self, token_ids: Sequence[int], **fields: Any) -> dict[str, Any]:
-        """The response to a greedy request. httpx.HTTPError: the server is not there, or refuses."""
+        """Return the response to a greedy request. httpx.HTTPError: the server is down, or refuses."""
         body = {
             "model": "student", "prompt": list(token_ids), "temperature": 0.0, "max_tokens": 12, "ignore_eos": True,
             "return_token_ids": True,
@@ -100,7 +98,7 @@ def free_port() -> int:
 
 @contextmanager
 def pair(student: Path, directory: Path) -> Iterator[tuple[Server, Server]]:
-    """A prefill server with half of the model, and one that decodes with all of it."""
+    """Yield a prefill server with half of the model, and a decode server with all of it."""
     half = '{"swiftkv_prefill_only": true}'
     servers = (
         Server(student, directory / "prefill.log", "kv_producer", "--hf-overrides", half),
@@ -116,8 +114,8 @@ def pair(student: Path, directory: Path) -> Iterator[tuple[Server, Server]]:
 
 
 def complete(servers: tuple[Server, Server], token_ids: Sequence[int]) -> tuple[list[int], bool]:
-    """The answer, and whether its prompt came from the prefill server. A proxy asks the second server for all where the
-    first one is not there, and where what it wrote is."""
+    """Return the answer, and whether the prefill server read its prompt. As a proxy does, send the whole request to the
+    decode server if the prefill server or the cache that it wrote is gone."""
     prefill, decode = servers
     try:
         filled = prefill.complete(token_ids, max_tokens=1, kv_transfer_params=FILL)
@@ -129,14 +127,14 @@ def complete(servers: tuple[Server, Server], token_ids: Sequence[int]) -> tuple[
 
 @pytest.mark.parametrize("form", [SHAPE, OWN], ids=["shared", "own"])
 def test_half_a_model_reads_prompts_for_another_server(form: dict[str, Any], tmp_path: Path) -> None:
-    """Also while the prefill server is killed under load, and when it is back."""
+    """Answers stay correct while the prefill server is killed under load, and after it restarts."""
     student = make_student(tmp_path / "student", shape=form | LAYERS, **WIDE)
     byte_tokenizer().save_pretrained(student)
     batch = prompts((70, 41, 100, 5, 130, 33, 64, 97))
     wanted = expected(student, batch)
     with pair(student, tmp_path) as servers, ThreadPoolExecutor(4) as threads:
         prefill, decode = servers
-        upper_layers = 12 * 4 * (4 * 512**2 + 3 * 512 * 2048) * 0.75  # less key and value projections, and noise
+        upper_layers = 12 * 4 * (4 * 512**2 + 3 * 512 * 2048) * 0.75  # 0.75: without key and value projections; noise
         assert decode.memory() - prefill.memory() > upper_layers
 
         def answers() -> list[tuple[list[int], bool]]:
@@ -149,7 +147,7 @@ def test_half_a_model_reads_prompts_for_another_server(form: dict[str, Any], tmp
         prefill.kill()
         found = [future.result() for future in under_load]
         assert [tokens for tokens, _ in found] == wanted * 4
-        assert not found[-1][1], "it was killed before the last request"
+        assert not found[-1][1], "the last request was sent after the kill"
 
         prefill.start()
         assert answers() == [(tokens, True) for tokens in wanted]

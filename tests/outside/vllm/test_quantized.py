@@ -1,7 +1,7 @@
-"""Quantised students: as near to their float ones as vLLM's own dense class is to its own, in every layout.
+"""Quantised students are as close to their float versions as vLLM's dense class is to its own, in every layout.
 
-vLLM's CPU build has kernels for int8 and for 4 bits. FP8 weights are loaded and run here with a kernel of a few lines,
-which shows that each scale meets its weight: vLLM's own FP8 kernels are for GPUs.
+vLLM's CPU build has kernels for int8 and 4 bits. Its FP8 kernels are for GPUs, so FP8 weights run here with a small
+kernel, which shows that each scale is applied to its weight.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from tests.outside.vllm.test_precision import LENGTHS, last_logprobs, rms
 from tests.tiny_models import family_teacher
 
 WIDE = {"head_dim": 32}
-"""A head size that vLLM's own classes take on CPUs."""
+"""A head size that vLLM's own classes support on CPUs."""
 BATCH = prompts(LENGTHS)
 OPTIONS = {"dtype": "bfloat16", "max_logprobs": VOCAB, "allow_deprecated_quantization": True}
-"""vLLM calls fbgemm_fp8 deprecated."""
+"""fbgemm_fp8 is deprecated in vLLM, and must be allowed."""
 
 
 def error(logprobs: torch.Tensor, directory: Path, **arguments: Any) -> float:
-    """Distance from what PyTorch computes in float32, in units of the spread of that."""
+    """Return the RMS distance from PyTorch's float32 log-probabilities, relative to their spread."""
     exact = last_logprobs(directory, BATCH, torch.float32, **arguments)
     return rms(logprobs - exact) / rms(exact - exact.mean(-1, keepdim=True))
 
 
 def rounding(directory: Path) -> float:
-    """1.7 times the error of PyTorch's own arithmetic in bfloat16: on AMX vLLM rounds weights of 4 bits to it too."""
+    """Return 1.7 times the error of PyTorch in bfloat16: with AMX vLLM also rounds 4-bit weights to bfloat16."""
     return 1.7 * error(last_logprobs(directory, BATCH, torch.bfloat16), directory)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
-    """The error of vLLM's own Llama class, by layout."""
+    """Function that measures the error of vLLM's own Llama class in a layout."""
     known: dict[str, float] = {}
 
     def measure(layout: str) -> float:
@@ -77,7 +77,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
 
 @pytest.fixture(params=["shared", "own"])
 def wide(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A student of both forms."""
+    """A student, with shared K and V or with deep tokens that keep their own."""
     return make_student(tmp_path / "float", shape=SHAPE if request.param == "shared" else OWN, **WIDE)
 
 
@@ -92,11 +92,11 @@ def test_logits_are_as_near_as_a_dense_models(
             text = complete(llm, BATCH[:3])
     assert 0 < error(logprobs, wide) <= 1.2 * dense(layout)
     assert error(logprobs, meant) < (rounding(meant) if layout == "int4" else 1.2 * dense(layout))
-    assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "of a prompt, the last token alone enters the upper half"
+    assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "only a prompt's last token enters the upper half"
     with serving(quantized, **OPTIONS | COMPILED) as llm:
         assert halves_are_compiled(llm)
         alike = [one == other for one, other in zip(complete(llm, BATCH[:3]), text, strict=True)]
-        assert sum(alike) >= 2, "bfloat16 may turn a near tie"
+        assert sum(alike) >= 2, "in bfloat16 one answer may differ at a near tie"
 
 
 @pytest.mark.parametrize("layout", ["int8", "int4", "mixed"])
@@ -118,7 +118,7 @@ def test_four_bits_in_the_layouts_of_others(tmp_path: Path) -> None:
 
 
 def test_teacher_mode_beside_projections_that_are_not_quantised(dense: Callable[[str], float], tmp_path: Path) -> None:
-    """A quantised teacher and a student of it whose own projections stayed as they were trained."""
+    """The teacher's weights are quantised, and the student's own projections are not."""
     student = make_student(tmp_path / "float", **WIDE)
     fields = FORMATS["int8"][1] | {"quant_method": "compressed-tensors"}
     quantized, meant = quantize(
@@ -131,7 +131,7 @@ def test_teacher_mode_beside_projections_that_are_not_quantised(dense: Callable[
 
 
 class PlainKernel:
-    """FP8 weights times their scales, in float32."""
+    """Multiplies by FP8 weights times their scales, in float32."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -167,14 +167,15 @@ def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_scales_meet_their_weights(
     layout: str, shape: dict[str, Any], kept: bool, tmp_path: Path, fp8_kernel: None
 ) -> None:
-    """`kept`: the student of such a teacher as `convert` writes it, its own projections named by the ends of names."""
+    """`kept`: the student as `convert` writes it from an FP8 teacher, its own projections unquantised and listed by
+    name suffix."""
     student = make_student(tmp_path / "float", shape=shape, **WIDE)
     fields = without_swiftkv(FORMATS[layout][1]) if kept else {}
     quantized, meant = quantize(
         student, tmp_path / "quantized", layout, lambda name: kept and name.endswith("_swiftkv"), **fields
     )
     with serving(quantized, **OPTIONS) as llm:
-        # Of one scale a tensor, vLLM gives a fused projection the largest, and rounds again.
+        # With one scale per tensor, vLLM gives a fused projection the largest scale and rounds again.
         assert error(next_logprobs(llm, BATCH), meant) < (0.1 if layout == "fp8" else rounding(meant))
 
 
@@ -188,7 +189,7 @@ def test_fp8_while_loading(tmp_path: Path, fp8_kernel: None) -> None:
 def test_fp8_copies_of_the_references_checkpoints(
     layout: str, golden: tuple[Path, Path], tmp_path: Path, fp8_kernel: None
 ) -> None:
-    """The reference's names and config.json, in the layouts of published FP8 checkpoints of Llama 3.1."""
+    """The reference's tensor names and config.json, in the layouts of published FP8 checkpoints of Llama 3.1."""
     quantized, meant = quantize(golden[0], tmp_path / "quantized", layout)
     with serving(quantized, **OPTIONS) as llm:
         assert error(next_logprobs(llm, BATCH, 256), meant) < rounding(meant)

@@ -1,4 +1,4 @@
-"""Refusals by name, before weights are read or before a request is queued."""
+"""Settings and requests that are refused by name, before weights are read or the request is queued."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
 def test_drafts_leave_no_full_graphs(llama: Path) -> None:
-    """vLLM's own mode beside drafts has full ones, which a student's metadata cannot be built for; its teacher may."""
+    """With drafts vLLM's default mode has full graphs, which a student's metadata does not support; its teacher's
+    does."""
     for given, settled in (({}, "PIECEWISE"), ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE")):
         config: Any = SimpleNamespace(compilation_config=CompilationConfig(**given), speculative_config=NGRAM)
         _keep_graphs_piecewise(config)
@@ -63,7 +64,7 @@ def test_drafts_leave_no_full_graphs(llama: Path) -> None:
 
 
 def dense(student: Path, directory: Path) -> Path:
-    """The configuration of a dense model of one layer."""
+    """Write the configuration of a dense model with one layer."""
     config = json.loads((student / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
     (directory / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     return directory
@@ -124,7 +125,7 @@ def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
 def test_beside_own_keys_and_values(
     options: dict[str, Any], runner: str | None, message: str, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their teacher is served with all of it that vLLM has."""
+    """In teacher mode the same options are allowed."""
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     with pytest.raises(ModelError, match=rf"swiftkv_decode_key_value is 'own'.*{message}"):

@@ -1,4 +1,4 @@
-"""The entry point: what it registers, what it leaves alone, and which vLLM it takes."""
+"""The plugin's entry point: what it registers, what it leaves alone, and the versions of vLLM that it accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS = tuple(
 
 
 def imported(code: str) -> set[str]:
-    """Modules that a fresh interpreter holds after `code`."""
+    """Return the modules that a fresh interpreter has imported after running `code`."""
     script = f"import sys\n{code}\nprint('MODULES', *sys.modules)"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     return set(output.split("MODULES", 1)[1].split())

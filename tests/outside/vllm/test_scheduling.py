@@ -1,4 +1,4 @@
-"""Text that must not depend on how vLLM schedules or divides: chunks, cached prefixes, preemption, drafts, ranks."""
+"""Text does not depend on vLLM's scheduling or sharding: chunks, cached prefixes, preemption, drafts, ranks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_chunked_prefill_and_mixed_batches(student: Path) -> None:
     batch = prompts((100, 5, 61, 33))
     with serving(student, max_num_batched_tokens=32, max_num_seqs=4) as llm, recorded_sizes(llm) as sizes:
         assert complete(llm, batch) == expected(student, batch)
-    assert any(1 < upper < lower for lower, upper in sizes), "chunks of one prompt beside tokens that another decodes"
+    assert any(1 < upper < lower for lower, upper in sizes), "a step has a prompt's chunk and decoded tokens"
     assert max(lower for lower, _ in sizes) <= 32
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_token_of_a_chunk_is_not_deep(size: int, own: Path) -> None:
-    """In chunks of one token, rows that read a prompt look like those that decode."""
+    """With chunks of one token, rows that read a prompt look like rows that decode."""
     batch = prompts((9, 3))
     with serving(own, long_prefill_token_threshold=size) as llm, recorded_sizes(llm) as sizes:
         assert complete(llm, batch) == expected(own, batch)
@@ -59,7 +59,7 @@ def test_prompts_that_arrive_while_others_decode(student: Path) -> None:
     with serving(student) as llm:
         engine, waiting = llm.llm_engine, list(enumerate(batch))
         while waiting or engine.has_unfinished_requests():
-            if waiting:  # one a step
+            if waiting:  # one request per step
                 i, ids = waiting.pop(0)
                 engine.add_request(str(i), {"prompt_token_ids": ids}, GREEDY)
             for output in engine.step():
@@ -86,16 +86,16 @@ def test_cached_prefixes(student: Path) -> None:
 def test_preemption(caches: bool, waits: bool, student: Path) -> None:
     batch = prompts((60, 62, 58, 61))
     texts = expected(student, batch, count=40)
-    # 2 blocks for each prompt, a third for what it generates: not all four fit.
+    # Each prompt takes 2 blocks, and a third for its answer: not all four fit.
     options = {"block_size": 32, "num_gpu_blocks_override": 10, "enable_prefix_caching": caches}
     with serving(student, async_scheduling=not waits, **options) as llm, recorded_sizes(llm) as sizes:
         assert complete(llm, batch, LONG) == texts
-    assert any(lower > upper for lower, upper in sizes[1:]), "a preempted one is read again"
+    assert any(lower > upper for lower, upper in sizes[1:]), "preempted requests are recomputed"
 
 
 def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
-    """No request finds what another wrote or writes. Prompts are found, but for the block of their last token, which is
-    deep."""
+    """No request reuses cached tokens that another generated. Prompts are reused, except for the block of the last
+    token, which is deep."""
     first, more = prompts((64, 20))
     (answer,) = expected(own, [first], count=40)
     turn = first + answer[:34] + more
@@ -115,7 +115,7 @@ def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
 
 @in_this_process
 def test_a_streamed_prompt_is_read_from_its_beginning(own: Path) -> None:
-    """Tokens that were written between its parts, but for the last one, are a prompt's then."""
+    """Tokens generated between the parts of a prompt, except for the last, become prompt tokens."""
     first, more = prompts((40, 9))
 
     async def written() -> list[int]:
@@ -179,7 +179,7 @@ def test_speculation(speculative: dict[str, Any], options: dict[str, Any], llama
     assert drafted == plain
     if "kv_cache_dtype" not in options:
         assert plain == expected(llama, batch)
-    assert sizes[0][0] > sizes[0][1], "the prompts' own tokens are skipped"
+    assert sizes[0][0] > sizes[0][1], "prompt tokens skip the upper half"
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
 
 

@@ -1,4 +1,4 @@
-// What the tests of OpenAI's client for Node share: the deployment, and the form of an answer.
+// Shared by the tests of OpenAI's client for Node: the deployment, and the form of an answer.
 import OpenAI from "openai";
 import { z } from "zod";
 

@@ -61,7 +61,7 @@ def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
 
 
 def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
-    with pytest.raises(InvalidInputError, match="lies below: none"):
+    with pytest.raises(InvalidInputError, match="everything below: none"):
         SourceRules(()).access("acme").check(spec(source=f"{shelves}/acme/data"))
     NO_RULES.access("acme").check(spec(source="/etc/passwd"))
 

@@ -236,7 +236,7 @@ def test_a_file_that_trusts_too_much_is_refused(issuer: Issuer, tmp_path: Path) 
         ({"algorithms": []}, "algorithms"),
         ({"audiences": []}, "audiences"),
         ({"issuer": "http://login.example.com"}, "not encrypted"),
-        ({"issuer": "https://u@login.example.com"}, "plain address"),
+        ({"issuer": "https://u@login.example.com"}, "plain URL"),
         ({"tenant": "acme"}, "not both"),
         ({"tenant_claim": None}, "tenant or tenant_claim"),
         ({"scopes": {"a": ["everything"]}}, "scopes"),

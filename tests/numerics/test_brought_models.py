@@ -169,7 +169,7 @@ BAD: dict[str, tuple[Write, str]] = {
     ),
     "generation config that is a list": (
         brought(files=lambda path: (path / "generation_config.json").write_text("[]")),
-        "generation_config.json is refused .*not a JSON object",
+        "generation_config.json is refused .*no object",
     ),
 }
 UNEMBEDDED: dict[str, Write] = {

@@ -94,7 +94,7 @@ async def test_a_replica_answers_tokens_of_its_tenant(issuer: Issuer, oidc_file:
     with pytest.raises(ForbiddenError):
         await gate.let_in(request(scope="nothing"))
     if tenant is not None:
-        with pytest.raises(ForbiddenError, match="of tenant 'other'"):
+        with pytest.raises(ForbiddenError, match="to tenant 'other'"):
             await gate.let_in(request(tenant="other"))
 
 

@@ -92,7 +92,7 @@ class Gate:
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
             raise ForbiddenError(
-                f"key {key.name!r} is of tenant {key.tenant!r}, and this deployment of another; ask one of your own",
+                f"key {key.name!r} belongs to tenant {key.tenant!r}, this deployment to another; ask one of your own",
                 field="Authorization",
             )
 
@@ -156,7 +156,7 @@ class HostGuard(Middleware):
         if detail is None:
             await self._app(scope, receive, send)
             return
-        error = ForbiddenError(f"{detail}; names of a deployment without keys are in allowed_hosts", field="Host")
+        error = ForbiddenError(f"{detail}; a deployment without keys lists its names in allowed_hosts", field="Host")
         await self._refuse(error, scope["path"])(scope, receive, send)
 
 

@@ -152,7 +152,7 @@ class ToolChoice(Nested):
     @model_validator(mode="after")
     def _names_its_tool(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name is given with type tool, and only there")
+            raise ValueError("name is required with type tool, and refused with other types")
         return self
 
     def for_chat(self) -> Any:
@@ -194,7 +194,7 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
         system = [{"role": "system", "content": _words(self.system)}] if self.system else []
         choice = self.tool_choice
         if choice and choice.type == "any" and not self.tools:
-            raise InvalidInputError.of("tool_choice.type", "any", ", and tools has none; leave tool_choice out")
+            raise InvalidInputError.of("tool_choice.type", "any", ", but there are no tools; leave tool_choice out")
         output = (self.output_config.format if self.output_config else None) or self.output_format
         schema = output and {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
         return FORM.chat(

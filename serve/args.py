@@ -43,7 +43,7 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
     @model_validator(mode="after")
     def _verifiable(self) -> Self:
         if self.verify and self.artifact_uri.startswith(HUB_PREFIX):
-            raise ValueError(f"a hub model has no manifest; artifact_uri {self.artifact_uri!r} needs verify: false")
+            raise ValueError(f"a hub model has no manifest, so artifact_uri {self.artifact_uri!r} needs verify: false")
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:
@@ -96,7 +96,7 @@ class ServeArgs(ReplicasSpec, ReplicaArgs):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.model is None) != (self.artifact_uri is None):
-            raise ValueError("model and artifact_uri are given together, or neither and the deployment's user_config")
+            raise ValueError("give model and artifact_uri together, or neither and the deployment's user_config")
         self.served()
         return self
 

@@ -71,13 +71,13 @@ def render_chat(
     `InvalidInputError` for a model without tokenizer or template, or a conversation that the template refuses."""
     if chat_template(tokenizer, tools) is None:
         raise InvalidInputError(
-            "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
+            "messages need a chat template, which this model does not have; send a prompt", field="messages", value=None
         )
     reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "kwargs"}
     taken = next((name for name in variables if name in reserved), None)
     if taken is not None:
         raise InvalidInputError(
-            f"{_VARIABLES}.{taken} is no variable that a request may set; the request's own fields say it, or leave it "
+            f"{_VARIABLES}.{taken} is not a variable that a request may set; use the request's own fields, or leave it "
             "out",
             field=f"{_VARIABLES}.{taken}",
         )
@@ -109,7 +109,9 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
         return templates.chat_template(tokenizer, tools)
     except ModelError as error:
         raise InvalidInputError(
-            f"messages need a default chat template, which this model has not: {error}", field="messages", value=None
+            f"messages need a default chat template, which this model does not have: {error}",
+            field="messages",
+            value=None,
         ) from error
 
 
@@ -118,7 +120,7 @@ def set_template(tokenizer: Any, template: str) -> None:
     without tokenizer, or a template with a syntax error."""
     if tokenizer is None:
         raise ModelError(
-            "chat_template is given, and this model's directory has no tokenizer to read what it writes; leave it out",
+            "chat_template is given, but this model's directory has no tokenizer; leave it out",
             field="chat_template",
         )
     tokenizer.chat_template = template
@@ -126,7 +128,7 @@ def set_template(tokenizer: Any, template: str) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ModelError(
-            f"chat_template is no Jinja template: line {error.lineno}: {error.message}", field="chat_template"
+            f"chat_template is not a valid Jinja template: line {error.lineno}: {error.message}", field="chat_template"
         ) from error
     except _REFUSALS:  # it may need more than one message
         return

@@ -151,7 +151,7 @@ def create_http_app(
         tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
         if len(tokens) > at_most:
             raise InvalidInputError(
-                f"tokens has {len(tokens)} ids; {at_most} are accepted, the context of the model",
+                f"tokens has {len(tokens)} ids; at most {at_most} are accepted, the model's context",
                 field="tokens",
                 value=len(tokens),
             )

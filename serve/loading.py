@@ -152,7 +152,7 @@ def _load_teacher(path: Path, served: Served) -> Any:
 
     if not read_config(path, field="model").model_type.endswith("_swiftkv"):
         raise ModelError(
-            f"model {served.model!r} is no SwiftKV student, so it has no teacher; shadow a candidate instead",
+            f"model {served.model!r} is not a SwiftKV student, so it has no teacher; shadow a candidate instead",
             field="shadow.against",
             value="teacher",
         )

@@ -74,22 +74,26 @@ class Metrics:
         self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens whose KV was in the prefix cache.")
         self._exited_tokens = counter("tokens_exited", "Generated tokens that did not go through all layers.")
         self._draft_tokens = counter("draft_tokens", "Tokens drafted by the exit head or from the text, and verified.")
-        self._accepted_tokens = counter("accepted_tokens", "Drafts that became tokens of an answer.")
+        self._accepted_tokens = counter("accepted_tokens", "Drafted tokens that were accepted.")
         self._skipped_tokens = counter(
             "prefill_layer_tokens_skipped", "Prompt tokens that did not go through the layers above layer l."
         )
         self._success = counter("request_success", "Finished answers.", "finished_reason")
         self._rejected = counter("rejected_requests", "Requests that were not admitted.", "reason")
-        self._asked = counter("requests", "Requests that the model was chosen for, whatever became of them.", "model")
-        self._shadow_positions = counter("shadow_positions", "Tokens of answers that another model judged.")
-        self._shadow_agreeing = counter("shadow_top1_agreeing_positions", "Those where its most probable is the same.")
-        self._shadow_kl = counter("shadow_kl_nats", "Sum over those of KL(other model || model in service), nats.")
-        self._shadow_skipped = counter("shadow_skipped", "Answers that were to be judged and were not.")
-        self._loads = counter("model_loads", "Models that were loaded, at a start or for a swap.")
-        self._load_seconds = counter("model_load_seconds", "Time that loading models took, by phase.", "phase")
-        self._swaps = counter("swaps", "Versions that were to be swapped in.", "outcome")
+        self._asked = counter("requests", "Requests sent to the model, whatever their outcome.", "model")
+        self._shadow_positions = counter("shadow_positions", "Tokens of answers that were compared with another model.")
+        self._shadow_agreeing = counter(
+            "shadow_top1_agreeing_positions", "Compared tokens where both models' most probable token is the same."
+        )
+        self._shadow_kl = counter(
+            "shadow_kl_nats", "Sum over compared tokens of KL(other model || served model), nats."
+        )
+        self._shadow_skipped = counter("shadow_skipped", "Answers that were to be compared but were not.")
+        self._loads = counter("model_loads", "Models loaded, at a start or for a swap.")
+        self._load_seconds = counter("model_load_seconds", "Time to load models, by phase.", "phase")
+        self._swaps = counter("swaps", "Swaps of versions, by outcome.", "outcome")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = histogram("inter_token_latency_seconds", "From one token to the next, by answer on average.")
+        self._itl = histogram("inter_token_latency_seconds", "Mean time between an answer's tokens.")
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self.registry.register(_EngineState(self))
 
@@ -164,10 +168,10 @@ class Metrics:
             return []
         state = engine.state
         values = [
-            ("num_requests_running", "Sequences that run.", state.num_running),
-            ("num_requests_waiting", "Sequences that wait.", state.num_waiting),
-            ("num_prompt_tokens_waiting", "Prompt tokens that are not read yet.", state.num_waiting_tokens),
-            ("num_preemptions", "Sequences pushed out of the KV cache so far.", state.num_preemptions),
+            ("num_requests_running", "Running sequences.", state.num_running),
+            ("num_requests_waiting", "Waiting sequences.", state.num_waiting),
+            ("num_prompt_tokens_waiting", "Prompt tokens not processed yet.", state.num_waiting_tokens),
+            ("num_preemptions", "Sequences preempted so far.", state.num_preemptions),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
             (
                 "exit_layer",
@@ -195,7 +199,7 @@ class _EngineState:
     def collect(self) -> Iterable[Metric]:
         # Serve's proxy may send a request to any replica: a reader that adds them up must know which one answered.
         info = GaugeMetricFamily(
-            "swiftkv:replica_info", "1, for the replica whose metrics these are.", labels=["replica"]
+            "swiftkv:replica_info", "1, labeled with the replica that these metrics are from.", labels=["replica"]
         )
         info.add_metric([self._metrics.replica], 1)
         yield info

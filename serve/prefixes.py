@@ -172,6 +172,6 @@ class Probes(Middleware):
         finally:
             answer.cancel()
         detail = (
-            f"no replica has answered within {self._timeout_s:g} s: the first model is being loaded, or all are busy"
+            f"no replica has answered within {self._timeout_s:g} s: the first model is still loading, or all are busy"
         )
         await problem_response(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)

@@ -72,8 +72,8 @@ def _no_route(request: Request, routes: Sequence[str]) -> str:
     """Return the message for a path without a route."""
     path = short_value(request.url.path) or "of this name"
     return (
-        f"there is no route {path}; below /v1 are {', '.join(routes)}: embeddings, images, sounds, files and stored "
-        "responses are not served"
+        f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
+        "files and stored responses are not served"
     )
 
 

@@ -69,7 +69,7 @@ def encodable(value: Any) -> Any:
     """Return the value. Raises `ValueError` if a text in it has a lone surrogate, which no tokenizer accepts."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and (place := lone_surrogate(text)) is not None:
-            raise ValueError(f"is no text: a lone surrogate at character {place}")
+            raise ValueError(f"is not valid text: a lone surrogate at character {place}")
     return value
 
 
@@ -98,7 +98,7 @@ def _biases_by_token(value: Any) -> Any:
     if value is None:
         return {}
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"has {len(value)} entries; a request accepts {MAX_LOGIT_BIAS}")
+        raise ValueError(f"has {len(value)} entries; a request accepts at most {MAX_LOGIT_BIAS}")
     if isinstance(value, dict) and all(isinstance(key, int) or str(key).isdecimal() for key in value):
         return {int(key): bias for key, bias in value.items()}
     raise ValueError("must be an object of numbers by token id")
@@ -123,7 +123,7 @@ class ResponseFormat(Nested):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is given with type json_schema, and only there")
+            raise ValueError("json_schema is required with type json_schema, and refused with other types")
         return self
 
     def structured_outputs(self) -> StructuredOutputs | None:
@@ -238,7 +238,9 @@ def prompts_of(value: TokenPrompts) -> list[str | list[int]]:
     prompts: list[Any] = list(value) if several else [value]
     if len(prompts) > MAX_PROMPTS:
         raise InvalidInputError(
-            f"prompt has {len(prompts)} entries; a request accepts {MAX_PROMPTS}", field="prompt", value=len(prompts)
+            f"prompt has {len(prompts)} entries; a request accepts at most {MAX_PROMPTS}",
+            field="prompt",
+            value=len(prompts),
         )
     return prompts
 
@@ -275,7 +277,7 @@ class GenerateRequest(SamplingFields):
     @model_validator(mode="after")
     def _one_way_to_ask(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of them")
+            raise ValueError("give either prompt or messages")
         if unknown := next(unknown_keys(self.response_format, "response_format."), None):
             raise ValueError(f"{unknown[:MAX_NAME_LENGTH]} is not a field of /generate; leave it out")
         return self

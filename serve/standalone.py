@@ -102,7 +102,7 @@ def _listening(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise InvalidInputError(
-            f"{host}:{port} cannot be listened at ({os.strerror(error.errno or 0)}); use another --port, or 0 for any "
+            f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); use another --port, or 0 for any "
             "free one",
             field="port",
             value=port,

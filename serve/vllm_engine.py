@@ -246,7 +246,7 @@ def _check_device(config: EngineConfig) -> None:
     """Raise `ModelError` for a device that the installed vLLM was not built for."""
     if config.device not in ("auto", current_platform.device_type):
         raise ModelError(
-            f"engine.device is {config.device!r}, and the vLLM that is installed is built for "
+            f"engine.device is {config.device!r}, but the installed vLLM is built for "
             f"{current_platform.device_type!r}; use 'auto', or backend native",
             field="engine.device",
             value=config.device,

@@ -27,7 +27,7 @@ _SAME = (
     *("logprobs", "prompt_logprobs"),
 )
 """Parameters of the same name and meaning."""
-_NATIVE = "backend native has it, and this deployment's engine is vllm"
+_NATIVE = "only backend native supports it, and this deployment's is vllm"
 
 
 def set_environment(config: EngineConfig) -> None:

@@ -32,28 +32,28 @@ biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all 
 _PROGRAMS = """\
 ## Programs
 
-Requests of these programs, written down from their public sources, are asked in the tests of both engines
-(`tests/surface/recorded.py`); clients that run are [outside judges](judges.md). What has no effect is named in the
-header.
+Requests of these programs, taken from their public sources, are sent in the tests of both engines
+(`tests/surface/recorded.py`); clients that run as programs are [outside judges](judges.md). Fields without effect are
+listed in the header.
 
-| program | routes | beside the usual fields | refused |
+| program | routes | besides the usual fields | refused |
 |---|---|---|---|
 | Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` \
-or `reasoning`, `metadata`, an object as `user`, `files` in turns | pictures; Ollama's names, which users may have set \
+or `reasoning`, `metadata`, an object as `user`, `files` in messages | images; Ollama's names, if users set them \
 (`repeat_penalty`, `num_ctx`) |
-| Continue | models, completions, chat/completions | a prompt with the model's own marks of what is before and \
-behind, 14 stops, `prediction` | `suffix`; `/v1/fim/completions` is not there |
-| Zed | completions, chat/completions, messages | `content: []` beside calls, `prompt_cache_key`, `thinking`, \
+| Continue | models, completions, chat/completions | a prompt with the model's own fill-in-the-middle tokens, \
+14 stops, `prediction` | `suffix`; `/v1/fim/completions` does not exist |
+| Zed | completions, chat/completions, messages | `content: []` with calls, `prompt_cache_key`, `thinking`, \
 `eager_input_streaming` | |
 | Cline | chat/completions | `thinking` as an object, `cache_control` in the system's parts | |
 | Claude Code | models, messages, messages/count_tokens | `?beta=true`, turns of role `system`, `redacted_thinking`, \
-`context_management` that keeps all, `output_config.effort` | `context_management` that clears; server tools |
+`context_management` that keeps everything, `output_config.effort` | `context_management` that clears; server tools |
 | Codex | responses | `client_metadata`, `include`, items without `id` and `status` | `web_search` among `tools` (set \
 `web_search = "disabled"`), tools of type `custom` and `namespace` |
 """
 _SECTIONS = {
     Treatment.SERVED: "",
-    Treatment.WITHOUT_EFFECT: "Named in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
+    Treatment.WITHOUT_EFFECT: "Listed in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
     Treatment.REFUSED: "Refused with 400, because the field would change the answer; the message has the reason.",
 }
 

@@ -95,7 +95,7 @@ def _clears_nothing(management: Any, _n: int) -> bool:
 
 
 FIELDS: tuple[RequestField, ...] = (
-    _served("model", "the served model's id, or a name of its deployment's"),
+    _served("model", "the served model's id, or one of its deployment's names"),
     _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
     _served(
         "messages",
@@ -117,7 +117,7 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     _served("instructions", routes=RESPONSES),
     _served("system", "text, or blocks of type `text`", routes=MESSAGES, origin="Anthropic"),
-    _served("max_tokens", "0 with `echo` scores the prompt and generates nothing", routes=COMPLETIONS),
+    _served("max_tokens", "0 with `echo` only scores the prompt", routes=COMPLETIONS),
     _served("max_tokens", "`max_completion_tokens` takes precedence", routes=CHAT),
     _served("max_tokens", "required", routes=MESSAGES, origin="Anthropic"),
     _served("max_completion_tokens", "default: the rest of the context", routes=CHAT),
@@ -134,17 +134,17 @@ FIELDS: tuple[RequestField, ...] = (
     _served("logprobs", "a number of tokens", routes=COMPLETIONS),
     _served("logprobs", "true or false", routes=CHAT),
     _served("top_logprobs", routes=CHAT),
-    _served("echo", "with `logprobs` for the prompt too", routes=COMPLETIONS),
+    _served("echo", "with `logprobs`, includes those of the prompt", routes=COMPLETIONS),
     _served("stream"),
     _served("stream_options", routes=COMPLETIONS + CHAT),
     _served("stream_options.include_usage", "a last event with the usage", routes=COMPLETIONS + CHAT),
     _served(
         "stream_options.continuous_usage_stats",
-        "the usage so far in every event",
+        "the usage so far, in every event",
         routes=COMPLETIONS + CHAT,
         origin="vLLM",
     ),
-    _without_effect("stream_options.include_obfuscation", "like unknown keys of all parts", routes=COMPLETIONS + CHAT),
+    _without_effect("stream_options.include_obfuscation", "like all unknown nested keys", routes=COMPLETIONS + CHAT),
     _without_effect("stream_options", "the last event has the usage", routes=RESPONSES),
     _served("response_format", routes=COMPLETIONS + CHAT),
     _served("text", "`format`; `verbosity` has no effect", routes=RESPONSES),
@@ -157,7 +157,7 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     _served("tool_choice", routes=CHAT + RESPONSES),
     _served("tool_choice", "`auto`, `any`, `tool`, `none`", routes=MESSAGES, origin="Anthropic"),
-    _served("parallel_tool_calls", "without `tools` it has no effect", routes=CHAT + RESPONSES),
+    _served("parallel_tool_calls", "no effect without `tools`", routes=CHAT + RESPONSES),
     _without_effect("user", routes=OPENAI),
     _without_effect("store", "nothing is stored", routes=OPENAI),
     _without_effect("metadata"),
@@ -172,25 +172,25 @@ FIELDS: tuple[RequestField, ...] = (
     _without_effect("reasoning", "not passed to the model", routes=CHAT + RESPONSES),
     _without_effect("thinking", "not passed to the model", routes=CHAT + MESSAGES, origin="Anthropic"),
     _without_effect("verbosity", routes=CHAT),
-    _without_effect("max_tool_calls", "it counts tools that a server runs", routes=RESPONSES),
+    _without_effect("max_tool_calls", "it limits server-side tools, which are refused", routes=RESPONSES),
     _without_effect("image", routes=RESPONSES),
     _without_effect("access_programs", routes=RESPONSES),
     *(
         _without_effect(name, routes=MESSAGES, origin="Anthropic")
         for name in ("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
     ),
-    _without_effect("cache_control", "prefix caching needs no mark", routes=MESSAGES, origin="Anthropic"),
+    _without_effect("cache_control", "prefix caching needs no markers", routes=MESSAGES, origin="Anthropic"),
     _refused(
         "best_of",
-        "only the value of `n` is served",
+        "only the value of `n` is accepted",
         routes=COMPLETIONS + CHAT,
         accepts=lambda value, n: type(value) is int and value == n,
     ),
-    _refused("suffix", "no model here fills in the middle", routes=COMPLETIONS, accepts=_is("")),
+    _refused("suffix", "fill-in-the-middle is not supported", routes=COMPLETIONS, accepts=_is("")),
     _refused("audio", "answers are text", routes=CHAT),
     _refused("modalities", 'answers are text; `["text"]` is accepted', routes=CHAT, accepts=_is(["text"], [])),
-    _refused("web_search_options", "nothing is searched", routes=CHAT),
-    _refused("moderation", "nothing is moderated", routes=CHAT + RESPONSES),
+    _refused("web_search_options", "web search is not supported", routes=CHAT),
+    _refused("moderation", "moderation is not supported", routes=CHAT + RESPONSES),
     _refused("functions", "`tools` have replaced them", routes=CHAT, accepts=_is([])),
     _refused("function_call", "`tool_choice` has replaced it", routes=CHAT, accepts=_is("none", "auto")),
     *(
@@ -203,29 +203,35 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     _refused(
         "include",
-        "answers have no log-probabilities here; /v1/chat/completions has",
+        "log-probabilities are available from /v1/chat/completions only",
         routes=RESPONSES,
         accepts=_no_logprobs,
     ),
     _refused(
         "top_logprobs",
-        "answers have no log-probabilities here; /v1/chat/completions has",
+        "log-probabilities are available from /v1/chat/completions only",
         routes=RESPONSES,
         accepts=_is(0),
     ),
     _refused(
         "truncation", "`truncate_prompt_tokens` keeps the end of the prompt", routes=RESPONSES, accepts=_is("disabled")
     ),
-    _refused("context_management", "no conversation is shortened", routes=RESPONSES, accepts=_is([])),
+    _refused("context_management", "conversations are not shortened", routes=RESPONSES, accepts=_is([])),
     _refused(
         "context_management",
-        "no conversation is shortened",
+        "conversations are not shortened",
         routes=MESSAGES,
         origin="Anthropic",
         accepts=_clears_nothing,
     ),
-    _refused("container", "no code is run", routes=MESSAGES, origin="Anthropic"),
-    _refused("mcp_servers", "no server is asked; give `tools`", routes=MESSAGES, origin="Anthropic", accepts=_is([])),
+    _refused("container", "code execution is not supported", routes=MESSAGES, origin="Anthropic"),
+    _refused(
+        "mcp_servers",
+        "MCP servers are not supported; give `tools`",
+        routes=MESSAGES,
+        origin="Anthropic",
+        accepts=_is([]),
+    ),
     _served("top_k", origin="vLLM"),
     _served("min_p", origin="vLLM"),
     _served("repetition_penalty", origin="vLLM"),
@@ -234,30 +240,38 @@ FIELDS: tuple[RequestField, ...] = (
     _served("include_stop_str_in_output", origin="vLLM"),
     _served("ignore_eos", origin="vLLM"),
     _served("skip_special_tokens", origin="vLLM"),
-    _served("allowed_token_ids", "not beside a constraint", origin="vLLM"),
+    _served("allowed_token_ids", "not with a constraint", origin="vLLM"),
     _refused("bad_words", "logit_bias of -100 forbids tokens", origin="vLLM", accepts=_is([])),
-    _refused("use_beam_search", "no beams are searched", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)),
-    _refused("length_penalty", "no beams are searched", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(1, 1.0)),
-    _refused("echo", "/v1/completions has it", routes=CHAT, origin="vLLM", accepts=_is(False)),
-    _refused("return_token_ids", "/generate has them", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)),
+    _refused(
+        "use_beam_search", "beam search is not supported", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)
+    ),
+    _refused(
+        "length_penalty", "beam search is not supported", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(1, 1.0)
+    ),
+    _refused("echo", "only /v1/completions supports it", routes=CHAT, origin="vLLM", accepts=_is(False)),
+    _refused(
+        "return_token_ids", "only /generate returns them", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)
+    ),
     _refused(
         "return_tokens_as_token_ids",
-        "/generate has them",
+        "only /generate returns them",
         routes=COMPLETIONS + CHAT,
         origin="vLLM",
         accepts=_is(False),
     ),
     _refused(
         "add_special_tokens",
-        "a prompt of token ids has those it is to have",
+        "send token ids to control special tokens",
         routes=COMPLETIONS,
         origin="vLLM",
         accepts=_is(True),
     ),
-    _refused("add_special_tokens", "the chat template writes them", routes=CHAT, origin="vLLM", accepts=_is(False)),
-    _refused("include_reasoning", "thoughts are part of the text", routes=CHAT, origin="vLLM", accepts=_is(True)),
-    _refused("enable_thinking", "`chat_template_kwargs` has the template's variables", routes=TURNS, origin="vLLM"),
-    _without_effect("spaces_between_special_tokens", "there are none", routes=COMPLETIONS + CHAT, origin="vLLM"),
+    _refused("add_special_tokens", "the chat template adds them", routes=CHAT, origin="vLLM", accepts=_is(False)),
+    _refused("include_reasoning", "reasoning is part of the text", routes=CHAT, origin="vLLM", accepts=_is(True)),
+    _refused("enable_thinking", "it belongs in `chat_template_kwargs`", routes=TURNS, origin="vLLM"),
+    _without_effect(
+        "spaces_between_special_tokens", "no spaces are added between them", routes=COMPLETIONS + CHAT, origin="vLLM"
+    ),
     _without_effect("request_id", routes=COMPLETIONS + CHAT, origin="vLLM"),
     _served("prompt_logprobs", "not in a stream", routes=COMPLETIONS + CHAT, origin="vLLM"),
     _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
@@ -267,7 +281,7 @@ FIELDS: tuple[RequestField, ...] = (
     _served("continue_final_message", routes=CHAT, origin="vLLM"),
     _served(
         "chat_template_kwargs",
-        "variables of the template, `enable_thinking` for one; those that it does not read have no effect",
+        "variables of the template, such as `enable_thinking`; those that it does not use have no effect",
         routes=TURNS,
         origin="vLLM",
     ),
@@ -327,6 +341,6 @@ def _suggestion(name: str, route: Route) -> str:
     """Return a hint to the route or the field that was probably meant."""
     elsewhere = next((field.routes[0] for field in FIELDS if field.name == name and route not in field.routes), None)
     if elsewhere is not None:
-        return f"; it is one of /v1/{elsewhere}"
+        return f"; it is a field of /v1/{elsewhere}"
     nearest = get_close_matches(name, fields_of(route), n=1) if len(name) <= MAX_NAME_LENGTH else []
     return f"; the nearest one is {nearest[0]}" if nearest else "; docs/compatibility.md has all of them"

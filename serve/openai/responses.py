@@ -113,7 +113,7 @@ class TextFormat(Nested):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema is given with type json_schema, and only there")
+            raise ValueError("schema is required with type json_schema, and refused with other types")
         return self
 
     def for_chat(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _written(arguments: Any) -> Any:
 
 def _no_audio(audio: Any) -> Any:
     if audio is not None:
-        raise ValueError("messages are text; leave it out, and give its transcript as content")
+        raise ValueError("messages are text; leave it out, and send its transcript as content")
     return audio
 
 
@@ -152,11 +152,11 @@ class ChatMessage(Nested):
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a message of role 'tool' needs tool_call_id, the id of the call that it answers")
         if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError(f"role is {self.role!r}; tool_call_id is for role 'tool'")
+            raise ValueError(f"role is {self.role!r}; tool_call_id is only for role 'tool'")
         if self.role != "assistant" and self.calls:
-            raise ValueError(f"role is {self.role!r}; tool_calls are for role 'assistant'")
+            raise ValueError(f"role is {self.role!r}; tool_calls are only for role 'assistant'")
         if self.words is None and self.thoughts is None and not self.calls:
-            raise ValueError("content is missing; it may be null beside tool_calls alone")
+            raise ValueError("content is missing; it may be null only with tool_calls")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
     @model_validator(mode="after")
     def _whole_with_prompt_logprobs(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are not in a stream; give stream: false")
+            raise ValueError("prompt_logprobs are not available in a stream; use stream: false")
         return self
 
     def without_effect(self, route: Route, ignored: Collection[str], unread: Collection[str] = ()) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
         function, where = tool.function, f"tools.{number}.function"
         if function.name in functions:
             raise InvalidInputError(
-                f"{where}.name is {function.name!r}, the name of another tool too; names must differ",
+                f"{where}.name is {function.name!r}, which is also the name of another tool; names must differ",
                 field=f"{where}.name",
                 value=function.name,
             )
@@ -227,8 +227,7 @@ def _schema(asked: StructuredOutputs) -> dict[str, Any]:
     """Return the JSON schema for an answer without calls, from the request's own constraint."""
     if asked.kind not in ("json", "json_object"):
         raise InvalidInputError(
-            f"{asked.name} constrains the whole answer, and calls of tools would not follow it; give JSON, or "
-            "tool_choice: none",
+            f"{asked.name} constrains the whole answer, which tool calls would violate; use JSON, or tool_choice: none",
             field=asked.name,
             value=asked.text,
         )
@@ -241,14 +240,14 @@ def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> 
     template = chat_template(tokenizer, tools)
     if template is not None and "tools" not in template:
         raise InvalidInputError(
-            "tools are given, and the model's chat template has no place for them; a deployment's chat_template may",
+            "tools are given, but the model's chat template does not support them; set a deployment's chat_template",
             field="tools",
         )
     name = parser or family_of(template or "")
     if name is None:
         raise InvalidInputError(
-            "tools are given, and how this model writes calls is not known from its chat template; a deployment's "
-            f"tool_call_parser names it: {', '.join(FAMILIES)}",
+            "tools are given, but the model's tool-call format is not known from its chat template; set a deployment's "
+            f"tool_call_parser: {', '.join(FAMILIES)}",
             field="tools",
         )
     return FAMILIES[name]

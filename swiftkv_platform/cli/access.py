@@ -26,7 +26,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFT
 KeyFile = Annotated[
     Path | None, typer.Option("--file", help="Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home directory.")
 ]
-Name = Annotated[str, typer.Argument(help="Whose key it is.")]
+Name = Annotated[str, typer.Argument(help="Name of the caller.")]
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -38,34 +38,34 @@ def duration(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not 0 < seconds <= _LONGEST_S:
-        raise typer.BadParameter(f"{text!r} is no time; expected one such as 90d, 12h, 30m or 45s, up to 36500d")
+        raise typer.BadParameter(f"{text!r} is not a duration; expected one such as 90d, 12h, 30m or 45s, up to 36500d")
     return seconds
 
 
 ExpiresIn = Annotated[
     int | None,
     typer.Option(
-        parser=duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
+        parser=duration, metavar="TIME", help="Time until the key expires, such as 90d or 12h. Default: never."
     ),
 ]
 NotBefore = Annotated[
     int | None,
-    typer.Option("--begins-in", parser=duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
+    typer.Option("--begins-in", parser=duration, metavar="TIME", help="Time until the key is valid. Default: at once."),
 ]
-Overlap = Annotated[int, typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on.")]
+Overlap = Annotated[int, typer.Option(parser=duration, metavar="TIME", help="How long earlier keys stay valid.")]
 
 
 @keys_app.command()
 def create(
     name: Name,
-    scope: Annotated[list[Scope], typer.Option(help="What it opens; may be repeated.")],
+    scope: Annotated[list[Scope], typer.Option(help="What the key allows; may be repeated.")],
     tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
     expires_in: ExpiresIn = None,
     begins_in: NotBefore = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Most requests to each replica.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers.")] = None,
-    max_priority: Annotated[int, typer.Option(help="Lowest `priority` it may ask for; lower goes first.")] = 0,
-    operator: Annotated[bool, typer.Option("--operator", help="Let it read the audit trail of all tenants.")] = False,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Request limit of each replica.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Limit of prompt and answer tokens.")] = None,
+    max_priority: Annotated[int, typer.Option(help="Lowest `priority` of its requests; lower goes first.")] = 0,
+    operator: Annotated[bool, typer.Option("--operator", help="Let it read all tenants' audit trail.")] = False,
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
@@ -130,12 +130,12 @@ def list_keys(file: KeyFile = None, json: Json = False) -> None:
         scopes = ", ".join(sorted(key.scopes))
         rows.append((key.id, key.name, key.tenant, scopes, begins, expires, local_time(last_used.get(key.id))))
     columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
-    print_table(columns, rows, empty="No keys: no caller is let in.")
+    print_table(columns, rows, empty="No keys: all callers are refused.")
 
 
 @keys_app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose keys, or the id of one of them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the keys, or the id of one key.")],
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
@@ -180,7 +180,7 @@ def _path(file: Path | None) -> Path:
     return file or chosen.api_keys_file or chosen.home / "keys.json"
 
 
-Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this.")]
+Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this value.")]
 
 
 def audit(
@@ -193,7 +193,7 @@ def audit(
     request_id: Text = None,
     status: Annotated[int | None, typer.Option(min=100, max=599, help="HTTP status of the answer.")] = None,
     within: Annotated[
-        int | None, typer.Option(parser=duration, metavar="TIME", help="Only of this time until now, such as 7d.")
+        int | None, typer.Option(parser=duration, metavar="TIME", help="Only entries this recent, such as 7d.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many, newest first.")] = 100,
     url: Url = None,
@@ -245,7 +245,7 @@ def _sentences(quota: Quota) -> dict[str, str]:
 
 def _cluster(use: ClusterUse | None) -> str:
     if use is None:
-        return "unknown: Ray does not answer, or does not tell its nodes"
+        return "unknown: Ray does not answer, or does not list its nodes"
     gpus, cpus = _used(use.gpus, use.total_gpus, "GPU"), _used(use.cpus, use.total_cpus, "CPU core")
     return f"{gpus} and {cpus} in use by all tenants"
 

@@ -34,12 +34,12 @@ _MAX_RETRIES = 2
 Json = Annotated[bool, JSON_OPTION]
 Url = Annotated[
     str | None,
-    typer.Option(envvar="SWIFTKV_URL", help="Control plane. Default: the one `swiftkv up` started.", show_envvar=True),
+    typer.Option(envvar="SWIFTKV_URL", help="Control plane URL. Default: that of `swiftkv up`.", show_envvar=True),
 ]
 ServeUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="SWIFTKV_SERVE_URL", help="Where it answers. Default: the newest running deployment.", show_envvar=True
+        envvar="SWIFTKV_SERVE_URL", help="Deployment URL. Default: the newest running deployment's.", show_envvar=True
     ),
 ]
 _SPEC_FILE: Any = typer.Option(
@@ -49,9 +49,9 @@ SpecFile = Annotated[Path, _SPEC_FILE]
 MaybeSpecFile = Annotated[Path | None, _SPEC_FILE]
 PrefillLayers = Annotated[
     str | None,
-    typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16, in place of -l."),
+    typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16, instead of -l."),
 ]
-Limit = Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")]
+Limit = Annotated[int, typer.Option(min=1, help="Most entries to list, newest first.")]
 
 
 def settings() -> Settings:
@@ -161,7 +161,7 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Id (mdl_...), its job's id, an alias, or a name that one model alone has.",
+        help="Id (mdl_...), its job's id, an alias, or a name that only one model has.",
         autocompletion=complete_model,
     ),
 ]

@@ -37,10 +37,8 @@ _DESCRIBED = (
 )
 """Fields of a student's configuration that `convert` prints."""
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
-Copy = Annotated[
-    bool, typer.Option("--copy", help="Copy weight files that stay as they are; by default they are hard links.")
-]
-CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of that text.")]
+Copy = Annotated[bool, typer.Option("--copy", help="Copy unchanged weight files; by default they are hard-linked.")]
+CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of the calibration text.")]
 
 
 def convert(
@@ -52,7 +50,7 @@ def convert(
         int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. Default: half.")
     ] = None,
     prefill_reduction: Annotated[
-        float | None, typer.Option(help="Share of the layers that prefill skips, in place of -l.")
+        float | None, typer.Option(help="Share of the layers that prefill skips, instead of -l.")
     ] = None,
     prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
@@ -72,7 +70,7 @@ def convert(
     ] = "shared",
     calibration: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
+        typer.Option(metavar="TEXT", help="Text to calibrate projections on; repeatable. Loads the teacher."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
@@ -107,7 +105,7 @@ def convert(
         )
     document, listed = _describe(converted), ""
     if layers := document["swiftkv_prefill_layers"]:
-        listed = f", of which prompts run {format_layers(layers)}"
+        listed = f" (prompts run layers {format_layers(layers)})"
     if json:
         print_json(document)
         return
@@ -119,7 +117,7 @@ def convert(
     )
     if document["equal_cache_group_size"] not in (None, key_value_group_size):
         say(
-            "With the heads of {sharing}, --key-value-group-size {equal_cache_group_size} caches as much as gqa does "
+            "With {sharing} heads, --key-value-group-size {equal_cache_group_size} caches as much as gqa "
             "with {key_value_group_size}.".format(**document, sharing=sharing)
         )
 
@@ -128,13 +126,13 @@ def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="SwiftKV model or adapter: directory or hub id.")],
     output: Output,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the tensors that are not those of its base model.")
+        bool, typer.Option("--adapter", help="Write only the tensors that differ from the base model.")
     ] = False,
     base: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Base model. Default: of a job's artifact its teacher; of an adapter the one that it names.",
+            help="Base model. Default: a job artifact's teacher; for an adapter, the model that it names.",
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of --base.")] = None,
@@ -142,18 +140,18 @@ def export(
         bool, typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers.")
     ] = False,
     prefill_only: Annotated[
-        bool, typer.Option("--prefill-only", help="Write only what a vLLM server runs that fills caches for others.")
+        bool, typer.Option("--prefill-only", help="Write only what a vLLM prefill server needs.")
     ] = False,
     quantize: Annotated[
         Literal["int8", "int4", "mixed"] | None,
         typer.Option(
-            help="Weights of the layers in integers, as compressed-tensors stores them: W8A8, W4A16, or W4A16 with "
+            help="Quantize layer weights, in the format of compressed-tensors: W8A8, W4A16, or W4A16 with "
             "W8A8 for queries, keys and values."
         ),
     ] = None,
     calibration: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text that --quantize rounds by; repeatable. Default: each to nearest."),
+        typer.Option(metavar="TEXT", help="Text to calibrate --quantize on; repeatable. Default: round to nearest."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
@@ -172,7 +170,7 @@ def export(
         for field, value in (("quantize", quantize), ("calibration", calibration)):
             if value:
                 raise InvalidInputError.of(
-                    field, value, ", which does not go with --adapter; leave it out, or export the whole model"
+                    field, value, ", which cannot be combined with --adapter; leave it out, or export the whole model"
                 )
         _export_adapter(model, target, base, revision, json=json)
         return
@@ -198,7 +196,7 @@ def export(
     if quantize is not None:
         line += f", projections in {quantize}"
     if quantize in ("int4", "mixed") and not calibration:
-        line += ", rounded to nearest: --calibration TEXT keeps more of the quality"
+        line += ", rounded to nearest: --calibration TEXT preserves more quality"
     tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 
 
@@ -217,8 +215,8 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
     fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
     counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
     line = (
-        f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors beside those of {found} and "
-        f"{len(written.replaced)} in the place of them"
+        f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors added to those of {found}, "
+        f"{len(written.replaced)} replaced"
     )
     tell({**fields, **counts, "weight_bytes": size}, line, json=json)
 

@@ -25,7 +25,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
-deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
+deployments_app = typer.Typer(no_args_is_help=True, help="Served models; `swiftkv deploy` adds one.")
 
 
 @deployments_app.command("list")
@@ -60,7 +60,7 @@ def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) ->
         return
     rows = [_row(replica) for replica in found.replicas]
     columns = ("replica", "requests", "prompt tokens", "tokens", "exited", "TTFT ms", "KV in use", "running", "waiting")
-    print_table(columns, rows, empty="No replica runs.")
+    print_table(columns, rows, empty="No replica is running.")
 
 
 @deployments_app.command()
@@ -81,7 +81,7 @@ def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
     alias = found.get("alias")
     return {
         "deployment": found["id"],
-        "model": f"{found['model']}, as {alias} stands for it" if alias else found["model"],
+        "model": f"{found['model']} (alias {alias})" if alias else found["model"],
         "status": found["status"],
         "message": found.get("message"),
         "url": found.get("url"),
@@ -117,7 +117,7 @@ def _scaling(found: Mapping[str, Any]) -> str | None:
     if found.get("min_replicas") == found.get("max_replicas") or "upscale_delay_s" not in found:
         return None
     target = found.get("target_ongoing_requests")
-    load = "" if target is None else f"for {plural(target, 'request')} at a time each, "
+    load = "" if target is None else f"{plural(target, 'concurrent request')} per replica, "
     return f"{load}up after {duration(found['upscale_delay_s'])}, down after {duration(found['downscale_delay_s'])}"
 
 
@@ -149,7 +149,7 @@ def _deployment_option(text: str) -> Any:
 def deploy(
     model: ModelName,
     replace: Annotated[str | None, _deployment_option("Swap the model of this deployment (dep_...), live.")] = None,
-    wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
     url: Url = None,
     json: Json = False,
@@ -159,7 +159,7 @@ def deploy(
     """Deploy a distilled model, or swap it into an existing deployment, whose other options then stay."""
     if replace is not None and "route_prefix" in given:
         raise InvalidInputError(
-            f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} beside {replace}",
+            f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} without --replace",
             field="route_prefix",
             value=given["route_prefix"],
         )
@@ -177,11 +177,13 @@ def deploy(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    deployment: Annotated[str | None, _deployment_option("Ask this one (dep_...), through the control plane.")] = None,
+    deployment: Annotated[
+        str | None, _deployment_option("Deployment to ask (dep_...), through the control plane.")
+    ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,
     json: Json = False,

@@ -29,18 +29,20 @@ if TYPE_CHECKING:
 
 def distill(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes: a new or empty directory.")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="New or empty directory for the model.")
     ],
     file: MaybeSpecFile = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="In place of a spec: directory, .gguf file, builtin:python-5m or hub id."),
+        typer.Option(
+            "--model", "-m", help="Teacher, without a spec: directory, .gguf file, builtin:python-5m or hub id."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option("--data", "-d", help="With --model: text to train on, a file, directory or data set. Repeatable."),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=0, help="With --model: GPUs of this machine, a worker each.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="With --model: GPUs of this machine, one per worker.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="With --model: training steps. Default: 200; on GPUs two epochs.")
     ] = None,
@@ -88,10 +90,10 @@ def distill(
         f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}."
     )
     if open_gates := undecided(evaluation):
-        line += f" Undecided by too few samples: {'; '.join(open_gates)}."
+        line += f" Undecided, with too few samples: {'; '.join(open_gates)}."
     if said := verdict_sentence(evaluation):
         line += f" {said}"
-    line += f" `swiftkv serve {artifact}` answers with it."
+    line += f" `swiftkv serve {artifact}` serves it."
     tell({"output": str(artifact), "verdict": verdict_sentence(evaluation), **evaluation}, line, json=json)
 
 
@@ -120,7 +122,7 @@ def evaluate(
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="The model that the student was made of: name, directory or .gguf file. Default: the student's own "
+            help="The model that the student was made from: name, directory or .gguf file. Default: the student's own "
             "teacher mode, or the teacher of the job that made it."
         ),
     ] = None,
@@ -133,7 +135,7 @@ def evaluate(
         ),
     ] = None,
     task_data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the files of a built-in task, or of a .yaml, lie.")
+        str | None, typer.Option(metavar="DIR", help="Directory with the files of a built-in or .yaml task.")
     ] = None,
     task_limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
     data: Annotated[
@@ -142,12 +144,12 @@ def evaluate(
             help="Text to measure on: file, directory or data set. Repeatable. Default: what the job held out."
         ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens measured.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens to measure.")] = None,
     needle_length: Annotated[
-        list[int] | None, typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable.")
+        list[int] | None, typer.Option(min=128, help="Tokens of needle-in-a-haystack prompts. Repeatable.")
     ] = None,
-    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each such length.")] = None,
-    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
+    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each length.")] = None,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the report as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Evaluate a student against its teacher.

@@ -54,7 +54,7 @@ def _student(known: Mapping[str, Any]) -> str | None:
 def _prefill(known: Mapping[str, Any], spec: JobSpec) -> str | None:
     if "prefill_flops_ratio" not in known:
         return None
-    tokens = f", prompts of {spec.data.max_length:,} tokens" if spec.data.max_length else ""
+    tokens = f" for prompts of {spec.data.max_length:,} tokens" if spec.data.max_length else ""
     listed = f", through layers {format_layers(spec.swiftkv.prefill_layers)}" if spec.swiftkv.prefill_layers else ""
     return f"{known['prefill_flops_ratio']:.1%} of the teacher's FLOPs{tokens}{listed}"
 
@@ -78,7 +78,7 @@ def _training(known: Mapping[str, Any], spec: JobSpec) -> str | None:
         return None
     each = f"{flops(known['flops_per_token'])} a token"
     if "max_tokens" not in known or spec.training.max_steps is None:
-        return f"{each}; data and epochs decide how many"
+        return f"{each}; data and epochs decide the number of tokens"
     steps, tokens = plural(spec.training.max_steps, "step"), known["max_tokens"]
     return f"{steps}, {count(tokens)} tokens: {flops(known['total_flops'])}, {each}"
 
@@ -91,7 +91,7 @@ def _memory(known: Mapping[str, Any], spec: JobSpec, machine_bytes: int | None) 
         return each + _on_gpu(known["memory_per_worker"], spec.resources.accelerator_type)
     process, workers = known.get("process_memory", 0), spec.resources.max_workers
     wanted = workers * (known["memory_per_worker"] + process)
-    each += f" beside {size(process)} of its process" if process else ""
+    each += f" plus {size(process)} for its process" if process else ""
     total = f"{each}; {plural(workers, 'worker')} {'takes' if workers == 1 else 'take'} {size(wanted)}"
     if machine_bytes is None:
         return total
@@ -108,9 +108,9 @@ def _on_gpu(wanted: float, accelerator_type: str | None) -> str:
 
 def _time(known: Mapping[str, Any]) -> str | None:
     if "seconds" not in known:
-        return "not known: no job like it has been measured" if "flops_per_token" in known else None
+        return "unknown: no similar job has been measured" if "flops_per_token" in known else None
     source = known.get("speed_source")
-    basis = "by the speed that the operator has set" if source == "configured" else f"by the speed of {source}"
+    basis = "at the speed that the operator has set" if source == "configured" else f"at the speed of {source}"
     return f"{duration(known['seconds'])} from start to model, {basis}"
 
 
@@ -121,7 +121,7 @@ def _source(source: Mapping[str, Any]) -> str:
     if source.get("num_bytes") is not None:
         facts.append(size(source["num_bytes"]))
     facts += [f"rows of {' or '.join(source['formats'])}"] if source.get("formats") else []
-    return f"{source['name_or_path']}: {', '.join(facts) or 'read by the workers alone'}"
+    return f"{source['name_or_path']}: {', '.join(facts) or 'only the workers can read it'}"
 
 
 _COLUMNS = ("phase", "workers", "device", "host", "node's disk", "store", "downloads", "uploads", "time")
@@ -133,7 +133,7 @@ _NOUNS = {
     "evaluate": "evaluation",
     "publish": "publishing",
 }
-_PARTS = {"cache": "the teacher, rows and the start", "checkpoints": "checkpoints", "artifact": "the artifact"}
+_PARTS = {"cache": "teacher, rows and initialization", "checkpoints": "checkpoints", "artifact": "the artifact"}
 _SECONDS = {
     "download": "downloads",
     "read": "reading and writing disks",
@@ -162,7 +162,7 @@ def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json:
     elif estimate.model_dump()["phases"]:
         print_phases(estimate.model_dump())
     else:
-        say("The teacher is on the hub: with its config.json (--config) the job's phases are planned.")
+        say("The teacher is on the hub; give its config.json (--config) to plan the job's phases.")
     if not json:
         print_gates(estimate.model_dump())
 
@@ -178,7 +178,7 @@ def print_gates(estimate: Mapping[str, Any]) -> None:
             gate["task"],
             "not known" if gate["num_samples"] is None else f"{gate['num_samples']:,}",
             "not known" if gate["excluded"] is None else f"{gate['excluded']:g}",
-            "by its samples" if gate["limit"] is None else f"{gate['limit']:g}",
+            "set by its samples" if gate["limit"] is None else f"{gate['limit']:g}",
             "" if gate["samples_needed"] is None else f"{gate['samples_needed']:,}",
         )
         for gate in gates
@@ -240,7 +240,7 @@ def _most_memory(phases: Sequence[Phase]) -> str:
     on_gpu = phases[0]["device_bytes"] is not None
     key, where = ("device_bytes", "device") if on_gpu else ("host_bytes", "process")
     most = max(phases, key=lambda phase: int(phase[key]))
-    return f"A worker's {where} holds most in {_NOUNS[most['phase']]}, {size(most[key])}."
+    return f"A worker's {where} memory is largest in {_NOUNS[most['phase']]}, {size(most[key])}."
 
 
 def _fullest_disk(phases: Sequence[Phase]) -> str:
@@ -248,7 +248,7 @@ def _fullest_disk(phases: Sequence[Phase]) -> str:
     use = most["node_disk"]
     what = max(_PARTS, key=lambda part: int(use[part]))
     return (
-        f"A node's disk holds most in {_NOUNS[most['phase']]}, {size(use['total'])}, of which {_PARTS[what]} "
+        f"A node's disk use is largest in {_NOUNS[most['phase']]}, {size(use['total'])}, of which {_PARTS[what]} "
         f"{size(use[what])}."
     )
 
@@ -269,12 +269,12 @@ def _left_out(phases: Sequence[Phase]) -> str | None:
 def _assumed(assumptions: Mapping[str, Any]) -> str:
     nodes = f"{plural(assumptions['num_nodes'], 'node')} of up to {plural(assumptions['workers_per_node'], 'worker')}"
     if assumptions["flops_per_second"] is None:
-        speed = "no speed of a worker"
+        speed = "unknown worker speed"
     else:
-        speed = f"{flops(assumptions['flops_per_second'])} a second and worker ({assumptions['flops_source']})"
+        speed = f"{flops(assumptions['flops_per_second'])} per second and worker ({assumptions['flops_source']})"
     rates = ", ".join(
         f"{size(assumptions[f'{name}_bytes_per_second'])}/s {what}"
-        for name, what in (("hub", "from the hub"), ("store", "to and from the store"), ("disk", "of a node's disk"))
+        for name, what in (("hub", "from the hub"), ("store", "to and from the store"), ("disk", "on a node's disk"))
     )
     return f"Assumed: {nodes}; {speed}; {rates}."
 

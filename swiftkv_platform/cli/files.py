@@ -20,7 +20,7 @@ _DAY_S = 86400
 @files_app.command()
 def upload(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Rows as JSON Lines.", exists=True, dir_okay=False)],
-    expires_in: Annotated[int | None, typer.Option(min=1, max=30, metavar="DAYS", help="Days it is kept.")] = None,
+    expires_in: Annotated[int | None, typer.Option(min=1, max=30, metavar="DAYS", help="Days to keep it.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -75,7 +75,7 @@ def download(
 ) -> None:
     """Download the rows, and check their digest."""
     if output.exists():
-        message = f"{output} is there already; use the name of a new file"
+        message = f"{output} already exists; use the name of a new file"
         raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
         file = client.files.get(file_id)

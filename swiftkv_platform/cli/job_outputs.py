@@ -21,9 +21,7 @@ _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
 
 def events(
     job_id: JobId,
-    after: Annotated[
-        str | None, typer.Option(metavar="EVENT", help="Only what came after this event (evt_...).")
-    ] = None,
+    after: Annotated[str | None, typer.Option(metavar="EVENT", help="Only events after this one (evt_...).")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -34,7 +32,7 @@ def events(
         found,
         ("time", "type", "level", "message"),
         lambda event: (local_time(event.created_at), event.type, event.level, event.message),
-        empty="Nothing yet.",
+        empty="No events yet.",
         json=json,
     )
 
@@ -81,7 +79,7 @@ def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
         found,
         ("file", "size", "sha256"),
         lambda item: (item.path, size(item.size), item.sha256),
-        empty="None: only a job that succeeded has them.",
+        empty="No files: only a job that succeeded has them.",
         json=json,
     )
 
@@ -97,7 +95,7 @@ def download(
 ) -> None:
     """Download a job's model, or some of its files, and check their digests."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        message = f"{output} is there already; use a new or empty directory"
+        message = f"{output} already exists; use a new or empty directory"
         raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
         present = {item.path: item for item in client.jobs.artifacts(job_id)}
@@ -118,7 +116,7 @@ def download(
 
 def wandb_sync(
     job_id: JobId,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Upload nothing; list what would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
     url: Url = None,
     json: Json = False,
 ) -> None:

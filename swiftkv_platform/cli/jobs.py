@@ -40,7 +40,7 @@ from swiftkv_platform.specs.documents import load_yaml
 
 SpecChanges = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A field of the spec, such as training.max_steps=100; repeats."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field, such as training.max_steps=100; repeatable."),
 ]
 
 IdempotencyKey = Annotated[str | None, typer.Option(help="The same key submits the same job only once.")]
@@ -54,7 +54,7 @@ for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
 def submit(
     file: MaybeSpecFile = None,
     recipe_: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="In its place: one of `swiftkv recipes list`.")
+        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to submit instead (`swiftkv recipes list`).")
     ] = None,
     set_: SpecChanges = None,
     follow_: Annotated[bool, typer.Option("--follow", help="Show the job until it has finished.")] = False,
@@ -97,7 +97,7 @@ def validate(
         typer.Option(
             metavar="FILE_OR_DIR",
             exists=True,
-            help="The teacher's config.json, for a teacher on the hub: then l and g are checked here, without network.",
+            help="config.json of a teacher on the hub, to check l and g without network.",
         ),
     ] = None,
     url: Annotated[
@@ -105,7 +105,7 @@ def validate(
         typer.Option(
             envvar="SWIFTKV_URL",
             show_envvar=True,
-            help="Control plane that is to check it, with the files it sees. Default: this process, without network.",
+            help="Control plane to check it, with the files it sees. Default: this process, without network.",
         ),
     ] = None,
     json: Json = False,
@@ -132,7 +132,7 @@ def validate(
 
 @jobs_app.command("list")
 def list_jobs(
-    status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
+    status: Annotated[str | None, typer.Option(help="Only jobs with this status.")] = None,
     limit: Limit = 20,
     url: Url = None,
     json: Json = False,
@@ -184,8 +184,8 @@ def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
 @jobs_app.command()
 def logs(
     job_id: JobId,
-    follow_: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
-    tail: Annotated[int | None, typer.Option(min=1, help="Most lines to show, the newest attempt's last.")] = None,
+    follow_: Annotated[bool, typer.Option("--follow", help="Print new lines as they are written.")] = False,
+    tail: Annotated[int | None, typer.Option(min=1, help="Show only the newest attempt's last lines.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -215,7 +215,7 @@ def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
 @jobs_app.command()
 def resume(
     job_id: JobId,
-    cost_cap: Annotated[float | None, typer.Option(help="What it may cost now, if its cost had paused it.")] = None,
+    cost_cap: Annotated[float | None, typer.Option(help="New cost cap, if the old one paused the job.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -241,7 +241,7 @@ def schema() -> None:
 def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
     """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
-        raise InvalidInputError("use --file with a job spec, or --recipe with a name, one of them", field="file")
+        raise InvalidInputError("use either --file with a job spec or --recipe with a name", field="file")
     spec = read_spec(file if recipe_ is None else recipe(recipe_))  # type: ignore[arg-type]
     if not changes:
         return spec
@@ -258,7 +258,7 @@ def spec_change(text: str) -> tuple[str, Any]:
     try:
         return path, absolute_change(path, load_yaml(value))
     except yaml.YAMLError as error:
-        message = f"--set {path} is {value!r}, which is no YAML: {error}"
+        message = f"--set {path} is {value!r}, which is not valid YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error
 
 
@@ -287,7 +287,9 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
             with telling_of_waits(client, job, console):
                 follow(stream, console)
     except KeyboardInterrupt:
-        hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."
+        hint = (
+            f"{job.id} keeps running. `swiftkv jobs watch {job.id}` follows it, `swiftkv jobs cancel {job.id}` ends it."
+        )
         err().print(hint, highlight=False, soft_wrap=True)
         raise
     job = client.jobs.get(job.id)
@@ -349,7 +351,7 @@ def _finished(job: Job) -> str | None:
 def _cost(job: Job) -> str | None:
     if job.cost is None:
         return None
-    expected = "" if job.finished or job.estimated_cost is None else f", {job.estimated_cost:,.2f} expected in the end"
+    expected = "" if job.finished or job.estimated_cost is None else f", {job.estimated_cost:,.2f} expected in total"
     return f"{job.cost:,.2f}{expected}"
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 def up(
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Of the control plane; 0 takes any free one.")
+        int | None, typer.Option(min=0, max=65535, help="Control plane's port; 0 takes any free one.")
     ] = None,
-    num_cpus: Annotated[int | None, typer.Option(min=1, help="CPUs Ray hands out. Default: all, at least 4.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(min=1, help="CPUs that Ray has. Default: all, at least 4.")] = None,
     object_store_mib: Annotated[int, typer.Option(min=80, help="Shared memory of Ray's object store, MiB.")] = 200,
     json: Json = False,
 ) -> None:
@@ -51,7 +51,7 @@ def up(
         try:
             state = stack.up(options, report)
         except SystemExit:
-            report("Told to end (SIGTERM) before everything was up; what this call had started is stopped again.")
+            report("Terminated (SIGTERM) before everything was up; what this call had started is stopped again.")
             raise
     tell(state, f"Ready: {state.url} (home {stack.home})", json=json)
 
@@ -78,21 +78,21 @@ def status(json: Json = False) -> None:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Teacher in place of the built-in one: hub id, directory, or smollm2 (a real LLM, an hour)."),
+        typer.Option(help="Teacher instead of the built-in one: hub id, directory, or smollm2 (a real LLM, an hour)."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Where the report goes. Default: demo-report.json; demo-llm-report.json.", dir_okay=False),
+        typer.Option(help="File for the report. Default: demo-report.json; demo-llm-report.json.", dir_okay=False),
     ] = None,
     home: Annotated[
         Path | None,
         typer.Option(
-            help="Its own directory for databases, store and logs. Default: .demo; .demo-llm, where a run "
-            "that was cut off goes on."
+            help="Directory for database, store and logs. Default: .demo; .demo-llm, where an interrupted "
+            "run continues."
         ),
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="With smollm2: minutes, too few steps to learn from.")] = False,
-    keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything up at the end.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="With smollm2: take minutes, with too few steps.")] = False,
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything running.")] = False,
     json: Json = False,
 ) -> None:
     """Distil a small model, deploy it, generate with it and write a report, on a temporary stack."""
@@ -101,7 +101,7 @@ def demo(
 
     is_llm = model in NAMES
     if short and not is_llm:
-        raise InvalidInputError(f"--short goes with --model {NAMES[0]} alone; leave it out", field="short", value=True)
+        raise InvalidInputError(f"--short needs --model {NAMES[0]}; leave it out", field="short", value=True)
     name = "demo-llm" if is_llm else "demo"
     options = DemoOptions(
         output=(output or Path(f"{name}-report.json")).resolve(),
@@ -133,7 +133,7 @@ def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
 
 
 def prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     json: Json = False,
 ) -> None:
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
@@ -155,12 +155,12 @@ def prune(
         print_json({"dry_run": dry_run, "removed": figures})
         return
     rows = [(each.kind, each.rows, each.objects, size(each.bytes)) for each in found]
-    columns = ("would go" if dry_run else "gone", "rows", "objects", "size")
-    print_table(columns, rows, empty="Nothing is older than it may be.")
+    columns = ("would be removed" if dry_run else "removed", "rows", "objects", "size")
+    print_table(columns, rows, empty="Nothing is past its retention.")
 
 
 def sweep(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     json: Json = False,
 ) -> None:
     """Earlier name of `swiftkv prune`."""
@@ -171,7 +171,8 @@ def sweep(
 def backup(
     directory: Directory,
     objects: Annotated[
-        bool, typer.Option(help="Copy the store's objects; else only list them, for a bucket that is copied otherwise.")
+        bool,
+        typer.Option(help="Copy the store's objects, or only list them, for a bucket that is backed up separately."),
     ] = True,
     json: Json = False,
 ) -> None:
@@ -191,7 +192,7 @@ def backup(
 def restore(
     directory: Directory,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Go on where listed objects are not in the store.")
+        bool, typer.Option("--allow-missing", help="Restore although listed objects are not in the store.")
     ] = False,
     json: Json = False,
 ) -> None:

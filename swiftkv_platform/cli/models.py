@@ -20,7 +20,7 @@ _SECTIONS = ("evaluation", "resources", "metadata")
 """Sections of a job's spec that may be changed for a model made from its checkpoint."""
 
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
+Reason = Annotated[str, typer.Option("--reason", help="Reason, kept with caller and time.")]
 
 
 models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
@@ -60,7 +60,7 @@ def get_model(model: ModelName, url: Url = None, json: Json = False) -> None:
 def import_model(
     source: Annotated[str, typer.Argument(metavar="DIR|URL", help="A student: directory or s3://bucket/prefix.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the model. Default: that of its spec, or its directory's.")
+        str | None, typer.Option(help="Name of the model. Default: from its spec, or its directory's.")
     ] = None,
     url: Url = None,
     json: Json = False,
@@ -84,7 +84,7 @@ def create(
     ],
     name: Annotated[str | None, typer.Option(help="Name of the model. Default: the job's name and the step.")] = None,
     set_: SpecChanges = None,
-    wait: Annotated[bool, typer.Option(help="Return only when the model is there.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the model exists.")] = False,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -100,8 +100,8 @@ def publish(
     to: Annotated[
         str, typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory.")
     ],
-    public: Annotated[bool, typer.Option("--public", help="Make a repository of the hub that all may see.")] = False,
-    wait: Annotated[bool, typer.Option(help="Return only when it is there.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new hub repository public.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = False,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -122,7 +122,7 @@ def lineage(model: ModelName, url: Url = None, json: Json = False) -> None:
 def compare(
     model: ModelName,
     other: Annotated[
-        str, typer.Argument(metavar="OTHER", help="Another model, likewise.", autocompletion=complete_model)
+        str, typer.Argument(metavar="OTHER", help="Another model, named likewise.", autocompletion=complete_model)
     ],
     url: Url = None,
     json: Json = False,
@@ -134,9 +134,9 @@ def compare(
         print_json(found)
         return
     rows = [(figure["name"], figure["a"], figure["b"], figure["better"] or "") for figure in found.figures]
-    print_table(("figure", "a", "b", "better"), rows, empty="Neither has been measured.")
+    print_table(("figure", "a", "b", "better"), rows, empty="Neither model has been measured.")
     different = [(each["name"], each["a"], each["b"]) for each in (*found.differences, *found.spec_differences)]
-    print_table(("made with", "a", "b"), different, empty="Both were made alike.")
+    print_table(("made with", "a", "b"), different, empty="Both were made with the same spec.")
 
 
 @models_app.command()
@@ -145,7 +145,7 @@ def promote(
     reason: Reason,
     alias: AliasName = "production",
     accept_undecided: Annotated[
-        bool, typer.Option("--accept-undecided", help="Although its samples do not decide every quality gate.")
+        bool, typer.Option("--accept-undecided", help="Promote even if a quality gate is undecided.")
     ] = False,
     url: Url = None,
     json: Json = False,
@@ -153,7 +153,7 @@ def promote(
     """Point an alias to a model; deployments of the alias swap it in."""
     with connect(url) as client:
         promotion = client.models.promote(model, alias=alias, reason=reason, accept_undecided=accept_undecided)
-    tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
+    tell(promotion, f"{promotion.alias} points to {promotion.model}.", json=json)
 
 
 @models_app.command()
@@ -161,7 +161,7 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
     """Point an alias back to its previous model."""
     with connect(url) as client:
         promotion = client.models.rollback(alias, reason=reason)
-    tell(promotion, f"{promotion.alias} is {promotion.model} again.", json=json)
+    tell(promotion, f"{promotion.alias} points to {promotion.model} again.", json=json)
 
 
 @models_app.command()
@@ -174,7 +174,7 @@ def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
 
 @models_app.command()
 def aliases(
-    alias: Annotated[str | None, typer.Option("--alias", help="Only this one.")] = None,
+    alias: Annotated[str | None, typer.Option("--alias", help="Only this alias.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -206,8 +206,8 @@ def _sections(texts: Sequence[str]) -> dict[str, Any]:
     for path in changes:
         if path.partition(".")[0] not in _SECTIONS:
             raise InvalidInputError(
-                f"--set is {path!r}, and a model of a checkpoint is made by its job's spec but for "
-                f"{', '.join(_SECTIONS)}; `swiftkv jobs clone` with training.from changes all of it",
+                f"--set is {path!r}, but a checkpoint's model is made with its job's spec, except for "
+                f"{', '.join(_SECTIONS)}; `swiftkv jobs clone` with training.from can change all of it",
                 field=path,
             )
     return with_changes({}, changes)

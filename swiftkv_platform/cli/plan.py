@@ -31,7 +31,7 @@ _UNITS = {"GFLOPs": 1e9, "MFLOPs": 1e6}
 _DEFAULT: Sequence[int | None] = (None,)
 _DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
-First rel.: the vocabulary counts for every token, as in the paper's table 1. executed: as it runs, logits of the last \
+First rel.: logits of every token, as in the paper's table 1. executed: as it runs, with logits of the last \
 token only."""
 
 
@@ -66,15 +66,15 @@ def plan(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Run the job spec's phases over fake tensors: a worker's memory, and its collectives."
+            "--dry-run", help="Run the job spec's phases on fake tensors; print a worker's memory and collectives."
         ),
     ] = False,
     config: Annotated[
         str | None,
-        typer.Option(metavar="FILE_OR_DIR", help="The config.json of a job spec's teacher, which is on the hub."),
+        typer.Option(metavar="FILE_OR_DIR", help="config.json of a job spec's teacher, if it is on the hub."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a job's data, where only the workers can read them.")
+        int | None, typer.Option(min=1, help="Tokens of a job's data, if only the workers can read it.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -156,7 +156,7 @@ def _components(flops: Components, unit: str) -> list[str]:
     return [f"{part / _UNITS[unit]:.3g}" for part in parts]
 
 
-_MEMORY_COLUMNS = ("GiB of a worker at the peak", "peak", "parameters", "gradients", "optimizer", "the rest")
+_MEMORY_COLUMNS = ("GiB of a worker at its peak", "peak", "parameters", "gradients", "optimizer", "the rest")
 
 
 def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
@@ -177,7 +177,7 @@ def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
     print_table(_MEMORY_COLUMNS, rows, empty="")
     calls = [(each.name, each.calls, _gib(each.num_bytes)) for each in found.collectives]
     print_table(("collectives of a step", "calls", "GiB"), calls, empty="No collectives.")
-    say("Workspaces of kernels and what an allocator keeps come on top.")
+    say("Kernel workspaces and memory cached by the allocator are not included.")
 
 
 def _row(memory: Memory) -> list[str]:
@@ -196,32 +196,32 @@ def analyze(
     text: Annotated[
         list[str], typer.Option(help="Text: file, directory, hub data set or builtin:python-stdlib; repeatable.")
     ],
-    max_tokens: Annotated[int, typer.Option(min=64, help="Tokens to look at, and to measure on.")] = 16384,
+    max_tokens: Annotated[int, typer.Option(min=64, help="Tokens to analyze, and to measure on.")] = 16384,
     max_length: Annotated[int, typer.Option(min=16, help="Tokens per sequence.")] = 1024,
     measure: Annotated[
         bool, typer.Option("--measure", help="Rewire at each l, calibrate, and measure KL on held-out text.")
     ] = False,
     depth: Annotated[
-        list[int] | None, typer.Option("--depth", "-l", help="An l to measure; repeatable. Default: all.")
+        list[int] | None, typer.Option("--depth", "-l", help="l to measure; repeatable. Default: all.")
     ] = None,
     num_prefill_layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Measure which layers prompts can bypass, and lists of this many that they run; -l: of these."
+            min=1, help="Measure which layers prompts can bypass, and lists of this many layers to run, at each -l."
         ),
     ] = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="g of the measured students.")
     ] = 1,
-    max_kl: Annotated[float, typer.Option(help="Nats; what --measure recommends starts within this.")] = 0.2,
+    max_kl: Annotated[float, typer.Option(help="Largest KL, in nats, that --measure recommends.")] = 0.2,
     needle_length: Annotated[
-        int | None, typer.Option(min=128, help="Tokens of prompts in which --measure has a number looked for.")
+        int | None, typer.Option(min=128, help="Tokens of --measure's needle-in-a-haystack prompts.")
     ] = None,
-    needle_samples: Annotated[int, typer.Option(min=1, help="Prompts of that length.")] = 20,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights; auto: as stored.")] = (
-        "auto"
-    ),
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw a picture (needs matplotlib).")] = None,
+    needle_samples: Annotated[int, typer.Option(min=1, help="Number of those prompts.")] = 20,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of weights; auto: as stored.")
+    ] = ("auto"),
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Save a plot (needs matplotlib).")] = None,
     json: Json = False,
 ) -> None:
     """Measure the SimScore of each layer's input on real text (paper, equation 1), and recommend l.
@@ -283,7 +283,7 @@ def _print_lists(analysis: Analysis) -> None:
         f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
         f"behind prompts; the teacher's perplexity is {analysis.teacher_perplexity:.2f}.",
         *_needles_sentence(analysis),
-        f"Recommended: --prefill-layers {format_layers(chosen)}, {len(chosen)} layers as -l {len(chosen)} runs.",
+        f"Recommended: --prefill-layers {format_layers(chosen)}, as many layers as -l {len(chosen)} runs.",
     ]
     out().print("\n".join(lines), highlight=False, soft_wrap=True)
 
@@ -291,7 +291,10 @@ def _print_lists(analysis: Analysis) -> None:
 def _needles_sentence(analysis: Analysis) -> list[str]:
     if not analysis.needle_length:
         return []
-    return [f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."]
+    return [
+        f"Needles in prompts of {analysis.needle_length:,} tokens: "
+        f"the teacher finds {analysis.teacher_needles_found:.0%}."
+    ]
 
 
 def _print_analysis(analysis: Analysis) -> None:

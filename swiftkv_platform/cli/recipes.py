@@ -47,8 +47,12 @@ def copy(
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConflictError(f"{target} exists; name another FILE", field="file", value=str(target)) from error
-    tell({"recipe": name, "file": str(target)}, f"{target} is {name}; change it, then submit or distil it.", json=json)
+        raise ConflictError(f"{target} already exists; name another FILE", field="file", value=str(target)) from error
+    tell(
+        {"recipe": name, "file": str(target)},
+        f"Copied {name} to {target}; change it, then submit or distil it.",
+        json=json,
+    )
 
 
 def _model(path: Path) -> str:
@@ -120,7 +124,7 @@ def save_beside(output: Path, text: str) -> Path:
     path = output.with_name(f"{output.name}.yaml")
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ConflictError(
-            f"{path} exists and is another spec; use another --output, or `--file {path.name}` to run it",
+            f"{path} holds another spec; use another --output, or `--file {path.name}` to run it",
             field="output",
             value=str(output),
         )

@@ -27,28 +27,26 @@ def serve(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="What `swiftkv distill`, `convert` or `jobs download` wrote; a Hugging Face directory, a .gguf file, "
+            help="Output of `swiftkv distill`, `convert` or `jobs download`, a Hugging Face directory, a .gguf file, "
             "builtin:python-5m or a hub id.",
         ),
     ],
     given: dict[str, Any],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes any free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8080,
     name: Annotated[
-        str | None, typer.Option(help="Name that requests call the model by. Default: the directory's, or the hub id.")
+        str | None, typer.Option(help="Model name in requests. Default: the directory's, or the hub id.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Jinja template of chats, in place of the model's.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Jinja chat template, instead of the model's.")
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="Keys that `swiftkv keys create` wrote. Default: no key needed."
-        ),
+        typer.Option(exists=True, dir_okay=False, help="Keys from `swiftkv keys create`. Default: no key needed."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Public name that requests may be for where no keys are needed. Repeatable."),
+        typer.Option(help="Public host name to accept requests for without keys. Repeatable."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -60,7 +58,7 @@ def serve(
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise InvalidInputError.of(
-            "model", model, ", no directory here; a directory, a .gguf file or a hub id is accepted"
+            "model", model, ", which is not a directory here; a directory, a .gguf file or a hub id is accepted"
         )
     called = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
     served = Served(

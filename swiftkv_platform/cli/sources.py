@@ -91,7 +91,7 @@ def _from_hub(name: str) -> str:
         from huggingface_hub.errors import HfHubHTTPError
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"{name!r} is no file or directory here; a hub id needs huggingface_hub "
+            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub "
             "(pip install 'swiftkv-platform[model]')",
             field="model",
             value=name,
@@ -101,7 +101,7 @@ def _from_hub(name: str) -> str:
     except (OSError, HfHubHTTPError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"{name!r} is no file or directory here, and the hub gives no config.json for it ({reason})",
+            f"{name!r} is not a file or directory here, and the hub gives no config.json for it ({reason})",
             field="model",
             value=name,
         ) from error

@@ -93,5 +93,5 @@ def _mapping(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise typer.BadParameter(f"{text!r} is neither YAML nor JSON: {error}") from error
     if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is no object; expected one such as '{{share: 0.1}}'")
+        raise typer.BadParameter(f"{text!r} is not an object; expected one such as '{{share: 0.1}}'")
     return value

@@ -44,7 +44,7 @@ def _tell(client: Client, job_id: str, console: Console, told: str | None, done:
 def _print(job: Job, console: Console, told: str | None) -> str | None:
     """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
     if job.status == "queued":
-        reason = job.status_reason.message if job.status_reason else "no reason was told"
+        reason = job.status_reason.message if job.status_reason else "no reason given"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
     elif job.phase is None or job.finished:
         return None
@@ -68,7 +68,7 @@ def describe_phase(job: Job) -> str | None:
 def describe_queue(job: Job) -> str | None:
     """Describe a queued job's place in its tenant's queue, and the time since which it waits for resources."""
     since = local_time(job.waiting_since)
-    return ", ".join(filter(None, (describe_place(job), since and f"waits for resources since {since}"))) or None
+    return ", ".join(filter(None, (describe_place(job), since and f"waiting for resources since {since}"))) or None
 
 
 def describe_place(job: Job) -> str | None:

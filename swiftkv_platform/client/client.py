@@ -34,7 +34,9 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _ANSWERING = ("running", "swapping", "refused")
 """Statuses of a deployment that answers requests."""
-_CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` tells, `swiftkv up` starts one on this machine."
+_CONTROL_PLANE_AWAY = (
+    "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this machine."
+)
 _SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
 
@@ -143,7 +145,7 @@ class Client:
         if self._serve is None:
             url = next((item.url for item in self.deployments.list() if item.status in _ANSWERING and item.url), None)
             if url is None:
-                raise SwiftKVError(f"{self._control.base_url} knows of no running deployment. {_SERVE_AWAY}")
+                raise SwiftKVError(f"{self._control.base_url} has no running deployment. {_SERVE_AWAY}")
             self._serve = self._connect(url, when_away=_SERVE_AWAY)
         return self._serve
 
@@ -387,7 +389,11 @@ class Deployments:
             if deployment.status == "running":
                 return deployment
             if deployment.status in ("failed", "refused"):
-                what = "failed" if deployment.status == "failed" else f"refused {deployment.model} and serves on"
+                what = (
+                    "failed"
+                    if deployment.status == "failed"
+                    else f"refused {deployment.model} and keeps serving the previous model"
+                )
                 raise SwiftKVError(f"Deployment {deployment_id} {what}: {deployment.message or 'no reason given'}")
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(

@@ -132,7 +132,7 @@ class Jobs:
                 patience.forgive(error, poll_interval)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"Job {job_id} has not finished within {timeout:g} s; it goes on. "
+                    f"Job {job_id} has not finished within {timeout:g} s; it keeps running. "
                     f"`swiftkv jobs watch {job_id}` follows it, `swiftkv jobs cancel {job_id}` ends it."
                 )
             time.sleep(poll_interval)

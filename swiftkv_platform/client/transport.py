@@ -247,7 +247,7 @@ def _header(name: str, value: str) -> str:
     """Return `value` if an HTTP header may have it. Raises `InvalidInputError`, without the value, which may be
     secret."""
     if not (value.isascii() and value.isprintable()):
-        message = f"{name} has a line break or another character that no HTTP header takes; use printable ASCII"
+        message = f"{name} has a line break or another character that an HTTP header cannot hold; use printable ASCII"
         raise InvalidInputError(message, field=name)
     return value
 

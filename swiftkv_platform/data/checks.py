@@ -64,7 +64,7 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
                 known = ", ".join((BUILTIN_DATA, *BUILTIN_PROMPTS))
                 raise _unusable(where, name, f"the built-in data sets are {known}")
             if name in BUILTIN_PROMPTS and source.complete is None:
-                raise _unusable(where, name, "its rows are requests, which need complete: the teacher answers them")
+                raise _unusable(where, name, "its rows are requests that the teacher has to answer; add complete: {}")
             check_subset(source, where)
             return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():
@@ -94,7 +94,7 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
             return SourceEstimate(name)
     found = [file for file in source_files(path, source, where) if kind_of(file.name) is not None]
     if not found:
-        raise _unusable(where, name, f"it has no file that can be read; {ACCEPTED}")
+        raise _unusable(where, name, f"it has no file in a known format; {ACCEPTED}")
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
@@ -155,9 +155,9 @@ def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
     except (ValueError, RecursionError) as error:
         if len(head) == _HEAD_BYTES:
             return None
-        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is no JSON ({error})") from error
+        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is no object with columns")
+        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is not an object with columns")
     return row
 
 

@@ -123,7 +123,7 @@ class PromptSource:
         for shard in self.shards():
             data = store.get(shard.key)
             if data is None:
-                raise StorageError(f"the teacher's answers {shard.key} are gone; another attempt writes them again")
+                raise StorageError(f"the teacher's answers {shard.key} are missing; another attempt writes them again")
             rows = [json.loads(line) for line in data.splitlines()]
             prompts = [prompt for prompt in shard.prompts for _ in range(self.settings.num_completions)]
             for prompt, row in zip(prompts, rows, strict=True):

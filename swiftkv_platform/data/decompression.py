@@ -26,7 +26,7 @@ def opened(file: Path, field: str) -> Iterator[BinaryIO]:
     compression = compression_of(file.name)
     if compression == ".zst" and not reads_zstandard():
         raise DataError(
-            f"{field}: {file} is compressed by Zstandard, which nothing installed here reads; install zstandard, or "
+            f"{field}: {file} is compressed with Zstandard, but no reader is installed; install zstandard, or "
             "decompress it (zstd -d)",
             field=field,
             value=str(file),

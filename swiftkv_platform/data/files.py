@@ -258,8 +258,8 @@ def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field:
         _, header = next(records, (0, []))
         if len(set(header)) < len(header):
             raise DataError(
-                f"{field}: {file} names a column twice in its first line ({', '.join(header)}); each name once is "
-                "accepted",
+                f"{field}: {file} has a duplicate column in its first line ({', '.join(header)}); unique names "
+                "are accepted",
                 field=field,
                 value=str(file),
             )

@@ -164,11 +164,11 @@ def _check(message: Message, where: str) -> None:
                 "JSON of one, is accepted"
             )
     if calls and not speaks:
-        raise RowError(f"{where} has tool_calls; they are accepted of the assistant")
+        raise RowError(f"{where} has tool_calls; they are accepted only from the assistant")
     says = message["content"] is not None and (not speaks or message["content"].strip())
     if not says and not calls and not message.get("reasoning_content") and message.get("weight") != 0:
         can = "content or tool_calls are needed, or weight: 0" if speaks else "content (or value) is needed"
-        raise RowError(f"{where} holds no words; {can}")
+        raise RowError(f"{where} has no text; {can}")
 
 
 def _content(turn: Mapping[str, Any]) -> str | None:
@@ -266,7 +266,7 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [without_nulls(item, depth + 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise RowError(f"a value is {shown(value)}, which is no number of JSON; null or a number is accepted")
+        raise RowError(f"a value is {shown(value)}, which is not a JSON number; null or a number is accepted")
     return value
 
 
@@ -279,12 +279,12 @@ def parse_json(text: str, what: str) -> Any:
     """Parse JSON. Raises `RowError`, also for NaN and infinities and for deep nesting."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}, which JSON has no word for")
+        raise ValueError(f"it holds {constant}, which is not valid JSON")
 
     try:
         found = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} is {text!r:.80}, which is no JSON: {error}") from error
+        raise RowError(f"{what} is {text!r:.80}, which is not JSON: {error}") from error
     if _is_deep(found, MAX_DEPTH):
         raise _too_deep()
     return found

@@ -115,7 +115,7 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != stored.sha256:
         raise DataError(
-            f"{field} is {name!r}, whose rows are not those that were uploaded (SHA-256 {digest} instead of "
+            f"{field} is {name!r}, whose rows differ from those uploaded (SHA-256 {digest} instead of "
             f"{stored.sha256}); upload the file again",
             field=field,
             value=name,

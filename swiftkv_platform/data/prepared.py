@@ -203,7 +203,11 @@ class DataStatistics(FrozenModel):
                 False,
             )
         if self.steering is not None and not self.steering.rows:
-            yield "a single sample is held out, which is reported: nothing steers training, which ends as it ends", True
+            yield (
+                "a single sample is held out for the report; nothing is measured during training, which keeps its last "
+                "step",
+                True,
+            )
 
 
 def _describe(source: SourceStatistics) -> str:

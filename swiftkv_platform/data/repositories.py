@@ -89,9 +89,7 @@ def _check_repository_cards(name: str, field: str) -> str | None:
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, ConnectionError) as error:
-            raise DataError.of(
-                field, name, f": no such data set on the hub, or one that it does not open ({error})"
-            ) from error
+            raise DataError.of(field, name, f": no such data set on the hub, or no access to it ({error})") from error
         revision = file.parent.name
         Boundary.of(file.parents[2]).check(file, field)
         check_card(file, field)
@@ -122,7 +120,7 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{path} cannot be read: data set {name!r}, subset {source.subset!r}, split {source.split!r}: "
-            f"{error.__cause__ or error}; of several configurations {path}.subset names one",
+            f"{error.__cause__ or error}; if it has several configurations, name one in {path}.subset",
             field=path,
             value=name,
         ) from error
@@ -159,7 +157,7 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
         )
     for file in (file for split in (files or {}).values() for file in split):
         if not is_own(file):
-            raise DataError.of(field, name, f", which names the file {file!r} of another place")
+            raise DataError.of(field, name, f", which names the file {file!r} in another place")
 
 
 def _no_hub(name: str, field: str, error: Exception) -> StorageError:

@@ -88,7 +88,7 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
         if rows == 1:
             format_, columns = found, tuple(row)
     if not rows:
-        raise DataError(f"{field}: {name} holds no rows; at least one is needed", field=field, value=name)
+        raise DataError(f"{field}: {name} has no rows; at least one is needed", field=field, value=name)
     return UploadedRows(size, digest.hexdigest(), rows, format_, columns)
 
 
@@ -134,7 +134,7 @@ def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings)
     unusable = next((each for each in columns if lone_surrogate(each) is not None or "\0" in each), None)
     if unusable is not None:
         raise DataError(
-            f"{place} has the column {unusable!a}, which no text holds; use whole characters other than NUL",
+            f"{place} has the column {unusable!a}, which is not valid text; use whole characters other than NUL",
             field=field,
             value=f"{name}:{number}",
         )

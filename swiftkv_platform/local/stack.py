@@ -152,7 +152,7 @@ class Stack:
     def _start_ray(self, state: StackState, report: Report) -> StackState:
         if state.alive("ray"):
             self._wait(state, "ray")
-            report(f"Ray runs already (its own pages: {state.ray_dashboard_url})")
+            report(f"Ray is already running (its own pages: {state.ray_dashboard_url})")
             return state
         report("Starting Ray")
         head = self._head(state)
@@ -164,7 +164,7 @@ class Stack:
     def _start_control_plane(self, state: StackState, options: StackOptions, report: Report) -> StackState:
         if state.alive("control-plane"):
             self._wait(state, "control-plane")
-            report(f"The control plane runs already: dashboard and API at {state.url}")
+            report(f"The control plane is already running: dashboard and API at {state.url}")
             return state
         report("Starting the control plane")
         wanted = options.port or port_of(state.url)
@@ -299,7 +299,7 @@ def _tell_port(wanted: int, port: int, options: StackOptions, report: Report) ->
             field="port",
             value=wanted,
         )
-    report(f"Port {wanted} is taken; the control plane takes {port}")
+    report(f"Port {wanted} is taken; the control plane uses {port}")
 
 
 def _serve_status(state: StackState) -> PartStatus:

@@ -23,7 +23,7 @@ _TENANT = re.compile(NAME_PATTERN)
 def _address(url: str) -> str:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.username or not parts.hostname:
-        raise ValueError(f"{url!r} is no plain address; use https://host/path")
+        raise ValueError(f"{url!r} is not a plain URL; use https://host/path")
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
         raise ValueError(f"{url!r} is not encrypted; use https://, or http:// on loopback")
     return url
@@ -71,9 +71,9 @@ class Issuer(FiniteModel):
     @model_validator(mode="after")
     def _one_way_to_a_tenant(self) -> Self:
         if (self.tenant is None) == (self.tenant_claim is None):
-            raise ValueError("tenant or tenant_claim is given, and not both")
+            raise ValueError("give either tenant or tenant_claim, not both")
         if self.tenants is not None and self.tenant_claim is None:
-            raise ValueError("tenants is given without tenant_claim, whose values it maps")
+            raise ValueError("tenants maps the values of tenant_claim, which is not given")
         return self
 
     def tenant_of(self, claims: Mapping[str, Any]) -> str | None:

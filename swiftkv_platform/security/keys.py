@@ -70,7 +70,7 @@ class KeyRing:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._file = OperatorFile(
-            path, _parse, field="api_keys_file", hint="it holds API keys, and `swiftkv keys create` writes one"
+            path, _parse, field="api_keys_file", hint="it must hold API keys; `swiftkv keys create` writes it"
         )
 
     def authenticate(self, authorization: str | None) -> ApiKey:
@@ -83,7 +83,7 @@ class KeyRing:
             raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
         now = self._clock()
         if key.not_before is not None and not key.has_begun(now):
-            message = f"key {key.name!r} holds from {_utc(key.not_before)} on; use the one before it until then"
+            message = f"key {key.name!r} is valid from {_utc(key.not_before)}; use the previous one until then"
             raise UnauthenticatedError(message, field="Authorization")
         if key.expires_at is not None and key.has_expired(now):
             message = f"key {key.name!r} expired at {_utc(key.expires_at)}; ask the operator for another"
@@ -164,7 +164,9 @@ def rotate_key(
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
         if end > LATEST:
-            raise InvalidInputError(f"overlap is {overlap_s} s; use an end before the year 10000", field="overlap")
+            raise InvalidInputError(
+                f"overlap is {overlap_s} s; use one that ends before the year 10000", field="overlap"
+            )
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
         _write(path, [*(_ending(key, end) if key.name == name else key for key in others), new])
     return token, new

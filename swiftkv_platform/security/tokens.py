@@ -53,7 +53,7 @@ class TokenVerifier:
         self._clock = clock
         self._keys: dict[tuple[Any, ...], SigningKeys] = {}
         self._file = OperatorFile(
-            path, self._parse, field="oidc_file", hint="it holds a list `issuers` (docs/operations.md)"
+            path, self._parse, field="oidc_file", hint="it must hold a list `issuers` (docs/operations.md)"
         )
 
     @property
@@ -69,10 +69,10 @@ class TokenVerifier:
             header = jwt.get_unverified_header(token)
             issuer_named = jwt.decode(token, options={"verify_signature": False}).get("iss")
         except _MALFORMED as error:
-            raise _refusal("the token is no signed JSON Web Token") from error
+            raise _refusal("the token is not a signed JSON Web Token") from error
         trusted = self._file.content.get(issuer_named) if isinstance(issuer_named, str) else None
         if trusted is None:
-            raise _refusal("the token is of an issuer that is not trusted here")
+            raise _refusal("the token's issuer is not trusted here")
         return _principal(_verified(token, header, trusted), trusted.issuer)
 
     def _parse(self, content: bytes) -> dict[str, _Trusted]:
@@ -110,11 +110,11 @@ def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str
     except jwt.ExpiredSignatureError as error:
         raise _refusal("the token has expired; ask its issuer for another") from error
     except jwt.InvalidAudienceError as error:
-        raise _refusal("the token is for another audience than this platform") from error
+        raise _refusal("the token's audience is not this platform") from error
     except (jwt.ImmatureSignatureError, jwt.InvalidIssuedAtError) as error:
-        raise _refusal("the token holds later, by this machine's clock") from error
+        raise _refusal("the token is not valid yet by this machine's clock") from error
     except _MALFORMED as error:
-        raise _refusal("the token's signature or claims do not hold") from error
+        raise _refusal("the token's signature or claims are not valid") from error
     return claims
 
 

@@ -67,8 +67,10 @@ def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, 
         raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])
     stamp = headers[TIMESTAMP_HEADER]
     if not stamp.isdecimal() or abs(now - int(stamp)) > tolerance_s:
-        raise UnauthenticatedError(f"its time is more than {tolerance_s:g} s away", field=TIMESTAMP_HEADER, value=stamp)
+        raise UnauthenticatedError(
+            f"its time differs from this machine's by more than {tolerance_s:g} s", field=TIMESTAMP_HEADER, value=stamp
+        )
     expected = Secret.parse(secret, name="secret").sign(headers[ID_HEADER], int(stamp), body)
     given = headers[SIGNATURE_HEADER].split(" ")
     if not any(hmac.compare_digest(expected, each) for each in given):
-        raise UnauthenticatedError("the signature does not fit the body", field=SIGNATURE_HEADER)
+        raise UnauthenticatedError("the signature does not match the body", field=SIGNATURE_HEADER)

@@ -104,7 +104,7 @@ class Access:
         names_file = names_task_file(name) or _TASK.fullmatch(name) is None
         if self.is_restricted and names_file and not name.startswith("builtin:"):
             raise InvalidInputError(
-                f"{field} is {name!r}; a task's file may name functions to run, so where sources have rules only "
+                f"{field} is {name!r}; a task's file may name functions to run, so where sources are restricted, only "
                 "the name of a task that the harness knows, or of a `builtin:` one, is accepted",
                 field=field,
                 value=name,
@@ -119,12 +119,12 @@ class Access:
                 raise InvalidInputError.of(
                     field,
                     source.name,
-                    ", and there is no such file here; `swiftkv files list` lists those of a control plane",
+                    ", and there is no such file here; `swiftkv files list` lists a control plane's files",
                 )
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
             if organizations is not None and source.organization not in organizations:
-                raise self._closed(source, field, f"of the hub {', '.join(organizations) or 'nothing'}")
+                raise self._closed(source, field, f"the hub's organizations: {', '.join(organizations) or 'none'}")
         elif isinstance(source, S3Source) and self.roots is not None:
             if not any(source.lies_below(root) for root in self.roots if root.startswith(_S3)):
                 raise self._closed(source, field, self._opened())
@@ -132,11 +132,11 @@ class Access:
             raise self._closed(source, field, self._opened())
 
     def _opened(self) -> str:
-        return f"the hub, built-in sources, and what lies below: {', '.join(self.roots or ()) or 'none'}"
+        return f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
 
     def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
-        return InvalidInputError.of(field, source.name, f", which {reader} may not read; open to it are {opened}")
+        return InvalidInputError.of(field, source.name, f", which {reader} may not read; it may read {opened}")
 
 
 OPEN = Access()

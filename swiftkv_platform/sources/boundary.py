@@ -44,7 +44,7 @@ class Boundary:
             )
         real = Path(os.path.realpath(path))
         if real.exists() and not (real.is_file() or real.is_dir()):
-            raise error(f"{field}: {path.name!r} is no regular file", field=field, value=path.name)
+            raise error(f"{field}: {path.name!r} is not a regular file", field=field, value=path.name)
         return real
 
     def check_tree(self, directory: Path, field: str, *, error: type[InvalidInputError] = DataError) -> None:

@@ -56,7 +56,7 @@ def check_card(path: Path, field: str) -> None:
     except UnusableFileError as error:
         raise _unusable(path, field, str(error)) from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _unusable(path, field, "holds no YAML that can be read") from error
+        raise _unusable(path, field, "has no valid YAML") from error
     if not isinstance(document, Mapping):
         return
     for pattern in _strings(document.get("configs")):
@@ -87,7 +87,7 @@ def _metadata(path: Path) -> Any:
     text = read_head(path, CARD_BYTES).decode(errors="replace")  # the last character may be cut in two
     matter = _FRONT_MATTER.match(text)
     if matter is None and text.lstrip().startswith("---") and len(text) * 4 > CARD_BYTES:
-        raise UnusableFileError(f"has metadata that do not end within {CARD_BYTES} bytes")
+        raise UnusableFileError(f"has metadata that does not end within {CARD_BYTES} bytes")
     return _yaml(checked_length(matter[1].encode(), METADATA_BYTES)) if matter else None
 
 

@@ -93,13 +93,13 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], set[str]]:
         if self._bytes(4) != _MAGIC:
-            raise _NotReadableError("it is no GGUF file")
+            raise _NotReadableError("it is not a GGUF file")
         version = self._number("I")
         if version not in _VERSIONS:
-            raise _NotReadableError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
+            raise _NotReadableError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are supported")
         num_tensors, num_values = self._number("Q"), self._number("Q")
         if max(num_tensors, num_values) > _MOST_ENTRIES:
-            raise _NotReadableError(f"its header announces {num_tensors} tensors and {num_values} values")
+            raise _NotReadableError(f"its header declares {num_tensors} tensors and {num_values} values")
         values = dict(self._entry() for _ in range(num_values))
         return values, {self._tensor() for _ in range(num_tensors)}
 
@@ -118,7 +118,9 @@ class _Header:
         if kind == _STRING:
             self._texts_left -= length
             if self._texts_left < 0:
-                raise _NotReadableError(f"a list in its header has {length} texts; {_MOST_TEXTS} are read in all")
+                raise _NotReadableError(
+                    f"a list in its header has {length} strings; at most {_MOST_TEXTS} are read in total"
+                )
             for _ in range(length):
                 self._bytes(self._number("Q"))
         else:
@@ -134,7 +136,7 @@ class _Header:
     def _text(self) -> str:
         length = self._number("Q")
         if length > _LONGEST_TEXT:
-            raise _NotReadableError(f"a text in its header has {length} bytes")
+            raise _NotReadableError(f"a string in its header has {length} bytes")
         return self._bytes(length).decode(errors="replace")
 
     def _number(self, kind: str) -> Any:
@@ -159,7 +161,7 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     family = _FAMILIES.get(architecture)
     if family is None:
         raise _NotReadableError(
-            f"its architecture is {architecture}; {', '.join(_FAMILIES)} are read from GGUF, of others use a "
+            f"its architecture is {architecture}; {', '.join(_FAMILIES)} are read from GGUF; for others, use a "
             "Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:

@@ -114,8 +114,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
         raise DataError.of(
             f"{where}.name_or_path",
             source.name_or_path,
-            f", which holds {_shown(unread)}, and nothing here reads that; unpack or convert it, or move it away: "
-            f"{ACCEPTED}",
+            f", which holds {_shown(unread)}, which cannot be read; unpack, convert or remove it: {ACCEPTED}",
         )
     found = [name for name in names if kind_of(name) is not None]
     splits = {name: _split_of(name) for name in found}
@@ -129,7 +128,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
             f"{where}.name_or_path",
             source.name_or_path,
             f", which holds files of splits ({_shown([name for name in found if name not in unclear])}) beside "
-            f"{_shown(unclear)}, whose names do not tell one split; name the file to read, or move those away",
+            f"{_shown(unclear)}, whose names do not contain exactly one split; name the file to read, or remove those",
         )
     wanted = {_WORDS.get(source.split.lower().replace("-", "_"), source.split)}
     chosen = [name for name in found if splits[name] == wanted]
@@ -177,7 +176,7 @@ def _split_of(name: str) -> frozenset[str]:
 def _described(splits: dict[str, frozenset[str]]) -> str:
     by_split: dict[str, list[str]] = {}
     for name, split in splits.items():
-        by_split.setdefault(" and ".join(sorted(split)) or "no split's files", []).append(name)
+        by_split.setdefault(" and ".join(sorted(split)) or "no split", []).append(name)
     return ", ".join(f"{split} ({_shown(names)})" for split, names in sorted(by_split.items()))
 
 

@@ -28,7 +28,7 @@ def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
     """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
     boundary.check_tree(directory, field, error=ModelError)
     if (directory / _ADAPTER).exists():
-        raise _unusable(_ADAPTER, field, "names another model; use weights that are merged")
+        raise _unusable(_ADAPTER, field, "names another model; use merged weights")
     _check_index(directory / _INDEX, field)
     _check_config(directory / "config.json", field)
     _check_tokenizer(directory / "tokenizer_config.json", field)

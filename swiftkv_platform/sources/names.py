@@ -199,7 +199,7 @@ def _expanded(name: str, field: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # the home directory of an unknown user
         raise _refused(
-            name, field, "begins with a user that this machine does not know; use an absolute path"
+            name, field, "begins with a user that does not exist on this machine; use an absolute path"
         ) from error
 
 

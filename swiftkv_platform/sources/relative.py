@@ -59,7 +59,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
         path = _path(name, kind, field, relative_paths=relative_paths)
         if path is not None and is_relative(name):
             raise InvalidInputError.of(
-                field, name, ", a relative path, which workers do not find; use an absolute path that they see"
+                field, name, ", a relative path, which workers cannot resolve; use an absolute path that they can read"
             )
         return name
 

@@ -45,7 +45,7 @@ def read_head(path: Path, most: int) -> bytes:
     one."""
     with open(path, "rb", opener=_without_waiting) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise UnusableFileError("is no regular file")
+            raise UnusableFileError("is not a regular file")
         return stream.read(most)
 
 
@@ -61,9 +61,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise UnusableFileError("is nested too deeply") from error
     except ValueError as error:  # includes UnicodeDecodeError
-        raise UnusableFileError(f"is no JSON ({error})") from error
+        raise UnusableFileError(f"is not JSON ({error})") from error
     if not isinstance(document, dict):
-        raise UnusableFileError("holds no object")
+        raise UnusableFileError("is not a JSON object")
     return document
 
 

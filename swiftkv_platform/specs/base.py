@@ -90,7 +90,7 @@ def _check_storable(text: str) -> None:
     if "\0" in text:
         raise ValueError(f"has NUL at character {text.index(chr(0))}; leave it out")
     if (place := lone_surrogate(text)) is not None:
-        raise ValueError(f"has a lone surrogate at character {place}, which is no text; leave it out")
+        raise ValueError(f"has a lone surrogate at character {place}, which is not valid text; leave it out")
 
 
 def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:

@@ -39,14 +39,14 @@ def _check(container: Any, key: str, path: str) -> None:
         case list() if key.isdecimal() and int(key) < len(container):
             return
         case list():
-            why = f"the list has {len(container)} items, and {key!r} is none of 0 to {len(container) - 1}"
+            why = f"the list has {len(container)} items, and {key!r} is not an index from 0 to {len(container) - 1}"
         case dict() if key:
             return
         case dict():
             why = "a key in it is empty"
         case _:
-            why = f"what would hold {key!r} is {container!r:.40}"
+            why = f"{container!r:.40} has no field {key!r}"
     raise InvalidInputError(
-        f"{path!r} is no path of the spec: {why}; use one such as training.max_steps or data.sources.0.weight",
+        f"{path!r} is not a path in the spec: {why}; use one such as training.max_steps or data.sources.0.weight",
         field=path,
     )

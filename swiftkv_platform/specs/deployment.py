@@ -63,30 +63,28 @@ Candidate = TypeVar("Candidate", bound=CandidateSpec)
 class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """Models of a deployment. Running replicas swap in changes of these fields."""
 
-    model: Annotated[ModelName, Change("Loaded beside the model that serves, and swapped in without a failed request.")]
+    model: Annotated[ModelName, Change("Loaded beside the serving model, and swapped in without a failed request.")]
     """`mdl_` id, the `job_` id of a job that succeeded, a name that only one model has, or an alias: models promoted to
     it later are swapped in. Answers carry the `mdl_` id."""
     engine: Annotated[
         Engine,
         Change(
-            "Only what is given changes, null for an option that takes its default again; swapped in as a model is. "
-            "Other cores or another device replace the replicas. Null: all take their defaults."
+            "Only the given options change; null resets an option to its default. Swapped in like a model. "
+            "Another device or number of cores replaces the replicas. Null: resets all options."
         ),
     ] = Field(default={}, validate_default=True)
     """Engine options."""
     candidate: Annotated[
         Candidate | None,
-        Change(
-            "Loaded as a model is; of one that is there already another `share` counts at once. Null: none any more."
-        ),
+        Change("Loaded like a model; a new `share` of a loaded one takes effect at once. Null: removes it."),
     ] = None
     """Second model, for some of the requests."""
-    shadow: Annotated[ShadowSpec | None, Change("Null: none any more.")] = None
+    shadow: Annotated[ShadowSpec | None, Change("Null: ends it.")] = None
     """Model to compare some of the answers with."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
-        Change("Counts at once, and loads nothing. Null: none any more."),
+        Change("Takes effect at once, without loading. Null: removes all."),
     ] = None
     """Fields of requests to OpenAI's routes, refused or unknown ones, to accept and ignore; `*` means all unknown
     ones."""
@@ -94,18 +92,18 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     cors_origins: Annotated[
         tuple[Origin, ...] | None,
         Field(max_length=64),
-        Change("Counts at once, and loads nothing. Null: none any more."),
+        Change("Takes effect at once, without loading. Null: removes all."),
     ] = None
     """Origins, such as `https://chat.example.org`, whose pages may send requests from a browser (CORS); `*` means all.
     Null: none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
-        Change("Swapped in as a model is. Null: the model's own again."),
+        Change("Swapped in like a model. Null: back to the model's own."),
     ] = None
     """Jinja template for conversations, used instead of the model's and the candidate's own. With API keys, the
     operator has to grant it (`chat_templates` of the tenant)."""
-    tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in as a model is.")] = None
+    tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in like a model.")] = None
     """Model family whose format of tool calls is parsed; null: detected from the chat template."""
 
     @model_validator(mode="after")
@@ -113,7 +111,7 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
         if self.candidate is None and self.shadow is not None and self.shadow.against == "candidate":
             raise PydanticCustomError(
                 "shadow",
-                "shadow.against is 'candidate', and the deployment has none; give a candidate, or 'teacher'",
+                "shadow.against is 'candidate', but the deployment has none; give a candidate, or 'teacher'",
                 {"field": "shadow.against", "value": "candidate"},
             )
         return self

@@ -33,6 +33,6 @@ def load_yaml(text: str | bytes) -> Any:
     except RecursionError as error:
         raise yaml.YAMLError("its lists and mappings are nested too deeply") from error
     except ValueError as error:  # from constructors: 2026-13-01 is read as a date
-        raise yaml.YAMLError(f"a value cannot be read as what it looks like ({error}); quote it") from error
+        raise yaml.YAMLError(f"a value cannot be read as the type it looks like ({error}); quote it") from error
     finally:
         loader.dispose()

@@ -109,7 +109,7 @@ class EngineConfig(FiniteModel):
     @classmethod
     def _vllm_has_it(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("backend") == "vllm" and value in NATIVE_ONLY[info.field_name or ""]:
-            raise ValueError(f"{value!r} is an option of backend native alone; backend is 'vllm'")
+            raise ValueError(f"{value!r} is an option of backend native only; backend is 'vllm'")
         return value
 
     @property

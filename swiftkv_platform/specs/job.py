@@ -155,7 +155,11 @@ class JobSpec(Spec):
         training = self.training
         value: str | bool | int
         if training.from_ is not None and self.sweep is not None:
-            field, value, problem = "training.from", training.from_, "it does not go with sweep; leave out either"
+            field, value, problem = (
+                "training.from",
+                training.from_,
+                "it cannot be combined with sweep; leave out one of them",
+            )
         elif training.from_ is None and training.load_optimizer_state:
             field, value = "training.load_optimizer_state", True
             problem = "it needs training.from, the checkpoint whose state is loaded"
@@ -180,7 +184,7 @@ class JobSpec(Spec):
         elif self.data.max_length % size:
             problem = f"it must divide data.max_length, which is {self.data.max_length}"
         elif self.training.compile:
-            problem = "it does not go with training.compile"
+            problem = "it cannot be combined with training.compile"
         else:
             return self
         raise PydanticCustomError(
@@ -195,16 +199,16 @@ class JobSpec(Spec):
         if not self.swiftkv.bypassed:
             return self
         if size > 1:
-            problem = f"it does not go with sharding.sequence_parallel_size {size}; use 1"
+            problem = f"it cannot be combined with sharding.sequence_parallel_size {size}; use 1"
         elif self.training.gradient_checkpointing:
-            problem = "it does not go with training.gradient_checkpointing true; use false"
+            problem = "it cannot be combined with training.gradient_checkpointing true; use false"
         elif self.distillation.trainable == "all" and strategy != "ddp":
             problem = (
-                f"it does not go with distillation.trainable 'all' under sharding.strategy {strategy!r}; use "
+                f"it cannot be combined with distillation.trainable 'all' under sharding.strategy {strategy!r}; use "
                 "distillation.trainable qkv, or sharding.strategy ddp"
             )
         elif self.sweep is not None and self.sweep.num_key_value_layers:
-            problem = "it does not go with sweep.num_key_value_layers; leave either out"
+            problem = "it cannot be combined with sweep.num_key_value_layers; leave out one of them"
         else:
             return self
         raise refused_list(self.swiftkv.prefill_layers or [], problem)
@@ -233,7 +237,7 @@ class JobSpec(Spec):
             return self
         raise PydanticCustomError(
             "validation_fraction",
-            "data.validation_fraction is 0, and every job measures its student on held-out text; use 0.01",
+            "data.validation_fraction is 0, but every job measures its student on held-out text; use 0.01",
             {"field": "data.validation_fraction", "value": 0.0},
         )
 
@@ -242,7 +246,7 @@ class JobSpec(Spec):
         if self.optimizer.name == "muon" and self.sharding.strategy == "deepspeed":
             raise PydanticCustomError(
                 "optimizer",
-                "optimizer.name 'muon' needs whole matrices, and sharding.strategy 'deepspeed' keeps flat shards; "
+                "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' keeps flat shards; "
                 "use sharding.strategy ddp or fsdp2, or optimizer.name adamw",
                 {"field": "optimizer.name", "value": self.optimizer.name},
             )
@@ -266,7 +270,7 @@ class JobSpec(Spec):
         if self.training.attn_implementation == "varlen_attn" and not fits:
             raise PydanticCustomError(
                 "attn_implementation",
-                "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, and resources.gpus_per_worker is "
+                "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, but resources.gpus_per_worker is "
                 "{gpus}, model.dtype {dtype}; use auto or sdpa",
                 {
                     "field": "training.attn_implementation",

@@ -32,16 +32,16 @@ class WebhookSpec(FrozenModel):
     def _is_plain(cls, url: str) -> str:
         unusable = next((character for character in url if not "!" <= character <= "~"), None)
         if unusable is not None:  # `urlsplit` drops some of these
-            raise ValueError(f"it has {unusable!a}, which no address has; write it as %-escapes of its UTF-8")
+            raise ValueError(f"it has {unusable!a}, which URLs cannot contain; write it as %-escapes of its UTF-8")
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
             raise ValueError("an https:// address is needed")
         if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-            raise ValueError("credentials, queries and fragments are refused: the signature says who sends")
+            raise ValueError("credentials, queries and fragments are refused: the signature identifies the sender")
         try:
             _ = parts.port
         except ValueError as error:
-            raise ValueError("its port is no number in 0..65535") from error
+            raise ValueError("its port is not a number in 0..65535") from error
         return url
 
     def wants(self, status: str) -> bool:
@@ -62,7 +62,7 @@ def kind_of(target: str) -> Literal["hub", "store"]:
     if (_BUCKET.fullmatch(target) or _DIRECTORY.fullmatch(target)) and not leads_out:
         return "store"
     raise ValueError(
-        f"{target[:120]!r} is no place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
+        f"{target[:120]!r} is not a place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
         "directory is accepted"
     )
 
@@ -70,7 +70,7 @@ def kind_of(target: str) -> Literal["hub", "store"]:
 def repository_of(target: str) -> str:
     """Return the name on the hub of the repository `hf://organization/name`."""
     match = _HUB.fullmatch(target)
-    assert match is not None, "only a repository of the hub has one"
+    assert match is not None, "only hub repositories have one"
     return match["repository"]
 
 

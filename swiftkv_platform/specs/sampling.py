@@ -133,7 +133,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
         if self.num_lookup_tokens and self.early_exit.mode == "threshold":
-            raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 where early_exit is 'threshold'")
+            raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 if early_exit is 'threshold'")
         if self.seed is not None:
             _check_int("seed", self.seed, ~MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
@@ -147,7 +147,9 @@ class SamplingParams:
         if self.structured_outputs is not None:
             for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
-                    raise _refusal(name, value, f"{otherwise} where structured_outputs says where the answer ends")
+                    raise _refusal(
+                        name, value, f"{otherwise} with structured_outputs, which decides where the answer ends"
+                    )
 
     @property
     def has_penalties(self) -> bool:
@@ -191,7 +193,7 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
         raise _refusal("stop", stop, "a non-empty string or a list of them")
     longest = max(map(len, strings), default=0)
     if longest > MAX_STOP_LENGTH:
-        message = f"stop has a string of {longest} characters; {MAX_STOP_LENGTH} are accepted"
+        message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} are accepted"
         raise InvalidInputError(message, field="stop", value=longest)
     return tuple(strings)
 
@@ -209,7 +211,7 @@ def _checked_token_ids(field: str, token_ids: object, at_most: int) -> tuple[int
 def _check_size(field: str, value: Sized, at_most: int) -> None:
     """Refuse too many entries without repeating them in the message, which would be as long."""
     if len(value) > at_most:
-        message = f"{field} has {len(value)} entries; a request accepts {at_most}"
+        message = f"{field} has {len(value)} entries; a request accepts at most {at_most}"
         raise InvalidInputError(message, field=field, value=len(value))
 
 

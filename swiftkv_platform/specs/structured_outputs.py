@@ -129,11 +129,11 @@ class StructuredOutputs:
 
     def _checked_choice(self, choice: Any) -> tuple[str, ...]:
         if isinstance(choice, list | tuple) and len(choice) > MAX_CHOICES:
-            raise self._too_large(f"has {len(choice)} choices; {MAX_CHOICES} are accepted")
+            raise self._too_large(f"has {len(choice)} choices; at most {MAX_CHOICES} are accepted")
         strings = isinstance(choice, list | tuple) and all(isinstance(one, str) and one for one in choice)
         if not strings or not choice:
             raise InvalidInputError(
-                f"{self.name} must be a list of non-empty strings, of at least one", field=self.name, value=choice
+                f"{self.name} must be a list of at least one non-empty string", field=self.name, value=choice
             )
         return tuple(choice)
 
@@ -143,7 +143,7 @@ class StructuredOutputs:
             # A schema's text may contain spaces, which are not compiled.
             longest = MAX_GRAMMAR_BYTES * (4 if self.kind == "json" else 1)
             if len(value) > longest:
-                raise self._too_large(f"has {len(value)} characters; {longest} are accepted")
+                raise self._too_large(f"has {len(value)} characters; at most {longest} are accepted")
             value = _parsed(value) if self.kind == "json" else None
         unvisited, size = [(value, 1)], 0
         while unvisited:
@@ -184,7 +184,9 @@ def check_followed(schema: Mapping[str, Any], name: str) -> None:
     if found is not None:
         place, keyword = found
         where = f"{name}.{place}" if place else name
-        message = f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; leave it out, or say it otherwise"
+        message = (
+            f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; leave it out, or express it differently"
+        )
         raise InvalidInputError(message, field=name)
 
 

@@ -104,7 +104,7 @@ class SwiftKVSpec(Spec):
         if self.initialization == "refitted" and self.decode_key_value == "own":
             raise PydanticCustomError(
                 "initialization",
-                "swiftkv.initialization is 'refitted', which fits to students whose tokens all share K and V; use "
+                "swiftkv.initialization is 'refitted', which requires that all tokens share K and V; use "
                 "calibrated, or swiftkv.decode_key_value shared",
                 {"field": "swiftkv.initialization", "value": self.initialization},
             )
@@ -118,16 +118,16 @@ class SwiftKVSpec(Spec):
         if not layers or sorted(set(layers)) != layers:
             problem = "use an ascending list without repeats, such as [0, 1, 2, 4, 5]"
         elif self.prefill_reduction is not None:
-            problem = f"it does not go with prefill_reduction {self.prefill_reduction}; leave that out"
+            problem = f"it cannot be combined with prefill_reduction {self.prefill_reduction}; leave that out"
         elif self.num_key_value_layers not in (None, layers[-1] + 1):
             problem = (
                 f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
                 "that out"
             )
         elif self.bypassed and self.is_refitted:
-            problem = "it does not go with initialization 'refitted'; use calibrated"
+            problem = "it cannot be combined with initialization 'refitted'; use calibrated"
         elif self.bypassed and self.decode_key_value != "own":
-            problem = f"it does not go with decode_key_value {self.decode_key_value!r}; use own"
+            problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
             return self
         raise refused_list(layers, problem)

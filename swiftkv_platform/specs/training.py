@@ -155,5 +155,5 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _early_stopping_is_measured(self) -> Self:
         if self.early_stopping is not None and self.validation is None:
-            raise ValueError("early_stopping goes on held-out KL, and validation is null; leave validation out")
+            raise ValueError("early_stopping needs held-out KL, but validation is null; leave validation out")
         return self

@@ -236,7 +236,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
     """Download to a temporary directory, then move it to `destination`."""
     if not _replaceable(destination):
         raise ConflictError(
-            f"{destination} exists and holds no artifact; name an empty or a new directory",
+            f"{destination} exists and is not an artifact; use an empty or new directory",
             field="destination",
             value=str(destination),
         )

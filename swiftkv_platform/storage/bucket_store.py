@@ -162,7 +162,7 @@ class BucketStore:
                 continue
             if len(data) == stop - start:
                 return data
-        raise StorageError(f"the server of {self.uri} sends no ranges of objects", field="key", value=key)
+        raise StorageError(f"the server of {self.uri} does not support range requests", field="key", value=key)
 
     def delete(self, key: str) -> None:
         with self._errors("delete", key):
@@ -209,7 +209,7 @@ class BucketStore:
             client.delete(PROBE_KEY)
 
     def _exists(self, key: str) -> ConflictError:
-        return ConflictError(f"object {key!r} exists already in {self.uri}", field="key", value=key)
+        return ConflictError(f"object {key!r} already exists in {self.uri}", field="key", value=key)
 
     @contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
@@ -219,7 +219,7 @@ class BucketStore:
             why = str(error).partition("\n")[0]
             raise InvalidInputError(
                 f"cannot {action} {key!r} in {self.uri}: {why}; keys without empty, '.' and '..' segments are "
-                "accepted: copy it to such a key, or name what lies beside it",
+                "accepted: copy it to such a key, or name other objects",
                 field="key",
                 value=key,
             ) from error

@@ -149,7 +149,7 @@ def describe(error: Exception, scheme: str, bucket: str) -> str:
     if isinstance(error, OSError) and error.errno is not None:  # of this machine's file
         return f"{type(error).__name__}: {error}"
     if _NO_BUCKET.search(text):
-        return f"bucket {bucket!r} does not exist; create it, or name another one"
+        return f"bucket {bucket!r} does not exist; create it, or use another one"
     if _NO_CREDENTIALS.search(text):
         return f"no complete credentials found; set {service.credentials}"
     if code in _REFUSED or "status code: 403" in text:

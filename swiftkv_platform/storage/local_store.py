@@ -45,7 +45,7 @@ class LocalObjectStore:
             try:
                 path.hardlink_to(temporary)
             except FileExistsError as error:
-                raise ConflictError(f"object {key!r} exists already in {self.uri}", field="key", value=key) from error
+                raise ConflictError(f"object {key!r} already exists in {self.uri}", field="key", value=key) from error
 
     def get_bytes(self, key: str) -> bytes:
         with _storage_errors("read", key):

@@ -88,7 +88,7 @@ class _Places:
             parent = (self.directory / name).parent
             if not (self.boundary.contains(self.directory) and inside.contains(parent)):
                 raise InvalidInputError(
-                    f"{_FIELD} is {str(self.directory)!r}, where {name!r} leads to a place outside of what is open to "
+                    f"{_FIELD} is {str(self.directory)!r}, where {name!r} leads to a place that is not open to "
                     "this tenant; use a directory without links",
                     field=_FIELD,
                     value=str(self.directory),
@@ -112,7 +112,7 @@ def _to_store(
     marked = _manifest_at(target, _MARK)
     if before is None and marked is None and next(target.list(""), None) is not None:
         raise ConflictError(
-            f"{_FIELD} is {target.uri!r}, which holds something else than a model; use an empty place",
+            f"{_FIELD} is {target.uri!r}, which holds something other than a model; use an empty place",
             field=_FIELD,
             value=target.uri,
         )
@@ -134,7 +134,7 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
         return None
     except ValueError as error:
         raise ConflictError(
-            f"{_FIELD} is {store.uri!r}, whose {key} is no manifest of a model; use an empty place",
+            f"{_FIELD} is {store.uri!r}, whose {key} is not a model's manifest; use an empty place",
             field=_FIELD,
             value=store.uri,
         ) from error
@@ -187,7 +187,7 @@ def _check_ours(api: HfApi, repository: str) -> None:
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
         raise ConflictError(
-            f"{_FIELD} is 'hf://{repository}', which holds something else than a model that was published by this "
+            f"{_FIELD} is 'hf://{repository}', which holds something other than a model that was published by this "
             "platform; use another name",
             field=_FIELD,
             value=f"hf://{repository}",

@@ -92,7 +92,7 @@ class Bodies:
                     place.grow(max(len(body) - held, 0))
                     held = max(len(body), held)
         except TimeoutError as error:
-            raise HTTPException(408, f"the body took more than {_LONGEST_READ_S:g} s to come") from error
+            raise HTTPException(408, f"the body took more than {_LONGEST_READ_S:g} s to arrive") from error
         return bytes(body)
 
     async def parse(self, body: bytes) -> Any:

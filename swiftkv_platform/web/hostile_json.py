@@ -88,7 +88,7 @@ def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = No
 def check_text(text: str, place: Place, *, allow_nul: bool = False) -> None:
     """Raise `InvalidInputError` for a lone surrogate, and for NUL unless `allow_nul`."""
     if (found := lone_surrogate(text)) is not None:
-        raise _refused(place, f"has a lone surrogate at character {found}, which is no text; leave it out")
+        raise _refused(place, f"has a lone surrogate at character {found}, which is not valid text; leave it out")
     if "\0" in text and not allow_nul:
         raise _refused(place, f"has NUL at character {text.index(chr(0))}; leave it out")
 
@@ -128,7 +128,7 @@ def _check_value(document: Any, *, allow_nul: bool, max_keys: float) -> None:
                 _check_integers([value], place)
             case float():
                 if not math.isfinite(value):
-                    raise _refused(place, "is no finite number, and JSON has no other")
+                    raise _refused(place, "is not a finite number, as JSON requires")
             case list() | dict() if len(place) >= MAX_DEPTH:
                 raise _too_deep(place)
             case list() if set(map(type, value)) == {int}:  # token ids come by the million
@@ -136,7 +136,7 @@ def _check_value(document: Any, *, allow_nul: bool, max_keys: float) -> None:
             case list():
                 pending.extend(((*place, index), item) for index, item in enumerate(value))
             case dict() if len(value) > max_keys:
-                raise _refused(place, f"has {len(value)} keys, and an object has {max_keys} at most; leave some out")
+                raise _refused(place, f"has {len(value)} keys; an object may have at most {max_keys}")
             case dict():
                 for key, item in value.items():
                     _check_key(key, (*place, key))
@@ -151,7 +151,7 @@ def _check_integers(values: Sequence[int], place: Place) -> None:
 def _check_key(key: str, place: Place) -> None:
     check_text(key, place)
     if len(key) > MAX_KEY_LENGTH:
-        raise _refused(place, f"its key has {len(key)} characters; {MAX_KEY_LENGTH} are the most")
+        raise _refused(place, f"its key has {len(key)} characters; at most {MAX_KEY_LENGTH} are accepted")
 
 
 def _too_deep(place: Place) -> InvalidInputError:

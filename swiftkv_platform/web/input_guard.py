@@ -55,7 +55,7 @@ def _check_query(scope: Scope) -> None:
             check_text(text, (name,))
             if len(text) > most:
                 field = dotted((name,))
-                message = f"the query parameter {field} has {len(text)} characters where {most} are the most"
+                message = f"the query parameter {field} has {len(text)} characters; at most {most} are accepted"
                 raise InvalidInputError(message, field=field)
 
 

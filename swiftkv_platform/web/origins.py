@@ -25,13 +25,13 @@ def foreign_page(headers: Headers, scheme: str) -> str | None:
     behind an untrusted proxy it is `http` even for https pages."""
     for site in headers.getlist("sec-fetch-site"):
         if site not in _OWN_PAGES:
-            return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
+            return f"Sec-Fetch-Site is {_shown(site)}; only this server's own web pages may send requests"
     for origin in headers.getlist("origin"):
         page, own = _split(origin), _split(f"{scheme}://{headers.get('host', '')}")
         if page is None or own is None or not _is_at(page, own):
             return (
-                f"Origin is {_shown(origin)}, and Host {_shown(headers.get('host', ''))}; requests of web pages are "
-                "accepted from this server's own alone, and a proxy in front passes Host on"
+                f"Origin is {_shown(origin)}, and Host {_shown(headers.get('host', ''))}; only this server's own "
+                "web pages may send requests; a proxy in front must pass Host on"
             )
     return None
 

@@ -61,8 +61,8 @@ class Places:
                 held = self._taken[holder]
                 if held + amount > (most if held or not holder else share.of_all):
                     raise OverloadedError(
-                        f"{name} would have {held + amount} {self._what} at a time, and {most} are the most; wait for "
-                        "one to end",
+                        f"{name} would have {held + amount} {self._what} at a time; at most {most} are allowed: wait "
+                        "for one to end",
                         retry_after_s=self._retry_after_s,
                     )
             for holder in bounds:

@@ -110,7 +110,7 @@ def make_problem(path: str, status: int, code: str, detail: str, errors: Sequenc
 def no_json(complaint: Mapping[str, Any]) -> FieldProblem:
     """Return the problem of a body that is not JSON. `complaint`: FastAPI's error; its `loc` ends with a position."""
     where = f" (character {complaint['loc'][-1]})" if len(complaint["loc"]) > 1 else ""
-    return FieldProblem(field=None, message=f"the body is no JSON: {complaint['ctx']['error']}{where}")
+    return FieldProblem(field=None, message=f"the body is not valid JSON: {complaint['ctx']['error']}{where}")
 
 
 def sentence_of(errors: Iterable[FieldProblem]) -> str:

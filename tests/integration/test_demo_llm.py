@@ -45,7 +45,7 @@ def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
 
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"Going on with job {first['demo']['job_id']}" in again.stdout
+    assert f"Continuing with job {first['demo']['job_id']}" in again.stdout
     second = json.loads(report.read_text())
     assert second["demo"]["job_id"] == first["demo"]["job_id"], "the second run reuses the job"
     assert second["demo"]["chat"] == first["demo"]["chat"]

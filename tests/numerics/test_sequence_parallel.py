@@ -72,7 +72,7 @@ def test_a_spec_whose_sequences_do_not_divide_is_refused() -> None:
         ({"resources": {"num_workers": 3}}, "resources.num_workers must be a fixed multiple of it, and is 3"),
         ({"resources": {"num_workers": {"min": 2, "max": 4}}}, "fixed multiple"),
         ({"data": {"max_length": 8191}}, "it must divide data.max_length, which is 8191"),
-        ({"training": {"compile": True}}, "it does not go with training.compile"),
+        ({"training": {"compile": True}}, "it cannot be combined with training.compile"),
     ):
         with pytest.raises(ValidationError, match=f"sharding.sequence_parallel_size is 2: .*{problem}"):
             JobSpec.model_validate(spec | sections)

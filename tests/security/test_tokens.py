@@ -94,7 +94,7 @@ async def test_a_replica_answers_tokens_of_its_tenant(issuer: Issuer, oidc_file:
     with pytest.raises(ForbiddenError):
         await gate.let_in(request(scope="nothing"))
     if tenant is not None:
-        with pytest.raises(ForbiddenError, match="of tenant 'other'"):
+        with pytest.raises(ForbiddenError, match="to tenant 'other'"):
             await gate.let_in(request(tenant="other"))
 
 
@@ -236,7 +236,7 @@ def test_a_file_that_trusts_too_much_is_refused(issuer: Issuer, tmp_path: Path) 
         ({"algorithms": []}, "algorithms"),
         ({"audiences": []}, "audiences"),
         ({"issuer": "http://login.example.com"}, "not encrypted"),
-        ({"issuer": "https://u@login.example.com"}, "plain address"),
+        ({"issuer": "https://u@login.example.com"}, "plain URL"),
         ({"tenant": "acme"}, "not both"),
         ({"tenant_claim": None}, "tenant or tenant_claim"),
         ({"scopes": {"a": ["everything"]}}, "scopes"),

@@ -157,7 +157,7 @@ async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient
     ("body", "field", "message"),
     [
         ({"prompt": [1], "stream_interval_s": -1}, "stream_interval_s", "greater than or equal to 0"),
-        ({}, "body", "give prompt or messages, one of them"),
+        ({}, "body", "give either prompt or messages"),
         ({"prompt": 3}, "prompt", "must be text, a list of token ids, or a list of either"),
         ({"prompt": [1, "a"]}, "prompt", "must be text, a list of token ids, or a list of either"),
         ({"prompt": ""}, "prompt", "prompt is empty"),

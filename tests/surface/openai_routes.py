@@ -163,11 +163,11 @@ TWO_ENDS = {"min_tokens": 5, "structured_outputs": {"choice": ["a", "b"]}}
         ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
         ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
         ({"best_of": 3}, "best_of", "only the value of n"),
-        ({"suffix": "x"}, "suffix", "suffix is 'x'; no model here fills in the middle"),
+        ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
         ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
         ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
         ({"max_tokens": 4, "extra": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),
-        ({"extra": {**TWO_ENDS, "ignore_eos": False}}, "min_tokens", "must be 0 where structured_outputs says where"),
+        ({"extra": {**TWO_ENDS, "ignore_eos": False}}, "min_tokens", "must be 0 with structured_outputs"),
         ({"extra": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens", "at least 1"),
         ({"prompt": "x" * 300}, "prompt", "the context of 256 tokens"),
     ],
@@ -185,13 +185,13 @@ async def test_bad_requests_have_openais_shape(client: Any, body: dict[str, Any]
     [
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
-        ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
+        ({"web_search_options": {}}, "web_search_options", "web search is not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
-        ({"extra": {"echo": True}}, "echo", "/v1/completions has it"),
+        ({"extra": {"echo": True}}, "echo", "only /v1/completions supports it"),
         (
             {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
             "chat_template_kwargs.add_generation_prompt",
-            "the request's own fields say it",
+            "use the request's own fields",
         ),
         ({"extra": {"chat_template_kwargs": ["a"]}}, "chat_template_kwargs", "dictionary"),
         ({"extra": {"bad_words": ["a"]}}, "bad_words", "logit_bias of -100 forbids tokens"),
@@ -326,7 +326,7 @@ async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_p
         await complete(openai_client(app, "skv_nobody"), prompt)
     own = application(version, key_ring=KeyRing(path), tenant="ann")
     assert (await complete(openai_client(own, keys["ann"]))).choices
-    of_another = "key 'adm' is of tenant 'adm', and this deployment of another"
+    of_another = "key 'adm' belongs to tenant 'adm', this deployment to another"
     with pytest.raises(openai.PermissionDeniedError, match=of_another):
         await complete(openai_client(own, keys["adm"]))
 
@@ -336,7 +336,7 @@ async def test_what_is_not_served_is_refused_in_a_sentence(http: httpx.AsyncClie
     answer = await http.post(f"/v1/{path}", json={"model": "tiny", "input": "a"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (404, "not_found")
-    begins = f"there is no route /v1/{path}; below /v1 are /v1/completions, /v1/chat/completions, "
+    begins = f"there is no route /v1/{path}; the routes below /v1 are /v1/completions, /v1/chat/completions, "
     assert error["message"].startswith(begins)
     assert "embeddings, images, sounds, files and stored responses are not served" in error["message"]
 
@@ -346,7 +346,7 @@ async def test_a_body_that_is_no_json_is_called_so(http: httpx.AsyncClient, path
     answer = await http.post(path, content='{"model": tiny}', headers={"content-type": "application/json"})
     told = answer.json()
     sentence = told["error"]["message"] if "error" in told else told["detail"]
-    assert sentence == "the body is no JSON: Expecting value (character 10)"
+    assert sentence == "the body is not valid JSON: Expecting value (character 10)"
     assert "error" not in told or told["error"]["param"] is None
 
 

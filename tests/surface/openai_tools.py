@@ -332,7 +332,10 @@ async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any],
 async def test_a_template_without_a_place_for_tools_is_named(
     client: Any, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for template, reason in [("{{ messages }}", "no place for them"), ("{{ tools }}", "tool_call_parser names it")]:
+    for template, reason in [
+        ("{{ messages }}", "does not support them"),
+        ("{{ tools }}", "set a deployment's tool_call_parser"),
+    ]:
         monkeypatch.setattr(version.tokenizer, "chat_template", template)
         with pytest.raises(openai.BadRequestError, match=reason) as caught:
             await chat(client)

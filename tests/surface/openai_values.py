@@ -112,7 +112,7 @@ async def test_an_answer_keeps_to_the_tokens_that_are_allowed(client: Any, tempe
     extra = {"allowed_token_ids": [64.0, 65]}
     answer = await complete(client, temperature=temperature, n=4, seed=1, extra=extra)
     assert set("".join(texts(answer))) <= set("ab")
-    with pytest.raises(openai.BadRequestError, match="left out where structured_outputs"):
+    with pytest.raises(openai.BadRequestError, match="left out with structured_outputs"):
         await complete(client, extra={**extra, "ignore_eos": False, "structured_outputs": {"regex": "a"}})
 
 
@@ -127,5 +127,5 @@ async def test_a_prompt_is_scored_in_vllms_shape(client: Any) -> None:
         assert [one["rank"] for one in entry.values()] in ([1, 2], [1, 2, None])
     answer = await chat(client, extra=extra)
     assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="not in a stream"):
+    with pytest.raises(openai.BadRequestError, match="not available in a stream"):
         await chat(client, extra=extra, stream=True)

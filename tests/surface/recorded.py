@@ -320,7 +320,13 @@ CODEX = Recorded(
 REQUESTS = [*_OPEN_WEBUI, *_EDITORS, *_ANTHROPICS, CODEX]
 
 REFUSED: list[tuple[str, Route, dict[str, Any], str, str]] = [
-    ("a completion with what follows", "completions", {**_MIDDLE, "suffix": "\n"}, "suffix", "no model here fills in"),
+    (
+        "a completion with what follows",
+        "completions",
+        {**_MIDDLE, "suffix": "\n"},
+        "suffix",
+        "fill-in-the-middle is not supported",
+    ),
     (
         "Open WebUI's name of a penalty",
         "chat/completions",
@@ -344,7 +350,7 @@ REFUSED: list[tuple[str, Route, dict[str, Any], str, str]] = [
             "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
         },
         "context_management",
-        "no conversation is shortened",
+        "conversations are not shortened",
     ),
     (
         "thoughts that are to be cleared",
@@ -355,7 +361,7 @@ REFUSED: list[tuple[str, Route, dict[str, Any], str, str]] = [
             "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
         },
         "context_management",
-        "no conversation is shortened",
+        "conversations are not shortened",
     ),
     (
         "Codex's search of the web",

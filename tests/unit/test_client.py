@@ -299,7 +299,7 @@ def test_a_deployment_is_changed_and_may_refuse_or_fail(script: Script, client: 
     assert client.deployments.update("dep_1", model="mdl_2").status == "swapping"
     assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2"}
     for status, said, told in (
-        ("refused", "bad", "refused mdl_2 and serves on: bad"),
+        ("refused", "bad", "refused mdl_2 and keeps serving the previous model: bad"),
         ("failed", "manifest differs", "manifest differs"),
     ):
         ended = json_answer({**row, "status": status, "message": said})

@@ -42,8 +42,8 @@ CHECKS = (
 
 
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a check may take.")] = 30.0,
-    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to ask for, GiB.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a check, seconds.")] = 30.0,
+    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to require, GiB.")] = 2.0,
     json: Json = False,
 ) -> None:
     """Check everything the platform needs here, and say what to do. The exit code is 1 if a check failed."""

@@ -131,7 +131,7 @@ def _examined(one: Check, surroundings: Surroundings) -> Finding:
         return one.examine(surroundings)
     except ModuleNotFoundError as error:
         advice = "pip install 'swiftkv-platform[train,serve]' where jobs or deployments are to run"
-        return warning(f"Not looked at: {error.name} is not installed.", advice)
+        return warning(f"Not checked: {error.name} is not installed.", advice)
     except Exception as error:  # a bug in one check must not hide the others' findings
         return failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
 

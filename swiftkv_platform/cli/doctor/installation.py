@@ -38,8 +38,8 @@ _DISTRIBUTION = "swiftkv-platform"
 def python(_: Surroundings) -> Finding:
     wanted, present = metadata(_DISTRIBUTION)["Requires-Python"], platform.python_version()
     if SpecifierSet(wanted).contains(present, prereleases=True):
-        return ok(f"Python {present}; {wanted} is asked for.")
-    return failed(f"Python {present} is not {wanted}.", "make the environment anew with such a Python")
+        return ok(f"Python {present}; {wanted} is required.")
+    return failed(f"Python {present} is not {wanted}.", "create the environment again with such a Python")
 
 
 _USED_ON_MACHINES = ("platform", "model", "train", "eval", "serve", "postgres")
@@ -62,7 +62,7 @@ def packages(_: Surroundings) -> Finding:
     needed = [*_required(""), *(each for extra in complete for each in extras[extra])]
     if wrong := [each for each in dict.fromkeys(needed) if not _fits(each, installed)]:
         faults = [
-            f"{each.name} {installed[each.name]} is installed and {each} is asked for"
+            f"{each.name} {installed[each.name]} is installed and {each} is required"
             if each.name in installed
             else f"{each.name} is not installed"
             for each in wrong
@@ -76,10 +76,10 @@ def packages(_: Surroundings) -> Finding:
     if others:
         named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
         message = f"{len(others)} packages differ from constraints.txt, which the tests ran with: {named}."
-        return warning(message, "`pip install -c constraints.txt ...`, or `make install`, brings those")
+        return warning(message, "`pip install -c constraints.txt ...`, or `make install`, installs those")
     partly = [f"{extra} (lacks {', '.join(each.name for each in gone)})" for extra, gone in lacking.items() if gone]
     message = f"{_DISTRIBUTION} {version(_DISTRIBUTION)} with extras {', '.join(complete) or 'none'}"
-    return ok(f"{message}; not complete: {', '.join(partly)}." if partly else f"{message}.")
+    return ok(f"{message}; incomplete: {', '.join(partly)}." if partly else f"{message}.")
 
 
 def _required(extra: str) -> list[Requirement]:
@@ -132,7 +132,7 @@ def variables(_: Surroundings) -> Finding:
         return warning(
             f"Nothing reads {named}.", f"correct or unset {them}; the documentation's page Settings lists all"
         )
-    return ok(f"{', '.join(given)} set." if given else "Nothing is set: defaults hold.")
+    return ok(f"{', '.join(given)} set." if given else "Nothing is set: defaults apply.")
 
 
 @check("operator files", "look at the files that SWIFTKV_*_FILE name")
@@ -144,17 +144,17 @@ def operator_files(surroundings: Surroundings) -> Finding:
         files = dict.fromkeys(path for path in (settings.api_keys_file, settings.serve_api_keys_file) if path)
         read += [f"{len(KeyRing(path).read())} keys in {path}" for path in files]
         for path in dict.fromkeys(path for path in (settings.oidc_file, settings.serve_oidc_file) if path):
-            hint = "it holds a list `issuers` (docs/operations.md)"
+            hint = "it must hold a list `issuers` (docs/operations.md)"
             issuers = OperatorFile(path, parse_issuers, field="oidc_file", hint=hint).content.issuers
             read.append(f"{len(issuers)} issuers in {path}")
         if settings.tenants_file is not None:
             Tenants(settings.tenants_file)
             read.append(f"quotas in {settings.tenants_file}")
     except InvalidInputError as error:
-        return failed(one_line(error), f"mend the file that SWIFTKV_{str(error.field).upper()} names")
+        return failed(one_line(error), f"correct the file that SWIFTKV_{str(error.field).upper()} names")
     if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
-        message = f"SWIFTKV_SECRETS_DIR names {settings.secrets_dir}, which is no directory."
-        return failed(message, "make it, with one file {tenant}/{name} a secret; or unset the variable")
+        message = f"SWIFTKV_SECRETS_DIR names {settings.secrets_dir}, which is not a directory."
+        return failed(message, "create it, with a file {tenant}/{name} for each secret, or unset the variable")
     return ok(f"{', '.join(read)}." if read else "None is configured.")
 
 
@@ -170,7 +170,5 @@ def vllm(_: Surroundings) -> Finding:
                 return ok(f"vLLM {found} ({name}) was tested with the plugin.")
         except ModelError as error:
             return failed(f"{one_line(error)}.", install)
-        return warning(
-            f"vLLM {found} ({name}) was not tested with the plugin, which looks at it when it loads.", install
-        )
+        return warning(f"vLLM {found} ({name}) was not tested with the plugin, which checks it when it loads.", install)
     return ok("vLLM is not installed; deployments use this project's engine.")

@@ -49,13 +49,13 @@ def disk(surroundings: Surroundings) -> Finding:
 def _room(variable: str, path: Path, min_free_bytes: int) -> Finding:
     directory = existing(path)
     if (reason := why_not_writable(directory)) is not None:
-        message = f"Nothing can be written below {directory} ({reason}), where {variable} has {path}."
-        return failed(message, f"let {variable} name a directory that you may write to")
+        message = f"{directory} is not writable ({reason}), and {variable} is {path}."
+        return failed(message, f"set {variable} to a directory that you may write to")
     free = shutil.disk_usage(directory).free
     if free < min_free_bytes:
-        asked = f"{min_free_bytes / GIB:.1f} are asked for"
+        asked = f"{min_free_bytes / GIB:.1f} GiB are required"
         message = f"{directory} ({variable}) has {free / GIB:.1f} GiB free, and {asked}."
-        return failed(message, f"make room, or let {variable} name a directory on a larger disk")
+        return failed(message, f"free some space, or set {variable} to a directory on a larger disk")
     return ok(f"{free / GIB:.1f} GiB free for {variable}")
 
 
@@ -98,7 +98,7 @@ def _port(variable: str, port: int) -> Finding:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
             message = f"Port {port} ({variable}) is taken{_holder(port)}: {error.strerror}."
-            advice = f"`swiftkv up` would take another port; end what holds it, or let {variable} name another"
+            advice = f"`swiftkv up` would take another port; stop what holds it, or set {variable} to another port"
             return warning(message, advice)
     return ok(f"{port} is free")
 
@@ -129,27 +129,27 @@ def _open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= _OPEN_FILES:
         return ok("Any number of open files" if limit == resource.RLIM_INFINITY else f"{limit} open files")
-    message = f"A process may have {limit} files open; Ray and a busy replica need {_OPEN_FILES} and more"
+    message = f"A process may have {limit} files open; Ray and a busy replica need {_OPEN_FILES} or more"
     return warning(message, "ulimit -n 65536, or LimitNOFILE=65536 in a systemd unit")
 
 
 def _shared_memory() -> Finding:
     wanted = StackOptions().object_store_memory
     if not _SHARED_MEMORY.is_dir():
-        return ok("no /dev/shm, so that Ray's objects lie in files")
+        return ok("no /dev/shm, so Ray keeps its objects in files")
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free >= wanted:
         return ok(f"{free / GIB:.1f} GiB of shared memory free")
     message = f"{_SHARED_MEMORY} has {free >> 20} MiB free; `swiftkv up` gives Ray's object store {wanted >> 20}"
-    return warning(message, "in a container: docker run --shm-size=1g; else make room there")
+    return warning(message, "in a container: docker run --shm-size=1g; otherwise free some space there")
 
 
 def _memory() -> Finding:
     available = psutil.virtual_memory().available
     if available >= _MEMORY:
         return ok(f"{available / GIB:.1f} GiB of memory available")
-    wanted = f"stack, a small job and a replica take {_MEMORY / GIB:.0f}"
-    advice = "end what takes the memory, or use a larger machine"
+    wanted = f"the stack, a small job and a replica need {_MEMORY / GIB:.0f}"
+    advice = "stop what uses the memory, or use a larger machine"
     return warning(f"{available / GIB:.1f} GiB of memory are available; {wanted}", advice)
 
 
@@ -204,7 +204,7 @@ def gpu(surroundings: Surroundings) -> Finding:
     build = f"torch {torch} ({f'CUDA {cuda}' if cuda else 'a CPU build'})"
     if smi is None:
         if _is_on_bus():
-            message = "There is an NVIDIA GPU on the bus, and no nvidia-smi: the driver is not installed."
+            message = "There is an NVIDIA GPU on the bus, but no nvidia-smi: the driver is not installed."
             return failed(message, "install NVIDIA's driver; in a container, run it with --gpus all")
         return ok(f"No NVIDIA GPU here; {build} computes on the CPU.")
     run = _run(surroundings, smi, *_QUERY)
@@ -214,7 +214,7 @@ def gpu(surroundings: Surroundings) -> Finding:
     names, drivers = zip(*(line.rsplit(", ", 1) for line in run.stdout.strip().splitlines()), strict=True)
     found = f"{len(names)} x {names[0]}, driver {drivers[0]}"
     if cuda is None:
-        return failed(f"{found}, and {build} does not use it.", _CUDA_TORCH)
+        return failed(f"{found}, but {build} does not use it.", _CUDA_TORCH)
     run = _run(surroundings, sys.executable, "-c", _ASK_TORCH)
     if run.returncode:
         reason = one_line((run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1])

@@ -44,7 +44,7 @@ _REMEDIES = {
 """Advice by a phrase in PostgreSQL's error."""
 
 
-@check("database", "see whether SWIFTKV_DATABASE_URL names a server that can be reached from here")
+@check("database", "check whether SWIFTKV_DATABASE_URL names a server that can be reached from here")
 def database(surroundings: Surroundings) -> Finding:
     """Connect, and compare the schema's revision. An SQLite file is opened read-only."""
     from sqlalchemy import make_url
@@ -55,7 +55,7 @@ def database(surroundings: Surroundings) -> Finding:
     try:
         url = make_url(surroundings.settings.resolved_database_url)
     except ArgumentError:
-        return _bad_address("SWIFTKV_DATABASE_URL is no SQLAlchemy URL.")
+        return _bad_address("SWIFTKV_DATABASE_URL is not an SQLAlchemy URL.")
     if url.get_backend_name() == "sqlite":
         return _database_file(Path(url.database or ""))
     place = url.render_as_string(hide_password=True)
@@ -84,7 +84,7 @@ def _session(url: URL, timeout_s: float) -> Iterator[Session]:
 
 def _database_file(path: Path) -> Finding:
     if not path.name or not path.exists():
-        return ok(f"{path} is made by the first start.")
+        return ok(f"{path} is created by the first start.")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             tables = connection.execute("SELECT name FROM sqlite_master WHERE name = 'alembic_version'").fetchall()
@@ -102,8 +102,10 @@ def _revision(subject: str, place: str, present: str | None, *, upgraded_by_star
         return ok(f"{subject} has the newest schema, {wanted}.")
     if present is not None and present not in known_revisions():
         if can_use(present):
-            return ok(f"{subject} has schema {present} of a newer version, with which this one works.")
-        message = f"The schema is {present}, which a newer version of this program made; this one knows up to {wanted}."
+            return ok(f"{subject} has schema {present} of a newer version, which works with this one.")
+        message = (
+            f"The schema is {present}, made by a newer version of this program; this one knows schemas up to {wanted}."
+        )
         return failed(message, f"install that version, or go back with it: {_UPGRADE} --back-to {wanted}")
     if upgraded_by_start:
         return ok(f"{place} has schema {present or 'none'}; the next start brings it to {wanted}.")
@@ -114,7 +116,7 @@ def _bad_address(message: str) -> Finding:
     return failed(message, "use sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME")
 
 
-@check("object store", "see whether AWS_ENDPOINT_URL names a server that answers from here")
+@check("object store", "check whether AWS_ENDPOINT_URL names a server that can be reached from here")
 def object_store(surroundings: Surroundings) -> Finding:
     """Write, read, list and delete a small object under a unique name."""
     from swiftkv_platform.storage.addresses import open_store
@@ -125,8 +127,8 @@ def object_store(surroundings: Surroundings) -> Finding:
         above = existing(directory)
         reason = why_not_writable(above) if above.is_dir() else "Not a directory"
         if reason is None:
-            return ok(f"{directory} is made by the first job.")
-        message = f"{directory} is not there, and cannot be made in {above} ({reason})."
+            return ok(f"{directory} is created by the first job.")
+        message = f"{directory} does not exist, and cannot be created in {above} ({reason})."
         return failed(message, _store_remedy("", uri))
     try:
         store = open_store(uri, patient=False)
@@ -135,7 +137,7 @@ def object_store(surroundings: Surroundings) -> Finding:
         return failed(one_line(error), "correct SWIFTKV_STORAGE_URI")
     except StorageError as error:
         return failed(f"{uri}: {one_line(error)}.", _store_remedy(one_line(error), uri))
-    return ok(f"{store.uri} takes, gives back, lists and deletes an object.")
+    return ok(f"{store.uri} stores, returns, lists and deletes an object.")
 
 
 def _try_store(store: ObjectStore) -> None:
@@ -155,19 +157,19 @@ def _try_store(store: ObjectStore) -> None:
 def _round_trip(store: ObjectStore, place: str, key: str, content: bytes) -> None:
     store.put_bytes(key, content)
     if store.get_bytes(key) != content:
-        raise StorageError("what was written came back with another content")
+        raise StorageError("an object was read back with other content")
     if [each.key for each in store.list(place)] != [key]:
-        raise StorageError("what was written is not listed")
+        raise StorageError("an object that was written is not listed")
     store.delete(key)
     if store.head(key) is not None:
-        raise StorageError("what was deleted is still there")
+        raise StorageError("an object that was deleted is still there")
 
 
 def _store_remedy(text: str, uri: str) -> str:
     from swiftkv_platform.storage.buckets import SERVICES
 
     if "://" not in uri or uri.startswith("file:"):
-        return "let SWIFTKV_STORAGE_URI name a directory that you may write to"
+        return "set SWIFTKV_STORAGE_URI to a directory that you may write to"
     if "does not exist" in text:
         return "create the bucket, or name another in SWIFTKV_STORAGE_URI"
     service = SERVICES[uri.partition("://")[0].lower()]
@@ -182,7 +184,7 @@ _TURNS_S = 1.0
 """Most seconds by which the clocks of control planes should differ, since they take turns by time."""
 
 
-@check("clock", "see whether database and object store answer")
+@check("clock", "check whether database and object store answer")
 def clock(surroundings: Surroundings) -> Finding:
     """Compare the clock with those of S3 and PostgreSQL, if used. If one does not answer, another check reports it."""
     settings, found = surroundings.settings, []
@@ -191,7 +193,7 @@ def clock(surroundings: Surroundings) -> Finding:
         found.append(_clock_of_store(endpoint or "https://s3.amazonaws.com"))
     if settings.resolved_database_url.startswith("postgresql"):
         found.append(_clock_of_database(settings.resolved_database_url, surroundings.timeout_s))
-    return worst(found) if found else ok("Nothing on another machine has to agree with it.")
+    return worst(found) if found else ok("There is no clock of another machine to compare with.")
 
 
 def _clock_of_store(endpoint: str) -> Finding:
@@ -200,7 +202,7 @@ def _clock_of_store(endpoint: str) -> Finding:
     except (httpx.TransportError, httpx.InvalidURL) as error:
         return ok(f"Not compared: {endpoint} does not answer: {one_line(error)}")
     if stamp is None:
-        return ok(f"{endpoint} does not tell its time")
+        return ok(f"{endpoint} does not send its time")
     return _difference(endpoint, time.time() - parsedate_to_datetime(stamp).timestamp(), 60.0, _SIGNATURE_S)
 
 
@@ -218,10 +220,10 @@ def _clock_of_database(url: str, timeout_s: float) -> Finding:
 
 
 def _difference(whose: str, seconds: float, tolerated: float, most: float) -> Finding:
-    message = f"This clock and that of {whose} differ by {abs(seconds):.1f} s"
+    message = f"The clocks of this machine and {whose} differ by {abs(seconds):.1f} s"
     if abs(seconds) <= tolerated:
         return ok(message)
-    advice = "let the machine take its time from the network: timedatectl set-ntp true"
+    advice = "synchronize this machine's clock with the network: timedatectl set-ntp true"
     return Finding("failed" if abs(seconds) > most else "warning", message, advice)
 
 
@@ -229,7 +231,7 @@ _CPUS = 4
 """CPUs needed for a small job's driver and workers and a replica."""
 
 
-@check("ray", "see whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here")
+@check("ray", "check whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here")
 def ray(surroundings: Surroundings) -> Finding:
     """Ask the local stack's Ray, else the settings', for its version and size."""
     stack, settings = surroundings.stack, surroundings.settings
@@ -237,7 +239,7 @@ def ray(surroundings: Surroundings) -> Finding:
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
         return ok(_NOT_STARTED)
     if state is not None and not state.alive("ray"):
-        message = f"Ray, which `swiftkv up` had started at {state.ray_dashboard_url}, has ended."
+        message = f"Ray, started by `swiftkv up` at {state.ray_dashboard_url}, has ended."
         return failed(message, f"swiftkv up; its log is {stack.logs / 'ray.log'}")
     from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 
@@ -251,18 +253,18 @@ def ray(surroundings: Surroundings) -> Finding:
             return failed(one_line(error), "start it (`swiftkv up`), or correct SWIFTKV_RAY_DASHBOARD_URL")
     ours, theirs = version("ray"), str(answer["ray_version"])
     if theirs != ours:
-        message = f"Ray at {url} is {theirs}, and {ours} is installed here."
+        message = f"Ray at {url} is {theirs}, but {ours} is installed here."
         return failed(message, f"pip install ray=={theirs}, or give the cluster's image {ours}")
     alive = [node["resources_total"] for node in nodes["data"]["result"]["result"] if node["state"] == "ALIVE"]
     cpus, gpus = (sum(node.get(kind, 0) for node in alive) for kind in ("CPU", "GPU"))
     message = f"Ray {ours} at {url} has {len(alive)} nodes, {cpus:g} CPUs and {gpus:g} GPUs"
     if cpus < _CPUS:
         advice = "add nodes, or start it with more: swiftkv down && swiftkv up --num-cpus 4"
-        return warning(f"{message}; a small job and a replica take {_CPUS} CPUs.", advice)
+        return warning(f"{message}; a small job and a replica need {_CPUS} CPUs.", advice)
     return ok(f"{message}.")
 
 
-@check("control plane", "see whether SWIFTKV_URL can be reached from here")
+@check("control plane", "check whether SWIFTKV_URL can be reached from here")
 def control_plane(surroundings: Surroundings) -> Finding:
     """Ask whether the control plane is ready, and make a request with this environment's key."""
     stack, given = surroundings.stack, os.environ.get("SWIFTKV_URL")
@@ -270,7 +272,7 @@ def control_plane(surroundings: Surroundings) -> Finding:
     if given is None and state is None:
         return ok(_NOT_STARTED)
     if given is None and state is not None and not state.alive("control-plane"):
-        message = f"The control plane, which `swiftkv up` had started at {state.url}, has ended."
+        message = f"The control plane, started by `swiftkv up` at {state.url}, has ended."
         return failed(message, f"swiftkv up; its log is {stack.logs / 'control-plane.log'}")
     url = given or (state.url if state else "")
     key = os.environ.get("SWIFTKV_API_KEY")
@@ -281,15 +283,17 @@ def control_plane(surroundings: Surroundings) -> Finding:
     except APIError as error:
         refused = error.status in (401, 403)
         advice = (
-            "set SWIFTKV_API_KEY to a key of that control plane" if refused else "see to what it names, then its log"
+            "set SWIFTKV_API_KEY to a key of that control plane"
+            if refused
+            else "correct what it names, then see its log"
         )
         return failed(f"{url}: {one_line(error)}.", advice)
     except SwiftKVError as error:
         return failed(one_line(error), "start it (`swiftkv up`), or correct SWIFTKV_URL")
-    return ok(f"{url} is ready and lets this environment in.")
+    return ok(f"{url} is ready and accepts this environment's requests.")
 
 
-@check("wandb", "see whether WANDB_BASE_URL can be reached from here, or set WANDB_MODE=offline")
+@check("wandb", "check whether WANDB_BASE_URL can be reached from here, or set WANDB_MODE=offline")
 def wandb(surroundings: Surroundings) -> Finding:
     """Ask W&B whether it knows the key. Never fails, since jobs run without W&B."""
     key, mode = os.environ.get("WANDB_API_KEY"), os.environ.get("WANDB_MODE", "online")
@@ -305,6 +309,6 @@ def wandb(surroundings: Surroundings) -> Finding:
         advice = "correct WANDB_BASE_URL or the network, or set WANDB_MODE=offline"
         return warning(f"{server} does not answer: {one_line(error)}; jobs go on without it.", advice)
     if answer.is_success and (answer.json().get("data") or {}).get("viewer"):
-        return ok(f"{server} knows the key.")
-    message = f"{server} does not know the key in WANDB_API_KEY (HTTP {answer.status_code}); jobs go on without it."
+        return ok(f"{server} accepts the key.")
+    message = f"{server} does not accept the key in WANDB_API_KEY (HTTP {answer.status_code}); jobs go on without it."
     return warning(message, "make a new key on its page, or unset WANDB_API_KEY")

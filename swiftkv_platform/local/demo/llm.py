@@ -82,7 +82,9 @@ def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False)
             else:
                 step(console, "Stopping")
                 stack.down()
-                console.print(f"Logs and checkpoints are in {escape(str(home))}; the same command goes on from there.")
+                console.print(
+                    f"Logs and checkpoints are in {escape(str(home))}; the same command continues from there."
+                )
     return report
 
 
@@ -112,7 +114,7 @@ def _job(client: Client, spec: dict[str, Any], console: Console) -> Job:
     before = [job for job in client.jobs.list(metadata=spec["metadata"]) if job.status not in ("failed", "cancelled")]
     if not before:
         return client.jobs.create(spec)
-    console.print(f"Going on with job {before[0].id}, which is {before[0].status}.", highlight=False)
+    console.print(f"Continuing with job {before[0].id}, which is {before[0].status}.", highlight=False)
     return client.jobs.resume(before[0].id) if before[0].status == "paused" else before[0]
 
 

@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--start-from", type=Path, help="`latest.pt` of an earlier run to go on from")
+    parser.add_argument("--start-from", type=Path, help="`latest.pt` of an earlier run to continue from")
     parser.add_argument(
         "--layer-plan", default=",".join(map(str, range(12))), help="layers to take from it; + adds an identity layer"
     )

@@ -68,8 +68,8 @@ def test_a_clone_is_the_spec_with_what_is_set(run: Run, script: Script) -> None:
     script.on("POST", "/jobs", json_answer(job_row(id="job_2"), 201))
     for change, told in (
         ("training.max_steps", "KEY=VALUE"),
-        ("name={", "no YAML"),
-        ("name.first=1", "no path of the spec"),
+        ("name={", "not valid YAML"),
+        ("name.first=1", "not a path in the spec"),
     ):
         refused = run("jobs", "clone", "job_1", "--set", change)
         assert refused.exit_code != 0
@@ -194,7 +194,7 @@ def test_a_given_configuration_is_checked_here(run: Run, script: Script, spec: P
     (tmp_path / "config.json").write_text("[]")
     result = run("jobs", "validate", "-f", str(spec), "--config", str(tmp_path))
     assert str(tmp_path) in result.stderr
-    assert "holds no object" in result.stderr
+    assert "is not a JSON object" in result.stderr
     assert not script.requests
 
 

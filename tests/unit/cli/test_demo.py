@@ -106,7 +106,7 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
 def test_the_short_form_is_the_real_models_alone() -> None:
     result = CliRunner().invoke(app, ["demo", "--short"])
     assert result.exit_code == 1
-    assert "--short goes with --model smollm2" in result.stderr
+    assert "--short needs --model smollm2" in result.stderr
 
 
 def test_without_its_package_the_demo_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> 
     findings = doctor(failed=True, SWIFTKV_HOME=str(tmp_path / "file" / "home"))
     assert {name for name, each in findings.items() if each.status == "failed"} == {"disk", "object store"}
     assert "Not a directory" in findings["disk"].message
-    assert "let SWIFTKV_HOME name a directory that you may write to" in findings["disk"].advice
+    assert "set SWIFTKV_HOME to a directory that you may write to" in findings["disk"].advice
 
 
 def surroundings(tmp_path: Path, timeout_s: float) -> Surroundings:
@@ -252,14 +252,14 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(
         findings,
         {
             "settings": ("warning", "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)", "unset it"),
-            "ports": ("warning", f"Port {port} (SWIFTKV_PORT) is taken", "let SWIFTKV_PORT name another"),
+            "ports": ("warning", f"Port {port} (SWIFTKV_PORT) is taken", "set SWIFTKV_PORT to another port"),
             "compiler": ("warning", "unrecognized option '-std=c++20'", ""),
             "wandb": ("warning", f"{away} does not answer", "WANDB_MODE=offline"),
             "database": ("failed", "", "start the server"),
-            "disk": ("failed", "GiB free, and 1000000000.0 are asked for", "make room"),
+            "disk": ("failed", "GiB free, and 1000000000.0 GiB are required", "free some space"),
             "ray": ("failed", f"Ray at {away} does not answer", "swiftkv up"),
             "control plane": ("failed", "", "SWIFTKV_URL"),
-            "packages": ("failed", "httpx 0.1 is installed and httpx>=0.28 is asked for", "pip install 'httpx>=0.28'"),
+            "packages": ("failed", "httpx 0.1 is installed and httpx>=0.28 is required", "pip install 'httpx>=0.28'"),
             "vllm": ("failed", "vLLM 0.9.0 is older than", "pip install 'vllm==0."),
             "operator files": ("failed", "max_gpu", "SWIFTKV_TENANTS_FILE"),
             "gpu": ("failed", "couldn't communicate", "driver"),
@@ -286,8 +286,8 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeyp
             "compiler": ("warning", "no C++ compiler 'g++' on PATH", "apt-get install g++"),
             "gpu": ("failed", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15", ""),
             "ray": ("warning", "1 nodes, 1 CPUs", ""),
-            "wandb": ("warning", "does not know", ""),
-            "object store": ("ok", "takes, gives back, lists and deletes", ""),
+            "wandb": ("warning", "does not accept the key", ""),
+            "object store": ("ok", "stores, returns, lists and deletes", ""),
         },
     )
     assert list((tmp_path / "store").iterdir()) == [], "it is left empty"
@@ -312,10 +312,10 @@ def test_parts_that_are_sound_say_what_they_are(doctor: Examine) -> None:
     nodes = [{"state": "ALIVE", "resources_total": {"CPU": 8}}]
     with ray_and_wandb(nodes, viewer={"username": "ann"}) as environment:
         findings = doctor(failed=False, **environment)
-    check(findings, {"ray": ("ok", "8 CPUs", ""), "wandb": ("ok", "knows the key", "")})
+    check(findings, {"ray": ("ok", "8 CPUs", ""), "wandb": ("ok", "accepts the key", "")})
     assert "k" * 40 not in findings["wandb"].message
     with ray_and_wandb(nodes, viewer=None, version="1.0.0") as environment:
-        assert "is 1.0.0, and" in only_failure(doctor(failed=True, **environment), "ray").message
+        assert "is 1.0.0, but" in only_failure(doctor(failed=True, **environment), "ray").message
 
 
 def test_schemas_that_are_not_this_versions(
@@ -366,7 +366,7 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     bucket = open_store(moto_server.uri(""))
     others = list(bucket.list(""))  # other tests use the server too
     findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
-    assert "takes, gives back, lists and deletes" in findings["object store"].message
+    assert "stores, returns, lists and deletes" in findings["object store"].message
     assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message
     assert list(bucket.list("")) == others
     environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}

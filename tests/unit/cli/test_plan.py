@@ -67,7 +67,7 @@ def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there() -> None:
     for name, message in (
-        ("nobody/nothing", "'nobody/nothing' is no file or directory here, and the hub gives no config.json"),
+        ("nobody/nothing", "'nobody/nothing' is not a file or directory here, and the hub gives no config.json"),
         ("missing/config.json", "missing/config.json cannot be read"),
         ("builtin:gpt", "the built-in teachers are builtin:python-5m and"),
     ):
@@ -85,10 +85,12 @@ def test_a_job_spec_is_planned_phase_by_phase() -> None:
     assert lines[3].split()[1:6] == ["32", "23.5", "GiB", "3.91", "GiB"]
     assert lines[6].startswith("All phases take ")
     assert "of which training 2 h" in lines[6]
-    assert "A worker's device holds most in training, 23.5 GiB." in lines[6]
-    assert "A node's disk holds most in publishing, " in lines[6]
+    assert "A worker's device memory is largest in training, 23.5 GiB." in lines[6]
+    assert "A node's disk use is largest in publishing, " in lines[6]
     assert "answers to tasks, needles and continuations (evaluation)" in lines[7]
-    assert lines[8].startswith("Assumed: 4 nodes of up to 8 workers; 396 TFLOPs a second and worker (assumed: 40% of ")
+    assert lines[8].startswith(
+        "Assumed: 4 nodes of up to 8 workers; 396 TFLOPs per second and worker (assumed: 40% of "
+    )
     document = json.loads(run(RECIPE, "--config", LLAMA_70B, "--json").output)
     assert (document["phases"][2]["phase"], document["phases"][2]["seconds"]) == ("train", None)
 
@@ -146,7 +148,7 @@ def test_lists_of_layers_that_prompts_run_through(model: Path, text: Path) -> No
     listed = [format_layers(each["prefill_layers"]) for each in document["lists"]]
     assert [line.split()[0] for line in lines[5:7]] == listed
     chosen = format_layers(document["recommended_prefill_layers"])
-    assert lines[-1] == f"Recommended: --prefill-layers {chosen}, 3 layers as -l 3 runs."
+    assert lines[-1] == f"Recommended: --prefill-layers {chosen}, as many layers as -l 3 runs."
 
 
 def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

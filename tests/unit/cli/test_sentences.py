@@ -68,15 +68,15 @@ def test_an_estimate_says_what_is_made_and_taken() -> None:
     assert described(16 * GIB) == {
         "of": None,
         "student": "6 of 12 layers compute K and V of their own; 9 layers are cached",
-        "prefill": "51.9% of the teacher's FLOPs, prompts of 512 tokens",
+        "prefill": "51.9% of the teacher's FLOPs for prompts of 512 tokens",
         "KV cache": "3.38 KiB a token in bfloat16, 75.0% of the teacher's",
         "parameters": "5.99 million, of which 331,968 (5.5%) are trained",
         "training": "100 steps, 819,200 tokens: 29.6 TFLOPs, 36.1 MFLOPs a token",
-        "memory": "124 MiB a worker beside 710 MiB of its process; "
+        "memory": "124 MiB a worker plus 710 MiB for its process; "
         "2 workers take 1.63 GiB of this machine's 16 GiB: fits",
-        "time": "4 min 10 s from start to model, by the speed of job_7",
+        "time": "4 min 10 s from start to model, at the speed of job_7",
         "cost": "1.50 at the operator's prices",
-        "data": "a.jsonl: 1 file, 3 MiB, rows of text or chat; org/set: read by the workers alone",
+        "data": "a.jsonl: 1 file, 3 MiB, rows of text or chat; org/set: only the workers can read it",
     }
 
 
@@ -95,8 +95,8 @@ def test_memory_that_does_not_fit_says_what_would_do() -> None:
 
 def test_what_is_not_known_is_said_or_left_out() -> None:
     unmeasured = described(seconds=None, cost=None, max_tokens=None, total_flops=None)
-    assert unmeasured["time"] == "not known: no job like it has been measured"
-    assert unmeasured["training"] == "36.1 MFLOPs a token; data and epochs decide how many"
+    assert unmeasured["time"] == "unknown: no similar job has been measured"
+    assert unmeasured["training"] == "36.1 MFLOPs a token; data and epochs decide the number of tokens"
     assert unmeasured["cost"] is None
     of_hub = describe_estimate(Estimate.model_validate({"sources": []}), JobSpec.model_validate(SPEC), 16 * GIB)
     assert set(of_hub.values()) == {None, ""}
@@ -137,7 +137,7 @@ def test_a_job_that_runs(run: Run, script: Script) -> None:
     script.on("GET", "/jobs/job_1", json_answer(row))
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["steps"] == "40/100, 327,680 tokens, 2 min 10 s left"
-    assert shown["cost"] == "0.50, 1.25 expected in the end"
+    assert shown["cost"] == "0.50, 1.25 expected in total"
 
 
 def test_a_job_says_how_far_its_phase_is(run: Run, script: Script) -> None:
@@ -159,14 +159,14 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["reason"] == "waiting_for_resources: waits for 1 worker with 1 CPU and 4 GPU"
-    assert shown["queue"] == f"place 3, waits for resources since {local_time(60)}"
+    assert shown["queue"] == f"place 3, waiting for resources since {local_time(60)}"
     listed = run("jobs", "list").stdout
     assert listed.count("queued, place 3") == 2
     ended = {**JOB, "status": "cancelled"}
     script.on("GET", "/jobs/job_1", json_answer(row), json_answer(ended))
     script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
     watched = run("jobs", "watch", "job_1").stdout
-    assert "place 3, waits for resources since" in watched
+    assert "place 3, waiting for resources since" in watched
     assert reason["message"] in watched
 
 
@@ -246,7 +246,7 @@ def test_the_quota(run: Run, script: Script) -> None:
         "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
         "replicas": "1 replica, no limit",
         "files": "1.46 KiB of 2.86 MiB",
-        "cluster": "unknown: Ray does not answer, or does not tell its nodes",
+        "cluster": "unknown: Ray does not answer, or does not list its nodes",
     }
     use = {"gpus": 12.0, "total_gpus": 16.0, "cpus": 6.5, "total_cpus": 64.0}
     script.on("GET", "/quota", json_answer({**quota, "cluster": use}))
@@ -281,12 +281,12 @@ def test_a_deployment(run: Run, script: Script) -> None:
     script.on("GET", "/deployments/dep_1", json_answer(DEPLOYMENT))
     assert lines(run("deployments", "get", "dep_1")) == {
         "deployment": "dep_1",
-        "model": "mdl_1, as production stands for it",
+        "model": "mdl_1 (alias production)",
         "status": "running",
         "url": "http://127.0.0.1:8001/chat",
         "replicas": "2 of 1 to 4",
         "cold start": "3.75 s (fetch 1.50, load 2.00, check 0.25)",
-        "scaling": "for 8 requests at a time each, up after 10 s, down after 5 min",
+        "scaling": "8 concurrent requests per replica, up after 10 s, down after 5 min",
         "engine": "max_num_seqs 8, dtype bfloat16",
         "candidate": "mdl_2, 10.0% of the requests",
         "shadow": "teacher, 0.5% of the answers",

@@ -111,7 +111,7 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: P
     assert sum(shares) == sum(len(answer.token_ids) for answer in answers)
     assert store == whole
     del store[next(iter(whole))]
-    with pytest.raises(StorageError, match="are gone"):
+    with pytest.raises(StorageError, match="are missing"):
         list(source.answers(store))
     told.clear()
     write()

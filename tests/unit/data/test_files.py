@@ -95,7 +95,7 @@ def test_a_compression_that_no_package_reads_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr(decompression, "find_spec", lambda _name: None)
     path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(COMPRESSED[".zst"](b"{}"))
-    with pytest.raises(DataError, match="nothing installed here reads; install zstandard, or decompress it"):
+    with pytest.raises(DataError, match="no reader is installed; install zstandard, or decompress it"):
         read(path)
 
 
@@ -113,7 +113,7 @@ def test_a_line_that_goes_on_is_not_held_in_memory(tmp_path: Path, monkeypatch: 
     [
         (b"a,b\n1,2\n1,2,3\n", "line 3 cannot be read: it has 3 cells, and the first line 2"),
         (b"a,b\n1\n", "line 2 cannot be read: it has 1 cells"),
-        (b"a,a\n1,2\n", r"names a column twice in its first line \(a, a\)"),
+        (b"a,a\n1,2\n", r"has a duplicate column in its first line \(a, a\)"),
         (b'a\n"1\n2\n', "line 3 cannot be read: unexpected end of data"),
         (b"a\n\xe9\n", "line 1 cannot be read: it, or a line soon after it, is not UTF-8"),
     ],

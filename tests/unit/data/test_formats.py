@@ -133,13 +133,13 @@ def test_a_named_format_overrides_detection() -> None:
             {"messages": [{"role": "critic", "content": "?"}]},
             "a message has the role 'critic'; system, developer, user",
         ),
-        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 2, of the role assistant, holds no words"),
-        ({"messages": [{"role": "assistant", "content": " "}]}, "message 1, of the role assistant, holds no words"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "holds no words"),
-        ({"conversations": [{"from": "gpt", "value": None}]}, "message 1, of the role gpt, holds no words"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 2, of the role assistant, has no text"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "message 1, of the role assistant, has no text"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "has no text"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "message 1, of the role gpt, has no text"),
         (
             {"messages": [{"role": "user", "words": "?"}]},
-            "message 1, of the role user, holds no words; content (or value)",
+            "message 1, of the role user, has no text; content (or value)",
         ),
         (
             {"messages": [{"role": "user", "content": "?", "value": "!"}]},
@@ -147,7 +147,10 @@ def test_a_named_format_overrides_detection() -> None:
         ),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "a message has the weight 0.5; 0 and 1 are accepted"),
         ({"messages": [{**CALL, "function_call": ADD}]}, "a message has tool_calls and function_call"),
-        ({"messages": [{**QUESTION, "tool_calls": [ADD]}]}, "has tool_calls; they are accepted of the assistant"),
+        (
+            {"messages": [{**QUESTION, "tool_calls": [ADD]}]},
+            "has tool_calls; they are accepted only from the assistant",
+        ),
         ({"messages": [{**ANSWER, "tool_calls": [{"name": ""}]}]}, "an object with name and arguments is accepted"),
         (
             {"messages": [{**ANSWER, "function_call": {"name": "add", "arguments": "2"}}]},
@@ -162,7 +165,7 @@ def test_a_named_format_overrides_detection() -> None:
         ({"text": math.nan}, "text is NaN, a float; a string is accepted"),
         ({"prompt": math.inf, "completion": ""}, "the prompt is Infinity, a float"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts are accepted"),
-        ({"messages": [QUESTION], "tools": "add"}, "tools is 'add', which is no JSON"),
+        ({"messages": [QUESTION], "tools": "add"}, "tools is 'add', which is not JSON"),
         ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions is accepted"),
         (
             {"instruction": "?", "output": "!", "history": ["?"]},

@@ -177,7 +177,7 @@ def test_of_one_text_parts_steer_and_of_one_sample_nothing_does(write: Write) ->
     assert not set(texts(one.steering)) & set(texts(one.held_out))
     alone = prepare(write([{"text": "a"}, {"text": "b"}]), validation_fraction=0.5, steers=True)
     assert (len(alone.steering), len(alone.held_out)) == (0, 1)
-    assert any(warns and "nothing steers" in said for said, warns in alone.statistics.messages())
+    assert any(warns and "nothing is measured during training" in said for said, warns in alone.statistics.messages())
 
 
 def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> None:

@@ -93,16 +93,20 @@ SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
         (("a.JSONL", "b.jsonl.GZ", "c.csv"), "train", ["a.JSONL", "b.jsonl.GZ", "c.csv"]),
         (SPLIT[:2], "dev", "split is 'dev'; {} has test (test.jsonl), train (train.jsonl)"),
         (SPLIT[1:2], "train", "split is 'train'; {} has test (test.jsonl)"),
-        (("a.jsonl",), "test", "split is 'test'; {} has no split's files (a.jsonl)"),
+        (("a.jsonl",), "test", "split is 'test'; {} has no split (a.jsonl)"),
         (
             ("a.jsonl", *SPLIT),
             "train",
             "files of splits (dev-00001.jsonl.gz, test.jsonl, train.jsonl) beside a.jsonl",
         ),
-        (("train-test.jsonl", "train.jsonl"), "train", "beside train-test.jsonl, whose names do not tell one split"),
-        (("a.jsonl", "b.zip"), "train", "which holds b.zip, and nothing here reads that; unpack or convert it"),
-        (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which holds b.gz, c.tar.xz, and nothing here reads that"),
-        (("b.parquet.gz",), "train", "which holds b.parquet.gz, and nothing here reads that"),
+        (
+            ("train-test.jsonl", "train.jsonl"),
+            "train",
+            "beside train-test.jsonl, whose names do not contain exactly one split",
+        ),
+        (("a.jsonl", "b.zip"), "train", "which holds b.zip, which cannot be read; unpack, convert or remove it"),
+        (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which holds b.gz, c.tar.xz, which cannot be read"),
+        (("b.parquet.gz",), "train", "which holds b.parquet.gz, which cannot be read"),
     ],
 )
 def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(
@@ -182,7 +186,7 @@ def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, lay
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        ({"role": "assistant", "content": None}, "message 2, of the role assistant, holds no words"),
+        ({"role": "assistant", "content": None}, "message 2, of the role assistant, has no text"),
         ({"role": "critic", "content": "no"}, "a message has the role 'critic'"),
         ({"from": "gpt", "value": "say", "weight": 2}, "a message has the weight 2; 0 and 1 are accepted"),
         ({"role": "assistant", "function_call": {"name": "f", "arguments": "-"}}, "calls f with the arguments '-'"),
@@ -282,7 +286,7 @@ def test_a_subset_names_one_of_several_configurations(write: Write, tmp_path: Pa
         write([{"text": name}], f"hub/{name}/train.jsonl")
     source = {"name_or_path": str(tmp_path / "hub")}
     assert texts(prepare({**source, "subset": "socratic"}).train) == ["^socratic$"]
-    with pytest.raises(DataError, match=r"data.sources\[0\].subset names one"):
+    with pytest.raises(DataError, match=r"name one in data.sources\[0\].subset"):
         prepare(source)
 
 
@@ -323,8 +327,8 @@ def test_shards_named_as_on_the_hub_and_what_datasets_saved_are_data_sets_with_s
         ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl", "bad.jsonl, line 2, column 13 is not JSON", ".name_or_path"),
         ('[{"text": "a"},\n {"text" "b"}]', "bad.json", "bad.json, line 2, column 10 is not JSON", ".name_or_path"),
         ("é".encode("latin-1"), "latin.txt", "latin.txt, line 1, byte 0 is not UTF-8", ".name_or_path"),
-        ("", "empty.jsonl", "holds no rows", ".name_or_path"),
-        ("[]", "empty.json", "holds no rows", ".name_or_path"),
+        ("", "empty.jsonl", "has no rows", ".name_or_path"),
+        ("[]", "empty.json", "has no rows", ".name_or_path"),
         ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", ".name_or_path"),
         ("a,b", "table.xlsx", "not a readable file; .jsonl, .ndjson, .json", ".name_or_path"),
         ('{"text": "a"}\n{"body": "b"}', "columns.jsonl", "columns.jsonl, line 2, has the columns body", ".format"),

@@ -65,7 +65,7 @@ def test_rows_are_read_from_the_store_and_copied_below_the_workspace(of_a_file: 
 
 def test_rows_that_have_changed_are_refused(of_a_file: AttemptRequest, tmp_path: Path) -> None:
     open_store(str(tmp_path / "store")).put_bytes(file_key("acme", FILE), ROWS + b"{}\n")
-    with pytest.raises(DataError, match="not those that were uploaded") as refused:
+    with pytest.raises(DataError, match="differ from those uploaded") as refused:
         prepare(of_a_file, tmp_path)
     assert refused.value.field == "data.sources[0].name_or_path"
 

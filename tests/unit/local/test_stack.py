@@ -79,7 +79,7 @@ def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) 
         up.terminate()
         _, said = up.communicate(timeout=120)
     assert (up.returncode, "Traceback" in said) == (143, False), said
-    assert "Told to end (SIGTERM)" in said.splitlines()[-1]
+    assert "Terminated (SIGTERM)" in said.splitlines()[-1]
     assert processes.marked(str(tmp_path)) == []
     assert {part.state for part in Stack(Settings(home=tmp_path, _env_file=None)).status()} == {"stopped"}
 
@@ -173,7 +173,7 @@ def test_a_port_that_is_taken_is_refused_or_told_when_the_control_plane_alone_is
             stack._start_control_plane(taken, StackOptions(port=port), told.append)
         with pytest.raises(FileExistsError):
             stack._start_control_plane(taken, StackOptions(), told.append)
-    assert f"Port {port} is taken; the control plane takes " in told[-1]
+    assert f"Port {port} is taken; the control plane uses " in told[-1]
 
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

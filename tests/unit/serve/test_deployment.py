@@ -89,7 +89,7 @@ def test_building_the_application_imports_no_torch() -> None:
         ({"colour": "red"}, "colour"),
         ({"engine": {"colour": "red"}}, "engine.colour"),
         ({"min_replicas": -1}, "min_replicas"),
-        ({"artifact_uri": None}, "given together"),
+        ({"artifact_uri": None}, "artifact_uri together"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2 is below min_replicas 3"),
         ({"route_prefix": "v1"}, "route_prefix"),
         ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
@@ -244,7 +244,7 @@ def test_an_option_of_the_native_engine_alone_is_refused_beside_vllm(option: str
     assert EngineConfig(**{option: value}).native_only == (option,)
     with pytest.raises(ValidationError, match="backend native"):
         EngineConfig(**{"backend": "vllm", option: value})
-    with pytest.raises(InvalidInputError, match="an option of backend native alone") as caught:
+    with pytest.raises(InvalidInputError, match="an option of backend native only") as caught:
         check_engine_options({option: value, "backend": "vllm"})
     assert (caught.value.field, caught.value.value) == (f"engine.{option}", value)
     check_engine_options({option: value, "backend": "native"})

@@ -86,7 +86,7 @@ async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
             self.calls += 1
             if self.calls == 2:
                 raise RuntimeError("the engine is being closed")
-            return [("num_requests_running", "Sequences that run.", float(self.calls))]
+            return [("num_requests_running", "Running sequences.", float(self.calls))]
 
     following = asyncio.create_task(RayMetricsExport("dep_1", "one").follow(Source()))
     while len(recorded) < 2:

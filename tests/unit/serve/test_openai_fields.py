@@ -131,7 +131,7 @@ def test_a_value_that_asks_for_nothing_is_accepted(route: Route, name: str, valu
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", 2])
 def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match="only the value of n is served"):
+    with pytest.raises(InvalidInputError, match="only the value of n is accepted"):
         names_without_effect("completions", {"best_of": value}, (), 1, ())
 
 
@@ -141,9 +141,9 @@ def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> Non
         ("completions", "temprature", "the nearest one is temperature"),
         ("chat/completions", "max_completion_token", "the nearest one is max_completion_tokens"),
         ("chat/completions", "include_usage", "the nearest one is stream_options.include_usage"),
-        ("completions", "messages", "it is one of /v1/chat/completions"),
-        ("responses", "messages", "it is one of /v1/chat/completions"),
-        ("messages", "max_output_tokens", "it is one of /v1/responses"),
+        ("completions", "messages", "it is a field of /v1/chat/completions"),
+        ("responses", "messages", "it is a field of /v1/chat/completions"),
+        ("messages", "max_output_tokens", "it is a field of /v1/responses"),
         ("completions", "", "docs/compatibility.md has all of them"),
         ("completions", "\ud800", "docs/compatibility.md has all of them"),
         ("completions", "x" * 1_000_000, "docs/compatibility.md has all of them"),

@@ -181,7 +181,7 @@ REFUSED = [
     (schema({"$ref": "#/nowhere"}), "response_format.json_schema.schema", "nowhere"),
     (schema({"enum": []}), "response_format.json_schema.schema", "Unsatisfiable"),
     (schema("{}"), "response_format.json_schema.schema", "dictionary"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is given"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
     ({**wanted(regex="a"), "response_format": {"type": "json_object"}}, "structured_outputs", "one of them"),
     ({**wanted(regex="a"), "ignore_eos": True}, "ignore_eos", "structured_outputs"),

@@ -195,12 +195,12 @@ async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
         await swapped(current, str(template))
         return await ask(current)
 
-    assert "need a chat template, which this model has not" in (await answer_with(None)).text
+    assert "need a chat template, which this model does not have" in (await answer_with(None)).text
     for template, num_prompt_tokens in ((BRIEF, len("u:hé;".encode())), ("{{ messages[0].content }}", 3)):
         assert (await answer_with(template)).json()["usage"]["prompt_tokens"] == num_prompt_tokens
     assert (await answer_with("{% for")).status_code == 200, "the previous version goes on serving"
     assert current.swap.status == "refused"
-    assert "chat_template is no Jinja template: line 1" in current.swap.message
+    assert "chat_template is not a valid Jinja template: line 1" in current.swap.message
     response = await answer_with(COMMAND % (tmp_path / "marker"))
     assert response.status_code == 400
     assert "do not fit the model's chat template" in response.json()["error"]["message"]
@@ -358,5 +358,5 @@ async def test_what_cannot_be_compared_is_refused(tmp_path: Path, paths: dict[st
     with pytest.raises(ValidationError, match=r"candidate\.share"):
         Served.model_validate(served(paths, 1.1))
     dense = document("dense", artifact_uri=str(save_dense(tmp_path)), shadow={"against": "teacher"})
-    with pytest.raises(ModelError, match="no SwiftKV student"):
+    with pytest.raises(ModelError, match="not a SwiftKV student"):
         await load(Served.model_validate(dense))

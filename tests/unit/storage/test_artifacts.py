@@ -179,7 +179,7 @@ def test_a_foreign_directory_is_not_touched(store: InMemoryObjectStore, source: 
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
     for destination in (tmp_path / "home", tmp_path / "home" / "thesis.txt"):
-        with pytest.raises(ConflictError, match="holds no artifact"):
+        with pytest.raises(ConflictError, match="is not an artifact"):
             fetch_directory(store, "art", destination)
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
 

@@ -87,7 +87,7 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (b"\n \n", "holds no rows"),
+        (b"\n \n", "has no rows"),
         (b'{"text": "x"}\nnonsense\n', "line 2, column 1 is not JSON"),
         (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
         (b'{"text": "x"}\n{"other": 1}\n', "line 2, has the columns other"),

@@ -104,10 +104,10 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
 def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
     for config, complaint in (
         (None, "cannot be read"),
-        ("{", "no JSON"),
-        ("\ufeff{}", "no JSON"),  # transformers reads neither
-        (json.dumps(llama_config(12)).encode("utf-16"), "no JSON"),
-        ("[]", "no object"),
+        ("{", "not JSON"),
+        ("\ufeff{}", "not JSON"),  # transformers reads neither
+        (json.dumps(llama_config(12)).encode("utf-16"), "not JSON"),
+        ("[]", "not a JSON object"),
         ("{}", "its config.json has model_type None"),
         (json.dumps(llama_config(1)), "num_hidden_layers 1"),
         (json.dumps(llama_config(12, hidden_act=3)), "its config.json has hidden_act 3; a name is accepted"),
@@ -169,10 +169,10 @@ def refused_data(complaint: str, name: str, **source: Any) -> None:
 
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
     for content, complaint in (
-        (None, "no file that can be read"),
+        (None, "no file in a known format"),
         ("", "empty"),
-        ("nonsense", "no JSON"),
-        ("[1]", "no object"),
+        ("nonsense", "not JSON"),
+        ("[1]", "not an object"),
         ('{"body": "x"}', r"has the columns body; .*: messages: messages; sharegpt: conversations"),
     ):
         refused_data(complaint, data_file(tmp_path, content))

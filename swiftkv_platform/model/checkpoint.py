@@ -86,7 +86,7 @@ class Checkpoint:
         """Return the path of a file; one on the hub is downloaded."""
         path = self.find(shard)
         if path is None:
-            raise _unusable(self.source, f"its index names {shard}, which is not there")
+            raise _unusable(self.source, f"its index names {shard}, which does not exist")
         return path
 
     @cached_property
@@ -205,7 +205,7 @@ def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _unusable(source, f"{Path(path).name} is no safetensors file or not all of one ({error})") from error
+        raise _unusable(source, f"{Path(path).name} is not a complete safetensors file ({error})") from error
     with file as opened:
         yield opened
 

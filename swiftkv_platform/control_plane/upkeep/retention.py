@@ -118,7 +118,7 @@ def _hold(held: Holders) -> str | None:
             "to it; promote other models until retention has trimmed that history"
         )
     if held.children:
-        return f"job {held.children[0]} uses it; wait for that job's end, or cancel it"
+        return f"job {held.children[0]} reads it; wait for that job's end, or cancel it"
     return None
 
 

@@ -137,7 +137,7 @@ def test_checkpoints_of_an_attempt_that_goes_on_are_not_relied_on(server: Server
 def test_what_a_job_reads_is_kept_until_its_end(server: Server, parent: dict[str, Any]) -> None:
     child = server.submit(**continuing(f"{parent['id']}:2", **L6))
     response = server.client.delete(f"/jobs/{parent['id']}")
-    assert (response.status_code, f"job {child['id']} uses it" in response.json()["detail"]) == (409, True)
+    assert (response.status_code, f"job {child['id']} reads it" in response.json()["detail"]) == (409, True)
     server.client.post(f"/jobs/{child['id']}/cancel").raise_for_status()
     assert server.client.delete(f"/jobs/{parent['id']}").status_code == 204
 

@@ -20,7 +20,7 @@ NOT_REPORTED = ("output", "output_dir", "models")
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with `--output`; its help begins with the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file for the report, as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file for the report")
     return parser
 
 

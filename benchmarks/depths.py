@@ -338,12 +338,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
-    parser.add_argument("--steps", type=int, default=150, help="of training; 0: measure starts alone")
+    parser.add_argument("--steps", type=int, default=150, help="training steps; 0: measure only the starts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--calibration-tokens", type=int, help="of the start; default: as the spec says")
+    parser.add_argument(
+        "--calibration-tokens", type=int, help="tokens that calibrate the start; default: as in the spec"
+    )
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--needle-samples", type=int, default=20)
-    parser.add_argument("--early-exit", action="store_true", help="train an exit head at layer l beside")
+    parser.add_argument("--early-exit", action="store_true", help="also train an exit head at layer l")
     return parser.parse_args()
 
 

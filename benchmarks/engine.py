@@ -130,18 +130,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--systems",
         nargs="+",
         choices=SYSTEMS,
-        help="default: dense, swiftkv and huggingface; vllm where --vllm-python is given",
+        help="default: dense, swiftkv and huggingface; vllm if --vllm-python is given",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="of decode")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of decode")
     parser.add_argument("--prefill-rounds", type=int, default=5)
-    parser.add_argument("--prompt-length", type=int, default=2048, help="of prefill")
-    parser.add_argument("--batch-size", type=int, default=8, help="requests of decode")
+    parser.add_argument("--prompt-length", type=int, default=2048, help="prompt tokens of prefill")
+    parser.add_argument("--batch-size", type=int, default=8, help="concurrent requests of decode")
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
-    parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
-    parser.add_argument("--busy-programs", type=int, default=0, help="that take a core each meanwhile")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
+    parser.add_argument("--busy-programs", type=int, default=0, help="programs that keep one core busy each")
     parser.add_argument(
-        "--native-kernels", action=argparse.BooleanOptionalAction, default=True, help="or PyTorch's operators"
+        "--native-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use them instead of PyTorch's operators",
     )
     add_vllm_python(parser)
     parser.add_argument(

@@ -151,14 +151,14 @@ def serve(directory: str, port: str) -> None:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--python", default=sys.executable, help="of the measured processes")
-    parser.add_argument("--source", type=Path, default=ROOT, help="checkout that they run")
-    parser.add_argument("--requests", type=int, default=150, help="of the other tenant, each time")
-    parser.add_argument("--rounds", type=int, default=2, help="times without the attack and during it")
-    parser.add_argument("--seconds", type=float, default=12.0, help="most for those requests")
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds for an answer")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the measured processes")
+    parser.add_argument("--source", type=Path, default=ROOT, help="checkout that the measured processes run")
+    parser.add_argument("--requests", type=int, default=150, help="requests of the other tenant in each measurement")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements without the attack and during it")
+    parser.add_argument("--seconds", type=float, default=12.0, help="maximum duration of those requests")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for an answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--attack", nargs=3, help="for the process that attacks: case, URL, key")
+    parser.add_argument("--attack", nargs=3, help="internal, starts the attacking process: case, URL, key")
     options = parser.parse_args()
     if options.attack is not None:
         asyncio.run(attack(*options.attack))

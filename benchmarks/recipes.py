@@ -35,9 +35,11 @@ Found = dict[str, dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="run recipes dry and store what is found")
-    parser.add_argument("--recipe", action="append", help="name of one to run, again if need be; repeats")
-    parser.add_argument("--found", type=Path, default=FOUND, help="file of the figures that are found")
+    parser.add_argument("--dry-run", action="store_true", help="dry-run the recipes and store the figures")
+    parser.add_argument(
+        "--recipe", action="append", help="recipe to run, even if its figures are stored; may be repeated"
+    )
+    parser.add_argument("--found", type=Path, default=FOUND, help="file with the stored figures")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/recipes.md")
     options = parser.parse_args()
     if options.dry_run:

@@ -76,14 +76,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of `cost`")
-    parser.add_argument("--streams", type=int, default=8, help="requests at a time; the engine's max_num_seqs")
-    parser.add_argument("--max-num-waiting", type=int, default=64, help="the engine's, in both parts")
-    parser.add_argument("--max-queue-s", type=float, help="the engine's, in both parts; default: no limit")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine's operators")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of `cost`")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent requests, and the engine's max_num_seqs")
+    parser.add_argument("--max-num-waiting", type=int, default=64, help="the engine's max_num_waiting in both parts")
+    parser.add_argument("--max-queue-s", type=float, help="the engine's max_queue_s in both parts; default: no limit")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine's operators")
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates")
-    parser.add_argument("--load-seconds", type=float, default=30.0, help="of each load of `overload`; 0: leave it out")
+    parser.add_argument(
+        "--load-seconds", type=float, default=30.0, help="seconds of each load of `overload`; 0: leave it out"
+    )
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0], help="multiples of the sustained rate")
     add_shape(parser)
     return parser.parse_args()

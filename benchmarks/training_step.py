@@ -134,7 +134,7 @@ def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument(
-        "--compile", action="store_true", help="compile the layers of both, which takes a minute or two"
+        "--compile", action="store_true", help="compile the layers of both models, which takes a minute or two"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=9)

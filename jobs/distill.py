@@ -98,7 +98,7 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
         if stopped.reason is ReasonCode.PAUSED:
             Reporter(store, request.attempt_id, "driver").status("paused")
             return None
-        failure = Failure(stopped.reason, "told to stop while it trained; a checkpoint of that step is complete")
+        failure = Failure(stopped.reason, "told to stop during training; a checkpoint of that step is complete")
         _report(failure, store, request.attempt_id)
         sys.exit(_TERMINATED)
     except Exception as error:
@@ -166,7 +166,7 @@ def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Repor
         failure = explain(error)
         get_logger().error("not_published", code=failure.code, error=failure.message, exc_info=error)
         message = (
-            f"the model is made, and could not be published: {failure.message}; `swiftkv models publish` tries again"
+            f"the model is complete, but could not be published: {failure.message}; `swiftkv models publish` retries it"
         )
         reporter.message(message, level="error", code=failure.code)
 
@@ -197,7 +197,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
     """
     if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
         raise ConflictError(
-            f"{output} exists and holds no artifact; name an empty or a new directory",
+            f"{output} exists and is not an artifact; name an empty or a new directory",
             field="output",
             value=str(output),
         )
@@ -205,7 +205,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
         raise InvalidInputError.of(
             "training.from",
             spec.training.from_,
-            ", which a control plane knows, and none is asked here; use `swiftkv jobs submit`",
+            ", which only a control plane knows, and none is used here; use `swiftkv jobs submit`",
         )
     _set_ray_train_environment()
     with _leaving_when_told(), tempfile.TemporaryDirectory(prefix="distill-") as directory:

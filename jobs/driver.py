@@ -254,7 +254,7 @@ def refuse_unshared_store(store: ObjectStore) -> None:
         return
     raise InvalidInputError(
         f"the object store is the directory {store.uri}, and the cluster has {num_nodes} nodes; use an s3:// address, "
-        f"or {_SHARED}=1 in the environment of Ray's head where every node mounts that directory",
+        f"or {_SHARED}=1 in the environment of Ray's head if every node mounts that directory",
         field="storage_uri",
         value=store.uri,
     )
@@ -266,7 +266,7 @@ def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
     for name, amount in needed_resources(spec).items():
         if amount > available.get(name, 0.0):
             reporter.message(
-                f"waiting for the cluster to grow: the workers need {amount:g} {name}s, it has "
+                f"waiting for the cluster to grow: the workers need {amount:g} {name}s, and it has "
                 f"{available.get(name, 0.0):g}; use fewer resources.num_workers",
                 level="warn",
             )

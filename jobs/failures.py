@@ -66,7 +66,7 @@ def explain(error: BaseException) -> Failure:
             return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
     lost = next((cause for cause in causes if isinstance(cause, _LOST)), None)
     if lost is not None or _is_ray_trains(causes[-1], "WorkerGroupError"):
-        return Failure(ReasonCode.WORKER_LOST, f"workers were lost again and again: {_first_line(lost or causes[0])}")
+        return Failure(ReasonCode.WORKER_LOST, f"workers were lost repeatedly: {_first_line(lost or causes[0])}")
     return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
 
 

@@ -65,8 +65,8 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
     within = report.chosen is not None and report.chosen.within_budget
-    why = "the cheapest within the budget" if within else "of the lowest KL, of those that no gate fails"
-    reporter.message(f"trial {trial.name} is taken: {why}")
+    why = "the cheapest one within the budget" if within else "the lowest KL of those that fail no gate"
+    reporter.message(f"trial {trial.name} was chosen: {why}")
     reporter.status("evaluating")
     manifest = outcomes[trial.name].manifest
     assert manifest is not None, "a trial within the budget has a report"
@@ -226,12 +226,14 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
         return next(trial for trial in trials if trial.name == chosen.name)
     measured = [candidate for candidate in report.points if candidate.report is not None]
     if not measured:
-        raise TrainingError(f"every trial of the sweep failed, the first: {report.points[0].error}", field="sweep")
+        raise TrainingError(
+            f"every trial of the sweep failed; the first error: {report.points[0].error}", field="sweep"
+        )
     best = min(measured, key=lambda candidate: candidate.cost[-1])
     assert best.report is not None
     failed = next(gate for gate in best.report["gates"] if verdict_of(gate) == "failed")
     raise QualityGateError(
-        f"every trial of the sweep fails a gate; of {best.name}, whose KL is the lowest, {failed['subject']} is "
+        f"every trial of the sweep fails a gate; for {best.name}, which has the lowest KL, {failed['subject']} is "
         f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}; try more training or a larger l",
         field=failed["field"],
         value=failed["value"],

@@ -149,7 +149,7 @@ class Family:
         if self.attention == "latent":
             why = "caches one latent for all heads (MLA): there are no heads to share"
         elif self.query_key_norms == "all heads":
-            why = "normalises the keys of all its heads together: other heads than the teacher's have no norm"
+            why = "normalises the keys of all its heads together: heads other than the teacher's have no norm"
         if why and num_key_value_heads is not None:
             raise ModelError(
                 f"num_key_value_heads_swiftkv is {num_key_value_heads}, but {self.model_type} {why}; "
@@ -298,7 +298,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(teacher_type(model_type)) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
-            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; there are "
+            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; supported are "
             f"{', '.join(sorted(FAMILIES))}",
             field="model.name_or_path",
             value=model_type,

@@ -124,12 +124,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", required=True, help="has vLLM and the plugin")
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", required=True, help="an interpreter that has vLLM and the plugin"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model, for figures that are worth nothing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model, whose figures mean nothing")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["bfloat16", "fp8"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", type=Path, help="an empty directory for models that are made, which stay there")
+    parser.add_argument("--models", type=Path, help="an empty directory for the generated models, which are kept")
     return parser.parse_args(argv)
 
 

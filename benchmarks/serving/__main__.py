@@ -77,33 +77,43 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all, where none is named")
-    parser.add_argument("--output-dir", type=Path, help="where JSON and SVG go; nowhere without it")
-    parser.add_argument("--models", type=Path, help="where the random models are kept for the next run")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("--output-dir", type=Path, help="directory for JSON and SVG; default: none are written")
+    parser.add_argument("--models", type=Path, help="directory that keeps the random models for the next run")
     parser.add_argument("--short", action="store_true", help="one round of small loads")
-    parser.add_argument("--rounds", type=int, default=3, help="one at least")
-    parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, at least 1")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
     load = parser.add_argument_group("the trace")
     load.add_argument("--trace", type=Path)
-    load.add_argument("--synthetic", choices=sorted(SHAPES), default="code", help="what to draw without a trace")
-    load.add_argument("--length-scale", type=float, default=0.25, help="of prompts and answers")
-    load.add_argument("--num-requests", type=int, default=48, help="of saturation, evenly from the whole trace")
-    load.add_argument("--num-search-requests", type=int, default=32, help="of sustained, likewise")
+    load.add_argument(
+        "--synthetic", choices=sorted(SHAPES), default="code", help="shape of the synthetic load used without a trace"
+    )
+    load.add_argument("--length-scale", type=float, default=0.25, help="scale of the lengths of prompts and answers")
+    load.add_argument(
+        "--num-requests", type=int, default=48, help="requests of saturation, taken evenly from the whole trace"
+    )
+    load.add_argument("--num-search-requests", type=int, default=32, help="requests of sustained, taken likewise")
     load.add_argument("--num-trials", type=int, default=4, help="arrival rates tried in a search")
-    load.add_argument("--ttft-limit", type=float, default=3.0, help="seconds in which 90%% of requests start")
-    load.add_argument("--huggingface-rounds", type=int, default=1, help="of saturation; 0 leaves it out")
-    load.add_argument("--huggingface-batch-size", type=int, default=4, help="of generate, whose batches are padded")
+    load.add_argument(
+        "--ttft-limit", type=float, default=3.0, help="seconds within which 90%% of requests get their first token"
+    )
+    load.add_argument(
+        "--huggingface-rounds", type=int, default=1, help="rounds of saturation with Hugging Face; 0 leaves them out"
+    )
+    load.add_argument(
+        "--huggingface-batch-size", type=int, default=4, help="batch size of generate, whose batches are padded"
+    )
     add_vllm_python(load)
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens of one point")
+    paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens per point")
     paper.add_argument("--length-output-tokens", type=int, default=32)
     paper.add_argument("--memory-mib", type=int, nargs="+", default=[192, 32])
     paper.add_argument("--num-memory-requests", type=int, default=12)
     paper.add_argument("--memory-input-tokens", type=int, default=256)
     paper.add_argument("--memory-output-tokens", type=int, default=96)
-    engine = parser.add_argument_group("the engine, whichever the model")
-    engine.add_argument("--kv-cache-mib", type=int, default=768, help="of all parts but memory")
+    engine = parser.add_argument_group("the engine, for all models")
+    engine.add_argument("--kv-cache-mib", type=int, default=768, help="MiB of KV cache in all parts except memory")
     engine.add_argument("--max-num-seqs", type=int, default=64)
     engine.add_argument("--max-num-batched-tokens", type=int, default=1024)
     add_shape(parser)

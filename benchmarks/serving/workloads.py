@@ -64,7 +64,7 @@ def read_trace(path: Path) -> list[Request]:
                 raise DataError(f"{path}, line {number}: a length is at least 1", field="trace", value=row)
             requests.append(Request(at, *lengths))
     if not requests:
-        raise DataError(f"trace {str(path)!r} has no request; give one with one at least", field="trace")
+        raise DataError(f"trace {str(path)!r} has no request; give one with at least one", field="trace")
     requests.sort(key=lambda request: request.arrival)
     return [replace(request, arrival=request.arrival - requests[0].arrival) for request in requests]
 

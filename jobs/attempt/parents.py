@@ -46,7 +46,7 @@ def _there(parent: Parent) -> Iterator[None]:
         raise ModelError.of(
             "training.from",
             parent.name,
-            ", whose files are not in the object store any more; use another model or checkpoint",
+            ", whose files are no longer in the object store; use another model or checkpoint",
         ) from error
 
 

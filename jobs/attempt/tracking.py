@@ -81,7 +81,7 @@ class TrackedRun:
         self._tracker.finish()
         files, info = self._tracker.files, self._tracker.info
         if info is not None and info.mode == "online" and not self._tracker.uploaded:
-            self._tell(replace(info, fault="W&B has not taken its end"))
+            self._tell(replace(info, fault="W&B did not confirm its end"))
         if files is None or not self._tracker.uploaded:
             self.save()
             return

@@ -85,7 +85,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
         raise InvalidInputError(
-            f"sharding.strategy is {strategy!r}, whose buffers are made of addresses that fake tensors do not have; "
+            f"sharding.strategy is {strategy!r}, whose buffers need memory addresses, which fake tensors do not have; "
             "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula",
             field="sharding.strategy",
             value=strategy,

@@ -195,8 +195,8 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
-            f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
-            "`swiftkv convert` wrote is accepted",
+            f"{path} holds a {config.model_type} model, not a student; use one that `swiftkv distill` or `swiftkv "
+            "convert` wrote",
             field="path",
             value=str(path),
         )
@@ -209,8 +209,8 @@ def _teacher_of(path: Path, lineage: dict[str, Any]) -> ModelSpec:
     if name := lineage.get("teacher"):
         return ModelSpec(name_or_path=name, revision=lineage.get("revision"))
     raise ModelError(
-        f"{path} has no teacher to measure against: it was exported without, as is what `trainable: tail` or `all` "
-        "leaves; name the model it was made of with --teacher",
+        f"{path} has no teacher to measure against: it was exported without one, as students trained with `trainable: "
+        "tail` or `all` are; name the model it was made from with --teacher",
         field="teacher",
     )
 
@@ -224,7 +224,7 @@ def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
     ours, theirs = decoder.embed_tokens.weight, teacher.embed_tokens.weight
     if teacher.config.num_hidden_layers != config.num_hidden_layers or not torch.equal(ours, theirs):
         raise ModelError.of(
-            "teacher", named.name_or_path, ", which the student was not made of: layers or embeddings differ"
+            "teacher", named.name_or_path, ", which the student was not made from: layers or embeddings differ"
         )
     decoder.teacher_lower, decoder.teacher_upper = teacher.lower, teacher.teacher_upper
     config.swiftkv_teacher_weights = True
@@ -243,12 +243,11 @@ def _rows(
         spec, seed = settled.data, job.training.seed
         if any(source.complete is not None for source in spec.sources):
             raise DataError(
-                "the job had its data written by the teacher, and what was written is not kept: name text to measure "
-                "on with --data",
+                "the teacher generated the job's data, which is not kept: name text to measure on with --data",
                 field="data",
             )
     else:
-        raise DataError("the directory is no job's artifact: name text to measure on with --data", field="data")
+        raise DataError("the directory is not a job's artifact: name text to measure on with --data", field="data")
     rows = workspace / "rows"
     rows.mkdir()
     prepared = prepare_data(

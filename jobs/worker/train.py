@@ -81,7 +81,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     finally:
         listener.close()
     if stop_request is StopRequest.LEAVE:
-        raise LeftError("a worker was told to end; its checkpoint is complete")
+        raise LeftError("a worker was told to stop; its checkpoint is complete")
     stopped = STOPPED.get(stop_request)
     return Outcome(checkpoints.model() if stopped is None else checkpoints.newest(), stopped=stopped)
 

@@ -77,7 +77,7 @@ class SwiftKVConfigMixin:
             refuse_bypassed_latents(self.swiftkv_prefill_layers, cast("Any", self).model_type)
         reason = None
         if self.swiftkv_decode_key_value != "own":
-            reason = "for students that keep K and V of what they write alone; use swiftkv.decode_key_value own"
+            reason = "only for students whose generated tokens have their own K and V; use swiftkv.decode_key_value own"
         elif self.swiftkv_prefill_only:
             reason = "not for exports with prefill_only; export the whole student"
         if reason is not None:

@@ -96,10 +96,10 @@ class AdapterConfig(FrozenModel):
             why = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, and it is {str(first['input'])[:64]!r}"
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {str(first['input'])[:64]!r}"
             raise ModelError(
-                f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version "
-                "has written is accepted",
+                f"{ADAPTER} of {source!r} cannot be read ({why}); use one that `swiftkv export --adapter` of this "
+                "version wrote",
                 field=ADAPTER,
                 value=source,
             ) from error
@@ -111,7 +111,7 @@ class AdapterConfig(FrozenModel):
             if getattr(found, name) != value:
                 raise ModelError(
                     f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
-                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them are accepted",
+                    f"its {ADAPTER}; use both files as `swiftkv export --adapter` wrote them",
                     field=name,
                     value=getattr(found, name),
                 )
@@ -122,8 +122,8 @@ class AdapterConfig(FrozenModel):
         for what, which in (("lacks", expected - found), ("has no place for", found - expected)):
             if which:
                 raise ModelError(
-                    f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote "
-                    "them are accepted",
+                    f"the adapter {source!r} {what} {_listed(which)}; use its files as `swiftkv export --adapter` "
+                    "wrote them",
                     field="adapter",
                     value=source,
                 )

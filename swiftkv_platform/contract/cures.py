@@ -41,7 +41,7 @@ class Cure:
     """Advice apart from changing fields."""
     changes: Mapping[str, Instead] | None = None
     """By the dotted path of the field."""
-    blamed: str = "use what the cause asks for"
+    blamed: str = "use a value that the cause accepts"
     """Advice on a field that the failure names and `changes` does not."""
 
 
@@ -78,15 +78,15 @@ def _more_layers(value: Any, _spec: JobSpec) -> str | None:
 _RETRIES: Mapping[str, Instead] = {"fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"}
 _AGAIN = Cure(
     "Nothing in the spec is known to be at fault: clone the job, with training.from set to its last checkpoint "
-    "(JOB:STEP) if there is one; `swiftkv doctor` says what does not answer.",
+    "(JOB:STEP) if there is one; `swiftkv doctor` shows which service does not answer.",
     _RETRIES,
 )
 _OPERATOR = Cure("Or ask the operator to open it to this tenant; then clone the job.", blamed="use one that is open")
 
 CURES: Mapping[str, Cure] = {
     ReasonCode.OUT_OF_MEMORY: Cure(
-        "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, take less for each; `swiftkv plan` says "
-        "how much.",
+        "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, lower the memory of each worker; `swiftkv "
+        "plan` shows by how much.",
         {
             "training.micro_batch_size": _less,
             "data.max_length": lambda value, _spec: f"use {value // 2}" if value >= 1024 else None,
@@ -95,8 +95,8 @@ CURES: Mapping[str, Cure] = {
         },
     ),
     ReasonCode.WORKER_LOST: Cure(
-        "The job's log has the last words of its workers. Clone the job, with training.from set to its last checkpoint "
-        "(JOB:STEP) if there is one.",
+        "The job's log has the last output of its workers. Clone the job, with training.from set to its last "
+        "checkpoint (JOB:STEP) if there is one.",
         _RETRIES,
     ),
     ReasonCode.DISK_FULL: Cure(
@@ -105,38 +105,38 @@ CURES: Mapping[str, Cure] = {
     ),
     ReasonCode.PREEMPTED: _AGAIN,
     ReasonCode.NOT_PLACED: Cure(
-        "Or give the cluster nodes with what the cause names; then clone the job.", {"resources.num_workers": _less}
+        "Or add nodes with the resources that the cause names; then clone the job.", {"resources.num_workers": _less}
     ),
     ReasonCode.MAX_RUNTIME_EXCEEDED: Cure(
-        "Clone the job with training.from set to its last checkpoint (JOB:STEP) to go on from there. Where no limit is "
-        "in the spec, it is the operator's.",
+        "Clone the job with training.from set to its last checkpoint (JOB:STEP) to go on from there. If the spec sets "
+        "no limit, it is the operator's.",
         {"limits.max_runtime_s": _more},
     ),
     ReasonCode.INTERNAL: Cure("This is a defect of the control plane, whose log has its traceback: report it."),
     SwiftKVError.code: Cure(
         "This is a defect of the program, or of code that the spec names. `swiftkv jobs logs JOB` has its traceback: "
-        "report it, or mend that code and clone the job."
+        "report it, or fix that code and clone the job."
     ),
-    InvalidInputError.code: Cure("Clone the job with the change; `swiftkv jobs validate` checks it before."),
+    InvalidInputError.code: Cure("Clone the job with the change; `swiftkv jobs validate` checks it first."),
     ProtocolError.code: Cure(
-        "Give the Ray cluster the image of the control plane's version, and submit the job again.",
-        blamed="leave it out where that image must stay",
+        "Update the Ray cluster's image to the control plane's version, and submit the job again.",
+        blamed="leave it out if that image must stay",
     ),
     UnauthenticatedError.code: _OPERATOR,
     ForbiddenError.code: _OPERATOR,
     OverQuotaError.code: Cure(
-        "`swiftkv quota` shows what the tenant is granted; the operator can raise it.", {"resources.num_workers": _less}
+        "`swiftkv quota` shows the tenant's quotas; the operator can raise them.", {"resources.num_workers": _less}
     ),
     QuotaExceededError.code: Cure(
-        "Clone the job when other jobs of the tenant have ended, or delete what it does not need any more; `swiftkv "
-        "quota` shows what it is granted and holds.",
+        "Clone the job when other jobs of the tenant have ended, or delete what is no longer needed; `swiftkv quota` "
+        "shows the quotas and their use.",
         {"resources.num_workers": _less},
     ),
-    NotFoundError.code: Cure("Or bring it back; then clone the job.", blamed="use one that is there"),
+    NotFoundError.code: Cure("Or restore it; then clone the job.", blamed="use one that exists"),
     ConflictError.code: _AGAIN,
     StorageError.code: Cure(
-        "See that the object store answers and has room (`swiftkv doctor`); then clone the job, with training.from set "
-        "to its last checkpoint (JOB:STEP) if there is one.",
+        "Check that the object store answers and has space (`swiftkv doctor`); then clone the job, with training.from "
+        "set to its last checkpoint (JOB:STEP) if there is one.",
         _RETRIES,
     ),
     ClusterUnavailableError.code: _AGAIN,
@@ -145,11 +145,11 @@ CURES: Mapping[str, Cure] = {
     DeadlineExceededError.code: _AGAIN,
     TrainingError.code: Cure("`swiftkv jobs logs JOB` says more; clone the job with the change."),
     LossNotFiniteError.code: Cure(
-        "Where the loss breaks off in the first steps, a longer optimizer.warmup_ratio helps.",
+        "If the loss diverges in the first steps, a longer optimizer.warmup_ratio helps.",
         {"optimizer.learning_rate": _lower_rate, "model.dtype": _instead("float32", "bfloat16")},
     ),
     QualityGateError.code: Cure(
-        "`swiftkv jobs events JOB` says how held-out KL went.",
+        "`swiftkv jobs events JOB` shows the course of held-out KL.",
         {
             "training.max_steps": _more,
             "training.num_epochs": _more_epochs,

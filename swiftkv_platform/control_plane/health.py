@@ -30,7 +30,7 @@ async def healthz(request: Request) -> Response:
     """Liveness. 503 if a loop has hung in one step for minutes, which only a restart ends; `/readyz` reports steps that
     fail and dependencies that do not answer."""
     readiness: Readiness = request.app.state.readiness
-    hung = {f"loop {loop.name}": "one step of it has hung for minutes" for loop in readiness.loops if loop.is_hung}
+    hung = {f"loop {loop.name}": "one of its steps has hung for minutes" for loop in readiness.loops if loop.is_hung}
     if hung:
         return _readiness(request, hung)
     return JSONResponse({"status": "ok"})
@@ -79,7 +79,7 @@ class Readiness:
         """Return what is wrong with each dependency, None if nothing is, and with each loop that is stalled."""
         found = await asyncio.gather(*(_complaint(check) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
-            f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"
+            f"loop {loop.name}": "none of its steps has completed for minutes; the log says why"
             for loop in self.loops
             if loop.is_stalled
         }

@@ -61,7 +61,7 @@ class Expected:
         if self.versions is not None and version not in self.versions:
             raise PreconditionFailedError(
                 f"{what} is at version {version}, and If-Match names another; read it again, and name its ETag if the "
-                "change still holds",
+                "change still applies",
                 field="If-Match",
                 value=", ".join(f'"{number}"' for number in sorted(self.versions)),
             )

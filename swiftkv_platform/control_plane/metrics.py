@@ -33,14 +33,16 @@ class ControlPlaneHistograms:
     """Histograms and counters that live as long as the application, however often it starts."""
 
     def __init__(self) -> None:
-        text = "From a request's arrival to the head of its answer, by the route's template."
+        text = "Time from a request's arrival to the head of its answer, by route template."
         labels = ("method", "route", "status")
         self._requests = _histogram("swiftkv_http_request_duration_seconds", text, _REQUESTS_S, labels)
         text = "Steps of the control loops that this control plane leads."
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
-        self._waits = _histogram("swiftkv_job_queue_wait_seconds", "In the queue, by attempt that left it.", _WAITS_S)
-        self._lags = _histogram("swiftkv_event_lag_seconds", "From an event's time until it was read.", _LAGS_S)
-        text = "Runs that a tracker such as W&B did not take, or not all of it, when it was to."
+        self._waits = _histogram(
+            "swiftkv_job_queue_wait_seconds", "Time in the queue of each attempt that left it.", _WAITS_S
+        )
+        self._lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
+        text = "Runs that a tracker such as W&B did not receive, or only in part."
         self._untracked = Counter("swiftkv_untracked_runs", text, registry=None)
         self.reconciler = Instruments(
             queue_wait=self._waits.observe, event_lag=self._lags.observe, untracked=self._untracked.inc
@@ -130,7 +132,7 @@ class ControlPlaneMetrics:
         jobs, deliveries = self._jobs.get(), self._deliveries.get()
         asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
         answered = wait(asked, timeout=_SCRAPE_WAITS_S).done
-        text = "Whether it answers and can be used."
+        text = "Whether the dependency answers and can be used."
         good = {answer for answer in answered if answer.exception() is None}
         values = {name: answer in good and answer.result() is None for name, answer in up.items()}
         yield _gauge("swiftkv_dependency_up", text, "dependency", values)
@@ -140,23 +142,30 @@ class ControlPlaneMetrics:
             text = "Webhook deliveries by status."
             yield _gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
         usable = {name: is_usable() for name, is_usable in self._files.items()}
-        text = "Whether a file's newest version is usable and holds."
+        text = "Whether a file's newest version is usable and in effect."
         yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
-        text = "Jobs that failed to be handled in the latest round and are tried again."
+        text = "Jobs that could not be handled in the latest round and are tried again."
         yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self._reconciler.jobs_put_off)
-        text = "Deployments whose rows cannot be read; they are served on as they are."
+        text = "Deployments whose rows cannot be read; they keep serving unchanged."
         unreadable = len(self._deployments.unreadable)
         yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
         stalled = {loop.name: loop.is_stalled for loop in self._loops}
-        text = "Whether a control loop gets nowhere; /readyz is 503 then."
+        text = "Whether a control loop is stalled; /readyz is 503 then."
         yield _gauge("swiftkv_loop_stalled", text, "loop", stalled)
         ticks = {loop.name: loop.last_success or 0.0 for loop in self._loops}
-        text = "When a control loop last came around."
+        text = "When a control loop last completed a round."
         yield _gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
         counts = self._sweeper.counts
         yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
-        yield _gauge("swiftkv_store_objects", "Objects in the store by kind, likewise.", "kind", counts.objects)
-        yield _gauge("swiftkv_store_bytes", "Their bytes.", "kind", counts.bytes)
+        yield _gauge(
+            "swiftkv_store_objects",
+            "Objects in the store by kind, when they were last counted.",
+            "kind",
+            counts.objects,
+        )
+        yield _gauge(
+            "swiftkv_store_bytes", "Bytes in the store by kind, when they were last counted.", "kind", counts.bytes
+        )
         for what in ("rows", "objects", "bytes"):
             text = f"{what.capitalize()} that this process has removed."
             removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])

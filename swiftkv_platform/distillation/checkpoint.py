@@ -153,7 +153,9 @@ class Checkpointer:
         self._uploader.wait()
         keys = from_rank_0(lambda: self._store.of_step(step))
         if not keys:
-            raise StorageError(f"the checkpoint of step {step}, to which training is to go back, could not be stored")
+            raise StorageError(
+                f"training must go back to step {step}, but the checkpoint of that step could not be stored"
+            )
         self._load(keys)
 
     def _load(self, keys: Sequence[str]) -> Progress:

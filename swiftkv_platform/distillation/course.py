@@ -204,7 +204,8 @@ def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
     """Note of the peak rate that was found, where the spec asks for none. `tried`: the trials of the search; empty if
     the rate is only bounded by the size of the trained weights."""
     found = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
-    why = f"of held-out KL {course.start_kl:.4g}, a few steps left {found}" if tried else "larger updates would ruin it"
+    tested = f"from held-out KL {course.start_kl:.4g}, a few steps led to {found}"
+    why = tested if tried else "larger updates would ruin the model"
     return CourseNote(
         f"learning rate {course.peak_rate:.3g}: {why}",
         {
@@ -223,7 +224,7 @@ _WHY = {
     CourseCode.HELD_OUT_KL_DIVERGED: "held-out KL {kl} is far above the best, {best}",
     CourseCode.LOSS_NOT_FINITE: "the loss is not finite",
     CourseCode.EARLY_STOPPING: "held-out KL, now {kl}, no longer falls",
-    CourseCode.ROLLBACKS_EXHAUSTED: "held-out KL rose again, as often as training may go back",
+    CourseCode.ROLLBACKS_EXHAUSTED: "held-out KL rose again, and training has gone back as often as it may",
     CourseCode.LAST_STEP: "the last step is done",
 }
 
@@ -251,7 +252,7 @@ def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None
         }
 
     if turn.rollback is not None:
-        on = f", on with learning rate {rate:.3g}" if turn.end is None else ""
+        on = f", continuing with learning rate {rate:.3g}" if turn.end is None else ""
         message = (
             f"step {step}: {_WHY[turn.rollback].format(**figures)}; back to the state of step {course.best_step}{on}"
         )

@@ -133,8 +133,8 @@ class Piece:
 
     def _damaged(self) -> ArtifactCorruptError:
         return ArtifactCorruptError(
-            f"{self.file!r} of a checkpoint does not hold {self.tensor} as it was saved; use another checkpoint of the "
-            "job",
+            f"{self.file!r} of a checkpoint no longer holds {self.tensor} as it was saved; use another checkpoint of "
+            "the job",
             field="file",
             value=self.file,
         )

@@ -69,7 +69,7 @@ class RangedTensors(LazyTensors):
 
 def _damaged(file: str) -> ArtifactCorruptError:
     return ArtifactCorruptError(
-        f"{file!r} of a model is no safetensors file or not all of one; publish the model again",
+        f"{file!r} of a model is not a complete safetensors file; publish the model again",
         field="file",
         value=file,
     )

@@ -147,7 +147,7 @@ class Trainer:
             try:
                 self._checkpointer.finish()
             except Exception as unstored:  # the error that ended training matters more
-                error.add_note(f"The last checkpoint is not stored: {unstored}")
+                error.add_note(f"The last checkpoint was not stored: {unstored}")
             raise
         self._checkpointer.finish()
         return StopRequest.NONE if self._is_over(progress) else stop_request

@@ -61,9 +61,9 @@ class Allowance:
             with self._lock:
                 wait = self._bucket.seconds_until(CALLER_S / 2)
             raise RateLimitedError(
-                f"{name} is not followed now: this caller's grammars have taken all the time that they may, "
-                f"{CALLER_S:g} s, {CALLER_S_PER_MINUTE} s a minute and {1e3 * CALLER_TOKEN_S:g} ms a token; write "
-                f"them without ambiguity, and try again in {wait:.0f} s",
+                f"{name} cannot be enforced now: this caller's grammars have used up their time, {CALLER_S:g} s, "
+                f"{CALLER_S_PER_MINUTE} s a minute and {1e3 * CALLER_TOKEN_S:g} ms a token; write them without "
+                f"ambiguity, and try again in {wait:.0f} s",
                 field=name,
                 retry_after_s=wait,
             )
@@ -144,13 +144,13 @@ class Constraint:
     def failure(self) -> str | None:
         """Error message if the grammar took more work than allowed, in a step or in total; else None."""
         if self._matcher.is_error():
-            return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
+            return f"{self.name} is too complex to be enforced further: {self._matcher.get_error().splitlines()[0]}"
         if self.work.is_exhausted:
             return (
-                f"{self.name} is too complex to be followed further: it has taken {self.work.spent_s:.1f} s for "
-                f"{self.work.num_tokens} tokens, where {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted, and of "
-                f"all of a caller {CALLER_S:g} s with {CALLER_TOKEN_S:g} s a token; write it without ambiguity, with "
-                "fewer choices at a time"
+                f"{self.name} is too complex to be enforced further: it has taken {self.work.spent_s:.1f} s for "
+                f"{self.work.num_tokens} tokens, where {FIRST_S:g} s and {TOKEN_S:g} s a token are accepted, and for "
+                f"all grammars of a caller {CALLER_S:g} s and {CALLER_TOKEN_S:g} s a token; write it without "
+                "ambiguity, with fewer choices at a time"
             )
         return None
 

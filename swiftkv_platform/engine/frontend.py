@@ -197,7 +197,7 @@ class EngineFrontend(ABC):
     def _break_down(self, error: Exception) -> None:
         """End all streams after a failed step, so that no caller waits for an answer that cannot come."""
         get_logger().error("engine_failed", exc_info=error)
-        self._fail(f"the engine failed and has to be restarted: {error!r}")
+        self._fail(f"the engine failed and must be restarted: {error!r}")
 
     def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure
@@ -206,7 +206,7 @@ class EngineFrontend(ABC):
 
     def death(self) -> EngineDeadError:
         """Return the error that ends all requests."""
-        return EngineDeadError(self._failure or "the engine runs no more")
+        return EngineDeadError(self._failure or "the engine is no longer running")
 
     @property
     def max_sequences(self) -> int:
@@ -231,7 +231,7 @@ class EngineFrontend(ABC):
         lacking = taken + num_sequences - self.max_sequences
         if lacking > 0:
             raise QueueFullError(
-                f"queue full: {taken} sequences run or wait already, {self.max_sequences} may, and the request has "
+                f"queue full: {taken} of {self.max_sequences} sequences are running or waiting, and the request has "
                 f"{num_sequences}; try again later",
                 retry_after_s=self._departures.expected_wait(lacking),
             )
@@ -282,7 +282,9 @@ class EngineFrontend(ABC):
     def _check_waiting_tokens(self) -> None:
         limit = self.config.max_waiting_prompt_tokens
         if limit is not None and (waiting := self.state.num_waiting_tokens) >= limit:
-            raise QueueFullError(f"queue full: {waiting} prompt tokens wait to be read, {limit} may; try again later")
+            raise QueueFullError(
+                f"queue full: {waiting} prompt tokens are waiting, and {limit} are accepted; try again later"
+            )
 
 
 _WINDOW = 32

@@ -109,7 +109,7 @@ class Trial:
             answer = ""
         if not answer:  # out of memory, or of stack
             self.close()
-            raise TrialError("its compiler takes more memory than is allowed")
+            raise TrialError("compiling it takes more memory than is allowed")
         problem = json.loads(answer)
         if problem is not None:
             raise TrialError(problem)
@@ -157,7 +157,7 @@ def main() -> None:
             try:
                 matcher(bytes_alone, *json.loads(request))
             except ValueError as error:
-                found.append(str(error) or "it cannot be understood")
+                found.append(str(error) or "it cannot be parsed")
             else:
                 found.append(None)
 

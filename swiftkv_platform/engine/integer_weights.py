@@ -51,7 +51,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
                 raise ModelError.of(
                     "weights",
                     form,
-                    ", and the model is stored in int8; use auto, or export it from its floats with --quantize int4",
+                    ", and the model is stored in int8; use auto, or export the unquantised model with --quantize int4",
                 )
             continue
         four = form == "int4" and not makes_heads(name) and linear.in_features % packing.GROUP == 0

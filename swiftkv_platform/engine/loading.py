@@ -154,7 +154,7 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
     length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ModelError(
-            "config.json names no max_position_embeddings; set max_model_len to the model's context",
+            "config.json has no max_position_embeddings; set max_model_len to the model's context",
             field="max_model_len",
             value=None,
         )
@@ -175,8 +175,8 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
             longest = rope["original_max_position_embeddings"]
             raise ModelError(
                 f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of "
-                f"more than {longest} tokens, and the engine does not change over: set max_model_len to {longest} or "
-                "less",
+                f"more than {longest} tokens, and the engine does not switch between them: set max_model_len to "
+                f"{longest} or less",
                 field="max_model_len",
                 value=max_model_len,
             )
@@ -202,7 +202,7 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
     elif device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
     if config.weights in BITS and torch.device(device).type != "cpu":
-        raise ModelError.of("weights", config.weights, " and the device is a GPU, where it is auto or bfloat16")
+        raise ModelError.of("weights", config.weights, ", but the device is a GPU, which accepts auto or bfloat16")
     module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
     if config.weights in BITS:

@@ -152,10 +152,10 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
         raise InvalidInputError.of(
             "max_num_batched_tokens",
             config.max_num_batched_tokens,
-            f"; a step of as many takes {memory.peak - memory.allocated} bytes beside the weights' {memory.allocated}, "
-            f"other processes and the driver hold {memory.of_others} of {memory.total} bytes of "
-            f"memory, and nothing is left for a block of KV, which takes {block_bytes}: use a smaller number, a "
-            "smaller model or tensor_parallel_size, or end what else runs on the GPU",
+            f"; a step of that many tokens takes {memory.peak - memory.allocated} bytes in addition to the weights' "
+            f"{memory.allocated}, other processes and the driver hold {memory.of_others} of {memory.total} bytes of "
+            f"memory, and nothing is left for a KV block of {block_bytes} bytes: use a smaller number, a smaller model "
+            "or tensor_parallel_size, or stop other processes on the GPU",
         )
     return min(fit, wanted_blocks(loaded, config, cache.block_size))
 

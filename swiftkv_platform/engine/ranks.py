@@ -199,7 +199,7 @@ class Leader:
             except (EOFError, ConnectionResetError) as error:
                 raise ConnectionError(
                     f"rank {rank} of tensor_parallel_size {self.ranks.size} ended before it had loaded its part of the "
-                    "model; its own output says why"
+                    "model; its output says why"
                 ) from error
 
     def tell(self, message: Allocate | Pass | Share) -> None:

@@ -148,7 +148,7 @@ class RequestReader:
         needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
         if needed > self._num_slots:
             raise ContextLengthError(
-                f"the request needs the KV of {needed} tokens ({num_prompt_tokens} of the prompt, up to "
+                f"the request needs KV cache for {needed} tokens ({num_prompt_tokens} of the prompt, up to "
                 f"{num_output_tokens} of the answer); the whole cache holds {self._num_slots}: shorten one of them, or "
                 "raise kv_cache_bytes",
                 field="prompt",
@@ -160,8 +160,8 @@ class RequestReader:
         wanted = 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * num_prompt_tokens
         if wanted > MAX_PROMPT_LOGPROBS:
             raise InvalidInputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; "
-                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for that number",
+                f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; at most "
+                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for a prompt of that length",
                 field="prompt_logprobs",
                 value=params.prompt_logprobs,
             )
@@ -170,8 +170,8 @@ class RequestReader:
         mode = params.early_exit.mode
         if mode != "off" and not self._has_exit_head:
             raise InvalidInputError(
-                f"early_exit is {mode!r}, but this model has no exit head; 'off' is accepted, or a model that was "
-                "converted with early_exit=True",
+                f"early_exit is {mode!r}, but this model has no exit head; use 'off', or a model that was converted "
+                "with early_exit=True",
                 field="early_exit",
                 value=mode,
             )
@@ -197,7 +197,7 @@ class RequestReader:
             raise InvalidInputError.of(
                 "min_tokens",
                 params.min_tokens,
-                ", and stop_token_ids leave no token of the vocabulary that is allowed; give fewer",
+                ", and stop_token_ids leave no allowed token of the vocabulary; give fewer",
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(
@@ -326,7 +326,7 @@ class Readers:
     async def run_unadmitted(self, call: Callable[[], R], num_bytes: int) -> R:
         """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""
         if self._num_waiting >= self._max_waiting:
-            raise QueueFullError(f"queue full: {self._max_waiting} texts wait to be read; try again later")
+            raise QueueFullError(f"queue full: {self._max_waiting} texts wait to be tokenized; try again later")
         self._num_waiting += 1
         try:
             return await self.run(call, num_bytes)

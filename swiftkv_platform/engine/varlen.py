@@ -159,8 +159,8 @@ def block_size_for(operator: VarlenOperator | None, wanted: int | None, default:
         return wanted or default
     if wanted is not None and wanted % FLASH_PAGE:
         raise InvalidInputError(
-            f"block_size is {wanted}; attention on a GPU reads blocks of a multiple of {FLASH_PAGE} tokens: give one, "
-            "or leave block_size out",
+            f"block_size is {wanted}; attention on a GPU needs a multiple of {FLASH_PAGE} tokens: give one, or leave "
+            "block_size out",
             field="block_size",
             value=wanted,
         )

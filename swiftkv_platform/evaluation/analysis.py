@@ -208,7 +208,7 @@ def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
         return []
     if options.measure:
         raise InvalidInputError.of(
-            "num_prefill_layers", wanted, ", and measure is of depths without a list; leave either out"
+            "num_prefill_layers", wanted, ", and measure tries depths without a list of layers; leave either out"
         )
     if not 1 <= wanted <= num_layers - 2:
         raise InvalidInputError.of(
@@ -217,7 +217,7 @@ def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
     for depth in options.depths:
         if depth <= wanted:
             raise InvalidInputError.of(
-                "depth", depth, f"; to leave {wanted} layers {wanted + 1}..{num_layers - 1} are accepted"
+                "depth", depth, f"; to keep {wanted} layers, {wanted + 1}..{num_layers - 1} are accepted"
             )
     return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _DEPTHS_TRIED, num_layers - 1) + 1))
 
@@ -244,14 +244,16 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
         return None
     if not options.measures:
         raise InvalidInputError.of(
-            "needle_length", length, ", and no depth is measured; with measure the calibrated starts look for needles"
+            "needle_length",
+            length,
+            ", but no depth is measured; set measure, so that calibrated starts are tested with needles",
         )
     needles = Needles.create(tokenizer, length, options.needle_samples)
     longest = needles.longest
     if context is not None and longest > context:
         raise InvalidInputError(
-            f"needle_length is {length}, {longest} tokens with template and answer, and the context is of {context}; "
-            f"use {context - longest + length}",
+            f"needle_length is {length}, which is {longest} tokens with template and answer, and the context has "
+            f"{context}; use {context - longest + length}",
             field="needle_length",
             value=length,
         )
@@ -292,8 +294,8 @@ def _read_text(
     samples = data.train.samples
     if len(samples) < 2:
         raise DataError(
-            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; use more text or a "
-            "smaller max_length",
+            f"text is a single sequence of {data.train.num_tokens} tokens, but some must be held out for measuring; "
+            "use more text or a smaller max_length",
             field="text",
         )
     halves = [
@@ -333,7 +335,7 @@ def _report(
         judges = teacher_found is not None and teacher_found >= TEACHER_FINDS
         least = teacher_found - _MAY_LOSE if judges and teacher_found is not None else 0.0
         recommended = shallowest(measured, max_kl=options.max_kl, min_found=least)
-        rule = f"smallest l from which on the calibrated start is within {options.max_kl} nats of the teacher"
+        rule = f"smallest l from which the calibrated start is within {options.max_kl} nats of the teacher"
         if judges:
             rule += f" and finds at least {least:.0%} of the needles"
     else:

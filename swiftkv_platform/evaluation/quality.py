@@ -133,8 +133,8 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
     counts."""
     if not rows.num_counted_tokens:
         raise DataError(
-            "data.sources has no held-out text to evaluate on, which takes two samples that differ, one to train on "
-            "and one to hold out; add rows",
+            "data.sources has no held-out text to evaluate on; at least two different samples are needed, one to train "
+            "on and one to hold out; add rows",
             field="data.sources",
         )
     num_rows = min(max(int(max_tokens / (rows.num_tokens / len(rows))), 1), len(rows))

@@ -171,8 +171,8 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
     """Raise `ModelError` for a quantised model: its student is dequantised, so no stored tensor would be shared."""
     if any(info.dtype in (*QUANTIZED_DTYPES, torch.int32) for info in base.headers.values()):
         raise ModelError(
-            f"{field} is true, and {base.source!r} is stored quantised, which its student holds turned back: nothing "
-            f"of the files would be shared; use {field} false",
+            f"{field} is true, and {base.source!r} is stored quantised, but its student's weights are dequantised, so "
+            f"no tensor would be shared; use {field} false",
             field=field,
             value=True,
         )
@@ -217,7 +217,7 @@ def whole_model(
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
         if base_model is not None:
-            raise ModelError.of("base_model", str(base_model), f", and {str(source)!r} is no adapter; leave it out")
+            raise ModelError.of("base_model", str(base_model), f", but {str(source)!r} is not an adapter; leave it out")
         yield source, None
         return
     found = (find_base or _by_name)(adapter.base) if base_model is None else base_model
@@ -285,9 +285,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _too_large(found: _Difference, name_or_path: str) -> ModelError:
     return ModelError(
-        f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes are not those of "
-        f"{name_or_path!r}: an adapter of everything is the whole model; export it without --adapter, or name the base "
-        "that it was made from",
+        f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes differ from "
+        f"{name_or_path!r}, so the adapter would be as large as the model; export it without --adapter, or name the "
+        "base that it was made from",
         field="adapter",
         value=True,
     )

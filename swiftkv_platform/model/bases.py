@@ -48,8 +48,8 @@ def model_directory(
         case S3Source(name):
             if download is None:
                 raise ModelError(
-                    f"{field} is {name!r}, which this loader does not fetch; use a directory that holds its files, or "
-                    "`swiftkv export` of the adapter",
+                    f"{field} is {name!r}, which this loader does not download; use a directory that holds its files, "
+                    "or `swiftkv export` the adapter",
                     field=field,
                     value=name,
                 )

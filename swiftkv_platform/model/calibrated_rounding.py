@@ -85,7 +85,7 @@ class _Pass:
             for batch in batches:
                 self._add(batch)
         if not self._hidden:
-            raise InvalidInputError("calibration got no tokens; give text of some", field="calibration")
+            raise InvalidInputError("calibration got no tokens; give more text", field="calibration")
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]

@@ -110,7 +110,7 @@ def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         strange = next(i for i in ids.flatten().tolist() if not 0 <= i < vocab_size)
         raise InvalidInputError(
-            f"calibration has the token id {strange}; this model's are 0..{vocab_size - 1}",
+            f"calibration has the token id {strange}; this model's vocabulary accepts 0..{vocab_size - 1}",
             field="calibration",
             value=strange,
         )

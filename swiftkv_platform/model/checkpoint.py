@@ -87,7 +87,7 @@ class Checkpoint:
         """Return the path of a file; one on the hub is downloaded."""
         path = self.find(shard)
         if path is None:
-            raise _unusable(self.source, f"its index names {shard}, which is not there")
+            raise _unusable(self.source, f"its index names {shard}, which does not exist")
         return path
 
     @cached_property
@@ -216,9 +216,9 @@ def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        why = f"is no safetensors file or not all of one ({error})"
+        why = f"is not a complete safetensors file ({error})"
         if _is_pointer(Path(path)):
-            why = "is a pointer of Git LFS, without the weights; `git lfs pull` brings them"
+            why = "is a Git LFS pointer without the weights; fetch them with `git lfs pull`"
         raise _unusable(source, f"{Path(path).name} {why}") from error
     with file as opened:
         yield opened

@@ -47,7 +47,7 @@ def read_config(
     """
     try:
         values, _ = PreTrainedConfig.get_config_dict(source, **hub)
-        assert isinstance(values, Mapping), "config.json holds no object"
+        assert isinstance(values, Mapping), "config.json is not a JSON object"
         assert values.keys() - {"_commit_hash"}, "there is no config.json, or an empty one"
     except Exception as error:
         raise ModelError(
@@ -74,8 +74,8 @@ def check_whole(config: Any, source: str | Path) -> None:
     """Raise `ModelError` for a prefill-only export, which cannot generate tokens."""
     if config.swiftkv_prefill_only:
         raise ModelError(
-            f"{str(source)!r} was exported with prefill_only: it has what fills KV caches in vLLM, and no layers that "
-            "give tokens; use the student that it was exported from",
+            f"{str(source)!r} was exported with prefill_only: it only fills KV caches in vLLM and cannot generate "
+            "tokens; use the student that it was exported from",
             field="model.name_or_path",
             value=str(source),
         )
@@ -87,7 +87,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
         return None
     with refusing(source, f"its {file.name} is refused", field):
         values = json.loads(file.read_bytes())
-        assert isinstance(values, dict), "it holds no object"
+        assert isinstance(values, dict), "it is not a JSON object"
         try:
             check_generation_values(values)
         except ModelError as error:
@@ -98,7 +98,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
 @contextmanager
 def made_without_weights(source: str | Path) -> Iterator[None]:
     """Make models on the meta device inside the block; errors are the configuration's and raise `ModelError`."""
-    with refusing(source, "its config.json describes no model that can be made"), torch.device("meta"):
+    with refusing(source, "no model can be built from its config.json"), torch.device("meta"):
         yield
 
 
@@ -128,7 +128,7 @@ def _check_activation(values: Mapping[str, Any]) -> None:
     for key in ("hidden_act", "hidden_activation"):
         if (name := values.get(key, "silu")) not in ACT2FN:
             raise ModelError(
-                f"config.json has {key} {name!r}; one of transformers' activations is accepted, as silu is",
+                f"config.json has {key} {name!r}; one of transformers' activations is accepted, such as silu",
                 field=key,
                 value=name,
             )

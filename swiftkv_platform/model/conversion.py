@@ -87,7 +87,7 @@ def convert(
         teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
-            "this teacher is quantised in memory; give its path, and its weights are turned back as they are read",
+            "this teacher is quantised in memory; give its path, and its weights are dequantised as they are read",
             field="model.name_or_path",
             value=str(config.name_or_path),
         )

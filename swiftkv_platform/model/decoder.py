@@ -124,7 +124,7 @@ class SwiftKVDecoderMixin(nn.Module):
         Without `attention_mask` and cache, positions that restart separate packed samples. `masks`: None makes them.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ModelError("give input_ids or inputs_embeds, one of them", field="input_ids")
+            raise ModelError("give either input_ids or inputs_embeds", field="input_ids")
         check_cache(past_key_values, self.config, swiftkv=self.swiftkv_enabled)
         hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:

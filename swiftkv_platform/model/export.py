@@ -100,7 +100,7 @@ def export(
     target = Path(target)
     check_new(target)
     if calibration is not None and quantize is None:
-        raise ModelError("calibration is for quantize, which is not set; use quantize='int4'", field="calibration")
+        raise ModelError("calibration needs quantize, which is not set; use quantize='int4'", field="calibration")
     if isinstance(student, str | Path):
         read_config(student, revision=revision)  # raises for a bad config.json before weights are downloaded
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
@@ -234,8 +234,8 @@ def _export_quantized(
     if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):
         method = (quantization_fields(config) or {}).get("quant_method")
         raise ModelError(
-            f"quantize is {form!r}, and {str(source)!r} is in integers already ({method}); export it from the model "
-            "that it was made of",
+            f"quantize is {form!r}, but {str(source)!r} is quantised to integers already ({method}); export the model "
+            "that it was made from",
             field="quantize",
             value=form,
         )
@@ -336,7 +336,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
     if teacher or refused or not config.layer_map.leaders:
         why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
         raise ModelError(
-            f"{source!r} has no part that prefills only: {why}; leave prefill_only out",
+            f"{source!r} cannot be exported for prefill only: {why}; leave prefill_only out",
             field="prefill_only",
             value=True,
         )
@@ -350,7 +350,7 @@ def teacher_modules(config: Any) -> list[str]:
 
 def _no_teacher(source: str) -> ModelError:
     return ModelError(
-        f"{source!r} was exported without its teacher's projections; teacher=False is all there is to export",
+        f"{source!r} was exported without its teacher's projections; use teacher=False",
         field="teacher",
         value=True,
     )

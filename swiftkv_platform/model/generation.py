@@ -56,7 +56,7 @@ class SwiftKVGenerationMixin(nn.Module):
         family._validate_generation_mode(generation_mode, generation_config, arguments)
         if generation_config.assistant_early_exit is not None:
             raise InvalidInputError(
-                "assistant_early_exit cuts a model at any layer; a SwiftKV model exits at layer l alone: "
+                "assistant_early_exit cuts a model at any layer, but a SwiftKV model exits only at layer l; use "
                 "early_exit='threshold'",
                 field="assistant_early_exit",
                 value=generation_config.assistant_early_exit,
@@ -69,7 +69,7 @@ class SwiftKVGenerationMixin(nn.Module):
             return
         refusal = None
         if mode == "lossless":
-            refusal = "drafts and verifies in swiftkv_platform.engine; generate() accepts off or threshold"
+            refusal = "needs swiftkv_platform.engine, which drafts and verifies; generate() accepts off or threshold"
         elif not self.config.early_exit:
             refusal = "needs an exit head, which this model lacks; convert it with early_exit=True"
         elif not self.model.swiftkv_enabled:
@@ -77,9 +77,9 @@ class SwiftKVGenerationMixin(nn.Module):
         elif not can_select(self.config, TokenSelection(1)):
             refusal = f"needs eager, sdpa or flash attention, not {self.config._attn_implementation}"
         elif generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            refusal = f"goes with greedy search and sampling, not with {generation_mode.value}"
+            refusal = f"works with greedy search and sampling, not with {generation_mode.value}"
         elif generation_config.output_hidden_states or generation_config.output_attentions:
-            refusal = "leaves out layers whose hidden states or attentions were asked for; ask for one or the other"
+            refusal = "skips layers whose hidden states or attentions were requested; request one or the other"
         if refusal is not None:
             raise InvalidInputError(f"early_exit={mode!r} {refusal}", field="early_exit", value=mode)
 
@@ -117,8 +117,8 @@ class SwiftKVGenerationMixin(nn.Module):
             _refuse_cache(
                 "cache_implementation",
                 implementation,
-                "has one layer for each of the model's; dynamic and static are accepted, and kv_cache_dtype='fp8' or "
-                "'int8' for less memory",
+                "has one layer for each layer of the model; dynamic and static are accepted, and kv_cache_dtype='fp8' "
+                "or 'int8' for less memory",
             )
         cache = make_cache(
             self.config, swiftkv=self.model.swiftkv_enabled, kv_cache_dtype=kv_cache_dtype, max_cache_len=max_cache_len

@@ -71,7 +71,7 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
-        raise ModelError.of(field, str(file), f": its tensors are not those of its header's model: {wrong}")
+        raise ModelError.of(field, str(file), f": its tensors do not match the model in its header: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

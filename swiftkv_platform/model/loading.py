@@ -125,7 +125,7 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ModelError(
-            f"{checkpoint.source} has buffers that no file holds: {', '.join(empty[:_SHOWN])}",
+            f"{checkpoint.source} has buffers that are in no file: {', '.join(empty[:_SHOWN])}",
             field="model.name_or_path",
             value=checkpoint.source,
         )
@@ -147,7 +147,7 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
     stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
-        raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json promises", missing)
+        raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json requires", missing)
     added = [name for name in sorted(stored - expected.keys()) if not _is_ignored(name, model)]
     if added:
         raise _refused(checkpoint, model, f"holds {_count(added)} that its config.json has no place for", added)

@@ -95,7 +95,7 @@ def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
     if "flash" in implementation and len(position_ids) > 1 and bool((position_ids.diff() != 1).any()):
         raise ModelError(
             f"attn_implementation is {implementation}, which keeps packed samples apart in batches of one row only, "
-            f"and here are {len(position_ids)}; use one row at a time, or sdpa",
+            f"and this batch has {len(position_ids)} rows; use one row at a time, or sdpa",
             field="attn_implementation",
             value=implementation,
         )

@@ -47,7 +47,7 @@ def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
     if dtype not in FLASH_DTYPES:
         return f"the model computes in {dtype}; float16 or bfloat16 is needed"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
-        return f"heads have {head_dim} numbers; a multiple of 8 up to {MAX_FLASH_HEAD_DIM} is needed"
+        return f"head_dim is {head_dim}; a multiple of 8 up to {MAX_FLASH_HEAD_DIM} is needed"
     return None
 
 

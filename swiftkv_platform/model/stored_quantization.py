@@ -92,7 +92,7 @@ class Dequantized(Checkpoint):
         """Shapes of the packed weights."""
         packed = [name for name in self.shards if name not in self.stored.shards]
         if missing := [name for name in packed if f"{name}{SHAPE}" not in self.stored.shards]:
-            raise self._misfit(f"{missing[0]}{PACKED} has no {missing[0]}{SHAPE} beside it")
+            raise self._misfit(f"{missing[0]}{PACKED} has no matching {missing[0]}{SHAPE}")
         read = self.stored.tensors(f"{name}{SHAPE}" for name in packed)
         shapes = {name: tuple(read[f"{name}{SHAPE}"].tolist()) for name in packed}
         for name, shape in shapes.items():
@@ -134,7 +134,7 @@ class Dequantized(Checkpoint):
                 return weight
         scales = next((f"{name}{suffix}" for suffix in _SCALES if f"{name}{suffix}" in self.stored.shards), None)
         if scales is None:
-            raise self._misfit(f"{name} is quantised and has no {name}_scale or {name}_scale_inv beside it")
+            raise self._misfit(f"{name} is quantised but has no {name}_scale or {name}_scale_inv")
         return self._multiply(name, weight, self.stored.tensors([scales])[scales], part)
 
     def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
@@ -154,7 +154,7 @@ class Dequantized(Checkpoint):
         grid = scale.float()
         grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
         if len(grid) > rows or grid.shape[1] > columns:
-            raise self._misfit(f"{name} is {rows} x {columns} and its scales {tuple(scale.shape)}")
+            raise self._misfit(f"{name} is {rows} x {columns}, which its scales {tuple(scale.shape)} do not fit")
         for dim, (size, kept) in enumerate(zip(shape, ranges(part, 2), strict=True)):
             if grid.shape[dim] > 1:
                 # Blocks have equal size, except that the last one may be shorter.

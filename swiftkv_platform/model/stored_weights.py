@@ -50,7 +50,7 @@ def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
         raise ModelError.of(
             "model.name_or_path",
             str(source),
-            f": its {name} holds numbers that are not finite; save the model again, or use an earlier checkpoint",
+            f": its {name} has values that are not finite; save the model again, or use an earlier checkpoint",
         )
 
 

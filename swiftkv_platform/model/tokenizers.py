@@ -37,8 +37,8 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
         raise ModelError.of(
             field,
             str(source),
-            f": its tokenizer makes ids up to {highest} ({token!r}), and the model's vocab_size is {vocab_size}; give "
-            "the tokenizer that the model was trained with, or the model embeddings for all tokens "
+            f": its tokenizer has ids up to {highest} ({token!r}), and the model's vocab_size is {vocab_size}; give "
+            "the tokenizer that the model was trained with, or give the model embeddings for all tokens "
             "(resize_token_embeddings)",
         )
     return tokenizer

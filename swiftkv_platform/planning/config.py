@@ -34,7 +34,7 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
             value=str(source),
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} holds no JSON ({error})", field=FIELD, value=str(source)) from error
+        raise ModelError(f"{path} is not valid JSON ({error})", field=FIELD, value=str(source)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__}, not an object", field=FIELD, value=str(source))
     return config

@@ -161,7 +161,7 @@ def check_kind(config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):
-        accepted = f"of model_type {kind!r} it is not; that of a student is {kind + STUDENT_SUFFIX!r}"
+        accepted = f"model_type {kind!r} does not have it; a student's model_type is {kind + STUDENT_SUFFIX!r}"
         raise _refused("config.json", found, config[found], accepted)
 
 

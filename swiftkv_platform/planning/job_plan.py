@@ -33,10 +33,10 @@ from swiftkv_platform.specs import JobSpec
 
 _MEMORY_PER_TEXT_BYTE = 0.42
 """Host memory for preparing one byte of text, as measured in docs/data.md."""
-_DATA = "data sources, whose size is not known here"
+_DATA = "data sources of unknown size"
 _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
-_EPOCHS = "steps, which data and epochs decide"
+_EPOCHS = "steps, which depend on data and epochs"
 _ROLLBACKS = "going back to the best state, for which every node fetches its checkpoint"
 _ROLLBACKS_IN_PARTS = "going back to the best state, for which every worker fetches its part of a checkpoint"
 

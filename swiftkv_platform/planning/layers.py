@@ -53,7 +53,7 @@ class LayerMap:
             raise InvalidInputError.of(
                 "swiftkv.key_value_group_size",
                 self.key_value_group_size,
-                f"; with {skipped} layers that compute no KV of their own 1..{skipped} are accepted",
+                f"; with {skipped} layers that do not compute their own KV, 1..{skipped} are accepted",
             )
 
     @property
@@ -98,7 +98,7 @@ class LayerMap:
 def _check_integer(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(
-            f"swiftkv.{name} is {value!r}; a whole number is accepted", field=f"swiftkv.{name}", value=value
+            f"swiftkv.{name} is {value!r}; an integer is accepted", field=f"swiftkv.{name}", value=value
         )
 
 
@@ -110,13 +110,15 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
     numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers)
     if not fits or not numbers or sorted(set(layers)) != layers:
         raise InvalidInputError.of(
-            "swiftkv.prefill_layers", prefill_layers, "; an ascending list of layers is accepted, as [0, 1, 2, 4, 5]"
+            "swiftkv.prefill_layers",
+            prefill_layers,
+            "; an ascending list of layers is accepted, such as [0, 1, 2, 4, 5]",
         )
     if num_hidden_layers is not None and layers[-1] > num_hidden_layers - 2:
         raise InvalidInputError.of(
             "swiftkv.prefill_layers",
             prefill_layers,
-            f"; of {num_hidden_layers} layers 0..{num_hidden_layers - 2} are accepted, as prompts skip the last",
+            f"; with {num_hidden_layers} layers, 0..{num_hidden_layers - 2} are accepted, since prompts skip the last",
         )
     return layers[-1] + 1, bypassed_layers(layers)
 
@@ -126,7 +128,7 @@ def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:
     raise ModelError.of(
         "swiftkv.prefill_layers",
         prefill_layers,
-        f", which is not for {model_type}, a family that caches latents (MLA); use swiftkv.num_key_value_layers",
+        f", which {model_type} does not support, since it caches latents (MLA); use swiftkv.num_key_value_layers",
     )
 
 
@@ -138,7 +140,7 @@ def resolve_num_key_value_layers(
     if num_key_value_layers is not None and prefill_reduction is not None:
         raise InvalidInputError(
             f"swiftkv.num_key_value_layers is {num_key_value_layers} and swiftkv.prefill_reduction is "
-            f"{prefill_reduction}: two ways to say the same; leave one of them out",
+            f"{prefill_reduction}: both set the same value; leave one of them out",
             field="swiftkv.prefill_reduction",
             value=prefill_reduction,
         )
@@ -170,7 +172,7 @@ def student_layer_map(
             raise InvalidInputError.of(
                 "swiftkv.prefill_layers",
                 list(prefill_layers),
-                f", so that l is {last}; leave num_key_value_layers and prefill_reduction out",
+                f", which sets l to {last}; leave num_key_value_layers and prefill_reduction out",
             )
         num_key_value_layers = last
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)

@@ -186,9 +186,9 @@ def refuse_what_cannot_fit(
     needed = max(phases, key=lambda memory: memory.in_host_memory)
     if memory_per_worker is not None and needed.in_host_memory > memory_per_worker:
         raise InvalidInputError(
-            f"to {needed.phase} needs {needed.in_host_memory / 1e9:.1f} GB of a worker's host memory, and "
+            f"phase {needed.phase} needs {needed.in_host_memory / 1e9:.1f} GB of a worker's host memory, and "
             f"resources.memory_per_worker is {memory_per_worker / 1e9:.1f} GB; use {needed.in_host_memory}, and what "
-            "the process takes beside the model",
+            "the process itself takes",
             field="resources.memory_per_worker",
             value=memory_per_worker,
         )
@@ -204,7 +204,7 @@ def refuse_small_disks(plan: JobPlan, teacher: str) -> None:
     parts = {"cache": use.cache, "checkpoints": use.checkpoints, "the artifact": use.artifact}
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
     raise InvalidInputError(
-        f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
+        f"phase {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
         f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); use nodes with {use.total} bytes, a smaller teacher, or one "
         "in a directory that every node mounts",
         field="model.name_or_path",
@@ -237,7 +237,7 @@ def _unfit(
         ways = "a GPU with more memory or swiftkv.initialization copied"
     else:
         ways = "sharding.strategy fsdp2 or a GPU with more memory"
-    message = f"to {memory.phase} with {num_workers} workers needs {needed}; use {ways}"
+    message = f"phase {memory.phase} with {num_workers} workers needs {needed}; use {ways}"
     if memory.phase == "calibrate":  # a worker runs a whole layer, however many workers there are
         return InvalidInputError(message, field="resources.accelerator_type", value=accelerator_type)
     return InvalidInputError(message, field="resources.num_workers", value=num_workers)
@@ -274,7 +274,7 @@ def refuse(spec: JobSpec, needed: float, given: float, where: str) -> None:
             raise InvalidInputError(
                 f"data.sources[{index}].complete has every worker load the whole teacher, {needed / 1e9:.1f} GB in "
                 f"{spec.model.dtype} and its cache, and a worker has {given / 1e9:.1f} GB {where}: use more memory, a "
-                "smaller teacher, or text that was written elsewhere",
+                "smaller teacher, or text that was generated elsewhere",
                 field=f"data.sources.{index}.complete",
                 value=source.name_or_path,
             )

@@ -53,7 +53,7 @@ def _revision(lineage: Mapping[str, Any]) -> str:
 def _verdict(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
-        return "**No limit of quality was set for this model**, so nothing below was required of it."
+        return "**No quality limit was set for this model**, so none of the figures below were required."
     worst = gates[0]
     return (
         f"**Worst measure: {worst['subject']} is {_number(worst['value'])}, limit {_number(worst['limit'])}, "
@@ -87,9 +87,9 @@ def _limits(report: Mapping[str, Any]) -> str:
     if not gates:
         return ""
     lines = [
-        "## Limits that it was held to, the worst first",
+        "## Quality limits, worst first",
         "",
-        "| limit | asked | measured | |",
+        "| limit | required | measured | |",
         "|---|---|---|---|",
     ]
     for gate in gates:
@@ -111,7 +111,7 @@ def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
     if _keeps_own(lineage):
-        lines.append("- generated tokens keep K and V of their own; what is measured stands behind prompts")
+        lines.append("- generated tokens have their own K and V; quality is measured on tokens that follow a prompt")
     if report.get("tokens_trained") is not None:
         lines.append(f"- tokens trained on: {report['tokens_trained']:,}")
     parent = lineage.get("parent")
@@ -127,8 +127,8 @@ def _licence(teacher: str, licence: str | None) -> str:
     said = (
         f"`{teacher}` is under the licence **{licence}**, and this model, which contains its weights, is as well."
         if licence is not None
-        else f"Neither the card nor the configuration of `{teacher}` names a licence. This model contains its weights: "
-        "find out under which licence they may be used before you pass it on."
+        else f"Neither the card nor the configuration of `{teacher}` names a licence. This model contains its "
+        "weights: find out which licence they are under before you share it."
     )
     return f"## Licence\n\n{said}"
 

@@ -118,7 +118,7 @@ def _points_lost(task: Mapping[str, Any]) -> float:
 def sweep_page(name: str, sweep: SweepReport) -> str:
     """The page of a sweep: the frontier of quality and compute, every trial, and the one to take."""
     measured = [point for point in sweep.points if point.report is not None]
-    chosen = "none is within the budget" if sweep.recommended is None else f"{sweep.recommended} is taken"
+    chosen = "none within the budget" if sweep.recommended is None else f"{sweep.recommended} recommended"
     return render(
         "sweep.html",
         title=f"Sweep {name}",

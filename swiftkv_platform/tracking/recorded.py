@@ -55,7 +55,7 @@ class RecordedRun:
         match = _DIRECTORY.fullmatch(self.path.name)
         if match is None:
             raise InvalidInputError(
-                f"{self.path.name!r} is no directory of a W&B run, which is called run-YYYYMMDD_HHMMSS-ID",
+                f"{self.path.name!r} is not the directory of a W&B run, which is named run-YYYYMMDD_HHMMSS-ID",
                 field="path",
                 value=str(self.path),
             )
@@ -104,7 +104,7 @@ def last_step(project: str, entity: str | None, run_id: str) -> int:
     except httpx.HTTPError as error:
         raise UnreachableError(f"{server} does not answer: {error or type(error).__name__}; try again later") from error
     if response.status_code in {401, 403}:
-        raise InvalidInputError(f"{server} does not know the key in WANDB_API_KEY", field="WANDB_API_KEY")
+        raise InvalidInputError(f"{server} does not accept the key in WANDB_API_KEY", field="WANDB_API_KEY")
     if response.status_code != 200:
         raise UnreachableError(f"{server} answers with HTTP {response.status_code}; try again later")
     model = (response.json().get("data") or {}).get("model") or {}

@@ -126,8 +126,8 @@ def check_readable(name: str, source: str) -> None:
     is_missing = Path(name).is_absolute() and not Path(name).is_dir()
     if name.startswith(_UNREAD) or name.endswith(".gguf") or is_missing:
         raise ModelError(
-            f"base.name_or_path is {name!r}, and vLLM reads a directory of this machine or a hub id; `swiftkv export "
-            f"{source} WHOLE` makes a whole model, which is accepted (with --base DIRECTORY where the base has moved)",
+            f"base.name_or_path is {name!r}, but vLLM needs a directory of this machine or a hub id; serve the whole "
+            f"model that `swiftkv export {source} WHOLE` writes (with --base DIRECTORY if the base has moved)",
             field="base.name_or_path",
             value=name,
         )

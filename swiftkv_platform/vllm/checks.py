@@ -41,8 +41,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             )
         if model_config.runner_type == "draft":
             raise _refusal(
-                "a SwiftKV student is no draft model: vLLM tells it what its target needs, not its own needs; use "
-                "a dense model with the same tokens",
+                "a SwiftKV student cannot be a draft model: vLLM tells it what its target needs, not what it needs "
+                "itself; use a dense model with the same tokens",
                 "speculative_config.model",
                 model_config.model,
             )
@@ -53,8 +53,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         heads = config.num_key_value_heads_swiftkv
         if config.swiftkv and heads not in (None, config.num_key_value_heads):
             raise _refusal(
-                f"num_key_value_heads_swiftkv is {heads}, but in vLLM layers that share a KV cache have the model's "
-                f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
+                f"num_key_value_heads_swiftkv is {heads}, but in vLLM, layers that share a KV cache must have the "
+                f"model's {config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
                 "num_key_value_heads_swiftkv",
                 heads,
             )
@@ -96,7 +96,7 @@ def _check_prefill_only(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_producer:
         raise _refusal(
-            "swiftkv_prefill_only is true: this model gives no token and fills KV caches for another server; set "
+            "swiftkv_prefill_only is true: this model generates no tokens, it fills KV caches for another server; set "
             "kv_transfer_config with a kv_role of kv_producer or kv_both, or serve the whole student",
             "kv_transfer_config",
             None if transfer is None else transfer.kv_role,
@@ -113,7 +113,7 @@ def _keep_own(vllm_config: VllmConfig) -> None:
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     if speculative is not None:
         raise _refusal(
-            f"swiftkv_decode_key_value is 'own', and beside drafts vLLM does not tell where prompts end; leave "
+            "swiftkv_decode_key_value is 'own', and with drafts vLLM does not report where prompts end; leave "
             f"speculative_config out, or use num_lookup_tokens in {_NATIVE}",
             "speculative_config.method",
             speculative.method,
@@ -126,7 +126,7 @@ def _keep_own(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.model_config.enable_prompt_embeds:
         raise _refusal(
-            "swiftkv_decode_key_value is 'own', and vLLM does not tell the length of prompts that are embeddings; "
+            "swiftkv_decode_key_value is 'own', and vLLM does not report the length of prompts that are embeddings; "
             "leave enable_prompt_embeds off",
             "enable_prompt_embeds",
             True,
@@ -138,7 +138,7 @@ def _keep_own(vllm_config: VllmConfig) -> None:
     _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
     if vllm_config.use_v2_model_runner:
         raise _refusal(
-            f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not tell where "
+            f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not report where "
             "prompts end; leave VLLM_USE_V2_MODEL_RUNNER unset, or use vLLM 0.32 or later",
             "VLLM_USE_V2_MODEL_RUNNER",
             "1",
@@ -151,8 +151,8 @@ def check_graphs_with_own(compilation: CompilationConfig) -> None:
     mode = compilation.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
         raise _refusal(
-            f"cudagraph_mode is {mode.name}, and with swiftkv_decode_key_value 'own' full graphs are for decode steps; "
-            "use FULL_AND_PIECEWISE, or leave it out",
+            f"cudagraph_mode is {mode.name}, but with swiftkv_decode_key_value 'own' only decode steps may use full "
+            "graphs; use FULL_AND_PIECEWISE, or leave it out",
             "compilation_config.cudagraph_mode",
             mode.name,
         )
@@ -200,8 +200,8 @@ def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
     elif compilation.cudagraph_mode.has_full_cudagraphs():
         raise _refusal(
-            f"cudagraph_mode is {compilation.cudagraph_mode.name}, and a SwiftKV model with drafts has no full graphs; "
-            "use PIECEWISE, or leave it out",
+            f"cudagraph_mode is {compilation.cudagraph_mode.name}, but a SwiftKV model with drafts cannot use full "
+            "graphs; use PIECEWISE, or leave it out",
             "compilation_config.cudagraph_mode",
             compilation.cudagraph_mode.name,
         )
@@ -211,7 +211,9 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (value := getattr(parallel, option)) != 1:
-            raise _refusal(f"{option} is {value}; SwiftKV models take 1, and any tensor_parallel_size", option, value)
+            raise _refusal(
+                f"{option} is {value}; SwiftKV models need 1; use tensor_parallel_size instead", option, value
+            )
     if parallel.enable_dbo:
         raise _refusal("dual batch overlap splits a batch that fast prefill reduces; leave it off", "enable_dbo", True)
 
@@ -227,7 +229,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector not in _CONNECTORS:
         raise _refusal(
-            f"the KV connector {transfer.kv_connector} is untested beside KV caches that layers share; "
+            f"the KV connector {transfer.kv_connector} is untested with KV caches that layers share; "
             f"{', '.join(_CONNECTORS)} is accepted",
             "kv_transfer_config.kv_connector",
             transfer.kv_connector,
@@ -250,9 +252,9 @@ def _check_drafts(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTS:
         raise _refusal(
-            f"the {speculative.method} method drafts from hidden states, which skipped tokens have not, or by a second "
-            f"model, beside which vLLM takes no layers that share a cache; use {' or '.join(_DRAFTS)}, or lossless "
-            f"early exit in {_NATIVE}",
+            f"the {speculative.method} method drafts from hidden states, which skipped tokens do not have, or with a "
+            f"second model, which vLLM does not combine with layers that share a cache; use {' or '.join(_DRAFTS)}, or "
+            f"lossless early exit in {_NATIVE}",
             "speculative_config.method",
             speculative.method,
         )

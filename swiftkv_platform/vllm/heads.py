@@ -84,7 +84,7 @@ def _stored_dim(head_dim: int) -> int:
     larger = [size for size in sizes if size >= head_dim]
     if not larger:
         raise ModelError(
-            f"heads of {head_dim} dimensions are more than vLLM's CPU attention takes; up to {max(sizes)} are accepted",
+            f"head_dim is {head_dim}, more than vLLM's CPU attention supports; up to {max(sizes)} is accepted",
             field="head_dim",
             value=head_dim,
         )

@@ -159,8 +159,8 @@ class GroupKeyValue(Attention):
         """First deep position of each request in the batch; None: deep tokens have K and V from x."""
         if not hasattr(self.impl, "do_kv_cache_update"):
             raise ModelError(
-                f"the attention backend {self.attn_backend.get_name()} writes its KV cache only while it attends; "
-                "SwiftKV needs one that writes apart, such as FLASH_ATTN or TRITON_ATTN (CPU_ATTN on CPUs)",
+                f"the attention backend {self.attn_backend.get_name()} writes its KV cache only during attention; "
+                "SwiftKV needs one that writes it separately, such as FLASH_ATTN or TRITON_ATTN (CPU_ATTN on CPUs)",
                 field="attention_config.backend",
                 value=self.attn_backend.get_name(),
             )

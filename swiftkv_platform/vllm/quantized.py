@@ -53,8 +53,8 @@ def check_blocks(projection: Any) -> None:
     block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
     if block and any(size % block[0] for size in sizes):
         raise ModelError(
-            f"a rank has {sizes[0]} rows of each k_proj_swiftkv and v_proj_swiftkv, and their FP8 scales are of blocks "
-            f"of {block[0]} rows; use a tensor_parallel_size with whole blocks, or scales of single rows",
+            f"a rank has {sizes[0]} rows of each k_proj_swiftkv and v_proj_swiftkv, but their FP8 scales cover blocks "
+            f"of {block[0]} rows; use a tensor_parallel_size that gives whole blocks, or one scale per row",
             field="tensor_parallel_size",
             value=projection.tp_size,
         )

@@ -73,8 +73,8 @@ def is_tested(version: str) -> bool:
     oldest = tuple(map(int, TESTED_VERSIONS[0].split(".")))
     if tuple(map(int, found.groups())) < oldest:
         raise ModelError(
-            f"vLLM {version} is older than this plugin takes: SwiftKV models are served by vLLM {TESTED_VERSIONS[0]} "
-            f"to {TESTED_VERSIONS[-1]}, or by this project's own engine",
+            f"vLLM {version} is older than this plugin supports: SwiftKV models are served by vLLM "
+            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}, or by this project's own engine",
             field="vllm.version",
             value=version,
         )
@@ -91,8 +91,8 @@ def check_version(version: str) -> None:
     if changed:
         raise untested(version, changed)
     logging.getLogger("vllm.swiftkv").warning(
-        "The SwiftKV plugin has not been tested with vLLM %s, only with %s. What it uses of vLLM is unchanged by "
-        "name and arguments; compare some answers with those of a tested version.",
+        "The SwiftKV plugin has not been tested with vLLM %s, only with %s. The names and arguments that it uses of "
+        "vLLM are unchanged; compare some answers with those of a tested version.",
         version,
         ", ".join(TESTED_VERSIONS),
     )

@@ -41,7 +41,7 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
         if count:
             expect(rows(page)).to_have_count(count)
         else:
-            expect(page.get_by_text("No entry is like that")).to_be_visible()
+            expect(page.get_by_text("No entry matches")).to_be_visible()
         page.get_by_role("button", name="Clear").click()
         expect(field).to_have_value("")
         expect(rows(page)).to_have_count(3)

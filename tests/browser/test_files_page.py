@@ -93,7 +93,7 @@ def test_an_upload_tells_how_far_it_is_and_can_be_stopped(server: Server, page: 
     slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
     network.send("Network.emulateNetworkConditions", slow)
     page.get_by_label("Upload rows").set_input_files(rows("large.jsonl", LARGE * 8000))
-    progress = page.get_by_role("progressbar", name="Sent of the file")
+    progress = page.get_by_role("progressbar", name="Part of the file sent")
     page.wait_for_function("bar => bar.value > 0 && bar.value < 1", arg=progress.element_handle())
     expect(page.get_by_label("Upload rows")).to_be_disabled()
     page.get_by_role("button", name="Stop").click()

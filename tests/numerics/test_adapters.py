@@ -236,7 +236,7 @@ def test_a_base_that_has_moved_is_named_and_a_whole_export_outlives_both(
     with pytest.raises(ModelError, match=str(base)):
         logits(tmp_path / "adapter")
     assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
-    with pytest.raises(ModelError, match="is no adapter; leave it out"):
+    with pytest.raises(ModelError, match="is not an adapter; leave it out"):
         logits(full, base_model=tmp_path / "moved")
     (tmp_path / "moved").rename(base)
     whole = export(tmp_path / "adapter", tmp_path / "whole", teacher=True)

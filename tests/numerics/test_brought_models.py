@@ -159,7 +159,7 @@ BAD: dict[str, tuple[Write, str]] = {
     **{
         f"a student's {key}": (
             brought(config={key: value}),
-            f"config.json has {key} .*; of model_type 'llama' it is not",
+            f"config.json has {key} .*; model_type 'llama' does not have it",
         )
         for key, value in (
             ("num_key_value_layers", 2),
@@ -320,7 +320,7 @@ def test_every_way_refuses_ids_that_are_not_embedded(name: str, tmp_path: Path) 
     highest = max(loaded.values())
     assert highest >= 258, "this version of transformers adds the token"
     for way, load in TOKENIZING.items():
-        with pytest.raises(ModelError, match=rf"makes ids up to {highest} .*vocab_size is 258"):
+        with pytest.raises(ModelError, match=rf"has ids up to {highest} .*vocab_size is 258"):
             pytest.fail(f"{way} took {load(tmp_path / 'model')}")
 
 

@@ -230,7 +230,7 @@ def test_batches_of_every_form_calibrate_alike(tokens: torch.Tensor) -> None:
 
 def test_batches_that_are_no_token_ids_are_named() -> None:
     cases: list[tuple[list[Any], str]] = [
-        ([torch.tensor([[5, 300]])], r"token id 300; this model's are 0\.\.257"),
+        ([torch.tensor([[5, 300]])], r"token id 300; this model's vocabulary accepts 0\.\.257"),
         ([torch.tensor([-1, 5])], "token id -1"),
         ([torch.ones(1, 4)], "torch.float32 of shape"),
         ([torch.ones(1, 1, 4, dtype=torch.long)], r"shape \[1, 1, 4\]"),

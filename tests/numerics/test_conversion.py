@@ -184,7 +184,7 @@ def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> N
         lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "half"),
         lambda: export(tmp_path / "half", tmp_path / "again"),
     ):
-        with pytest.raises(ModelError, match="no layers that give tokens"):
+        with pytest.raises(ModelError, match="cannot generate tokens"):
             refused()
     with pytest.raises(ModelError, match="a teacher decodes; leave prefill_only out"):
         export(source, tmp_path / "again", teacher=True, prefill_only=True)
@@ -236,7 +236,7 @@ def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             attempt(tmp_path / "teacher", **SHAPE)
     save_fp8(tmp_path / "fp8", ROWS)
     rewrite(tmp_path / "fp8", lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
-    with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is quantised and has no"):
+    with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is quantised but has no"):
         convert(tmp_path / "fp8", **SHAPE)
 
 
@@ -289,7 +289,7 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
     save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
     shard = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
     shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=f"its index names {shard.name}, which is not there"):
+    with pytest.raises(ModelError, match=f"its index names {shard.name}, which does not exist"):
         convert(tmp_path / "teacher", **SHAPE)
     (tmp_path / "elsewhere").rename(shard)
     index = tmp_path / "teacher" / "model.safetensors.index.json"
@@ -304,7 +304,7 @@ def test_truncated_files_and_pickles_are_refused(tmp_path: Path) -> None:
     model = save(random_teacher(), tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="not all of one"):
+    with pytest.raises(ModelError, match="not a complete safetensors file"):
         convert(model, **SHAPE)
     weights.rename(model / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickles"):
@@ -318,5 +318,5 @@ def test_outputs_in_use_and_other_models_tokenizers_are_refused(tmp_path: Path) 
         with pytest.raises(ConflictError, match="exists and is not empty"):
             function(tmp_path / "no-such-model", tmp_path / "output")
     save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
-    with pytest.raises(ModelError, match=r"makes ids up to 257 .*vocab_size is 200"):
+    with pytest.raises(ModelError, match=r"has ids up to 257 .*vocab_size is 200"):
         convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)

@@ -164,7 +164,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(student_dir: Path) -> No
         LLMEngine.from_pretrained(student_dir, EngineConfig(kv_cache_bytes=100))
     engine = LLMEngine.from_pretrained(student_dir, EngineConfig(kv_cache_bytes=1 << 15, block_size=4))
     slots = engine.num_blocks * 4
-    with pytest.raises(InvalidInputError, match=rf"needs the KV of {slots + 1} tokens .* cache holds {slots}"):
+    with pytest.raises(InvalidInputError, match=rf"needs KV cache for {slots + 1} tokens .* cache holds {slots}"):
         engine.add_request([1] * 10, SamplingParams(max_tokens=slots - 8))
     assert engine.generate([[1] * 10], SamplingParams(max_tokens=slots - 9, ignore_eos=True))[0].finished
 

@@ -244,10 +244,10 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
         (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
         (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "holds no test/"),
         (TaskSpec(name="builtin:gsm8k", data_dir=here), DataError, "gsm8k_train.jsonl"),
-        (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is no task"),
+        (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is not a task"),
         (TaskSpec(name=f"{here}/nameless.yaml"), InvalidInputError, "names no task"),
         (TaskSpec(name=f"{here}/group.yaml"), InvalidInputError, "is a group"),
-        (TaskSpec(name=f"{here}/lost.yaml"), InvalidInputError, "is no task: Cannot import module 'no_module'"),
+        (TaskSpec(name=f"{here}/lost.yaml"), InvalidInputError, "is not a task: Cannot import module 'no_module'"),
     ]
     for spec, error, message in cases:
         with pytest.raises(error, match=message):
@@ -257,7 +257,7 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
 def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path) -> None:
     for changes, message in (
         ({"metric": "f1"}, "trivia has no metric 'f1'; it has acc, acc_norm"),
-        ({"chat_template": True}, "asks for chat_template"),
+        ({"chat_template": True}, "sets chat_template"),
     ):
         spec = TaskSpec.model_validate({"name": str(task_file), **changes})
         with pytest.raises(InvalidInputError, match=message):
@@ -328,7 +328,7 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     del config["doc_to_choice"]
     (tmp_path / "pages.yaml").write_text(yaml.safe_dump(config))
     unnamed, named = str(tmp_path / "pages.yaml"), TaskSpec(name=str(tmp_path / "pages.yaml"), metric="byte_perplexity")
-    with pytest.raises(InvalidInputError, match="no metric of which more is better; name one of byte_perplexity"):
+    with pytest.raises(InvalidInputError, match="no metric for which higher is better; name one of byte_perplexity"):
         check_tasks([unnamed], byte_tokenizer())
     check_tasks([named], byte_tokenizer())
     (score,) = scores(student, resolve_tasks([named]), task_batch_size=1)

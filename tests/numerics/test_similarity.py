@@ -163,8 +163,8 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
     too_long = AnalysisOptions(measure=True, needle_length=4096)
     for options, error, message in (
         (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
-        (AnalysisOptions(measure=True), DataError, "measuring holds some out"),
-        (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, and no depth is measured"),
+        (AnalysisOptions(measure=True), DataError, "some must be held out"),
+        (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, but no depth is measured"),
         (AnalysisOptions(num_prefill_layers=5), InvalidInputError, r"num_prefill_layers is 5; .* accepts 1\.\.4"),
         (
             AnalysisOptions(num_prefill_layers=3, depths=(3,)),
@@ -172,7 +172,7 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
             r"depth is 3; to leave 3 .* 4\.\.5",
         ),
         (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "leave either out"),
-        (too_long, InvalidInputError, "needle_length is 4096, .* context is of"),
+        (too_long, InvalidInputError, "needle_length is 4096, .* context has"),
     ):
         with pytest.raises(error, match=message):
             analyze("tiny", read_config(model), str(model), [str(text)], options)

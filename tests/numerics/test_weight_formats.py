@@ -92,7 +92,7 @@ def test_a_quantised_student_is_what_its_files_say(
     part = (slice(3, 20), slice(5, 27))  # not at a boundary of packed words
     whole = weights.read(name)
     assert torch.equal(weights.read(name, part), whole[part])
-    with pytest.raises(ModelError, match="in integers already"):
+    with pytest.raises(ModelError, match="to integers already"):
         export(tmp_path / "served", tmp_path / "again", quantize=form)
     assert not (tmp_path / "again").exists()
 
@@ -154,7 +154,7 @@ def test_rounding_by_text_is_nearer_to_the_float_student(
 
 def test_calibration_says_what_it_lacks(tmp_path: Path) -> None:
     student = convert(random_teacher(), **STUDENT)
-    with pytest.raises(ModelError, match="calibration is for quantize"):
+    with pytest.raises(ModelError, match="calibration needs quantize"):
         export(student, tmp_path / "served", calibration=[random_tokens(8)])
     with pytest.raises(InvalidInputError, match="calibration got no tokens"):
         export(student, tmp_path / "served", quantize="int4", calibration=[])

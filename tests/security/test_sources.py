@@ -227,8 +227,8 @@ UNTRUSTED = {
     "non_greedy_robustness_math_algebra": "score/math/math_grader.py imports sympy",
     "squadv2": "squadv2/task.py imports evaluate",
     "xquad_de": "xquad/utils.py imports evaluate",
-    "wmt-ro-en-t5-prompt": "its metric 'wer' is fetched as code",
-    "afrimmlu_direct_amh_prompt_1": "its metric 'f1' is fetched as code",
+    "wmt-ro-en-t5-prompt": "its metric 'wer' is downloaded as code",
+    "afrimmlu_direct_amh_prompt_1": "its metric 'f1' is downloaded as code",
     "pisa": "pisa/utils.py imports openai",
     "humaneval": "marks it as unsafe",
 }

@@ -72,7 +72,7 @@ class Tenants:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        hint = f"keys are `default` and `tenants`, and of each tenant {', '.join(TenantPolicy.model_fields)}"
+        hint = f"accepted are `default`, `tenants` and, for each tenant, {', '.join(TenantPolicy.model_fields)}"
         self._file = None if path is None else OperatorFile(path, _parse, field="tenants_file", hint=hint)
 
     def policy(self, tenant: str) -> TenantPolicy:

@@ -49,7 +49,7 @@ export function upload(path, fields, { signal, onProgress }) {
   return new Promise((resolve, reject) => {
     request.upload.onprogress = ({ loaded, total }) => onProgress(loaded / total);
     request.onload = () => (request.status < 400 ? resolve(JSON.parse(request.responseText)) : reject(refusal(request.responseText, request)));
-    request.onerror = () => reject(new TypeError("the request broke off"));
+    request.onerror = () => reject(new TypeError("the connection broke off"));
     request.onabort = () => reject(new DOMException("", "AbortError"));
     request.open("POST", path);
     request.send(form);

@@ -125,7 +125,7 @@ export function Table({ caption, columns, rows, empty, search = "", find, first 
   const by = columns.find((column) => column.name === order?.name);
   if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * ordered(by.sort(a), by.sort(b)));
   if (!rows.length) return typeof empty === "string" ? html`<p class="quiet">${empty}</p>` : empty;
-  if (!shown.length) return html`<${Empty} title="Nothing matches">Of ${rows.length} none has “${search}”.<//>`;
+  if (!shown.length) return html`<${Empty} title="Nothing matches">None of ${rows.length} contains “${search}”.<//>`;
   const turn = ({ name }) => setOrder((old) => ({ name, up: old?.name === name ? !old.up : true }));
   const sorted = ({ name }) => (order?.name === name ? (order.up ? "ascending" : "descending") : null);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>

@@ -23,7 +23,7 @@ export function Upload({ id, label, hint, disabled, onDone }) {
   async function take(files) {
     if (!files.length || sent !== null || disabled) return;
     setKept(null);
-    setProblem(files.length > 1 ? `${files.length} files were dropped; one at a time is taken.` : null);
+    setProblem(files.length > 1 ? `${files.length} files were dropped; drop one at a time.` : null);
     if (files.length > 1) return;
     way.current = new AbortController();
     setSent(0);
@@ -55,8 +55,8 @@ export function Upload({ id, label, hint, disabled, onDone }) {
       <input id=${id} type="file" accept=".jsonl,.ndjson,.json" disabled=${disabled || sent !== null} onChange=${pick} aria-invalid=${problem ? "true" : null} aria-describedby=${described} />
     </label>
     <span class="quiet small" id="${id}-hint">${hint}</span>
-    ${sent !== null && html`<div class="row"><progress max="1" value=${sent} aria-label="Sent of the file"></progress>
-      <span class="small">${sent < 1 ? percent(Math.floor(100 * sent) / 100) : "Looking at each row…"}</span>
+    ${sent !== null && html`<div class="row"><progress max="1" value=${sent} aria-label="Part of the file sent"></progress>
+      <span class="small">${sent < 1 ? percent(Math.floor(100 * sent) / 100) : "Checking each row…"}</span>
       <button type="button" class="plain small" onClick=${() => way.current.abort()}>Stop</button></div>`}
     <span class="sr" role="status">${kept && `Uploaded ${contents(kept)}`}</span>
     ${problem && html`<span class="field-error" id="${id}-error" role="alert">${problem}</span>`}

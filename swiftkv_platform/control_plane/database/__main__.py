@@ -14,7 +14,7 @@ from swiftkv_platform.settings import Settings
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m swiftkv_platform.control_plane.database", description=__doc__)
-    parser.add_argument("--back-to", metavar="REVISION", help="take back the migrations after REVISION, such as 0005")
+    parser.add_argument("--back-to", metavar="REVISION", help="undo the migrations after REVISION, such as 0005")
     options = parser.parse_args()
     configure_logging()
     database = open_database(Settings())

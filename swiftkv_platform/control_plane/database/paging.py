@@ -122,13 +122,13 @@ def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Ite
 
 def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
     """Return the error for a row that does not hold what this version of the program stores."""
-    why = "its state is no object"
+    why = "its state is not an object"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return UnreadableRowError(
-        f"{kind} {row_id} cannot be read, perhaps since another version of this program has stored it: {why}; run that "
-        "version, or remove it there",
+        f"{kind} {row_id} cannot be read, perhaps because another version of this program stored it: {why}; run that "
+        "version, or delete it with that version",
         field=f"{kind}_id",
         value=row_id,
     )

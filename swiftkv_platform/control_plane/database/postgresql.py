@@ -107,7 +107,7 @@ def read_only(engine: Engine) -> DatabaseUnavailableError:
     the primary now."""
     engine.dispose()
     return DatabaseUnavailableError(
-        "the database is read-only, as a standby or a demoted primary is; database_url has to lead to the primary"
+        "the database is read-only, as a standby or a demoted primary is; database_url must lead to the primary"
     )
 
 

@@ -165,7 +165,7 @@ def _check_revision(present: str | None) -> None:
     wanted = newest_revision()
     way_out = "run `python -m swiftkv_platform.control_plane.database`"
     if present is not None and present > wanted:
-        way_out = "a later version has changed it for good, run that one"
+        way_out = "a later version has migrated it irreversibly; run that version"
     raise InvalidInputError(
         f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}",
         field="database_url",
@@ -227,7 +227,7 @@ def _open_engine(url: str, timeouts: Timeouts) -> Engine:
         )
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise InvalidInputError(
-            f"the database address cannot be used: {error}; sqlite:///FILE and postgresql+psycopg://USER@HOST/NAME can",
+            f"the database address cannot be used: {error}; use sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME",
             field="database_url",
         ) from error
     if parsed.database:

@@ -98,8 +98,8 @@ class RouteRules:
             return route_prefix
         if route_prefix.startswith(f"/{_TENANTS}/"):
             raise ForbiddenError(
-                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has what lies below {home}, such as {home}/chat; "
-                "'/chat' is put there by itself",
+                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has the routes below {home}, such as "
+                f"{home}/chat; '/chat' is placed there automatically",
                 field="route_prefix",
                 value=route_prefix,
             )
@@ -128,8 +128,8 @@ def _check_segments(route_prefix: str) -> None:
     segments = route_prefix.split("/")[1:]
     if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
         raise InvalidInputError(
-            f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' at the beginning, have a meaning of "
-            "their own; use another name",
+            f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' as the first one, are reserved; use "
+            "another name",
             field="route_prefix",
             value=route_prefix,
         )

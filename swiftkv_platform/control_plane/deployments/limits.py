@@ -40,7 +40,7 @@ class DeploymentLimits:
         more = wanted.beyond(had)
         if self.max_replicas is not None and more.replicas and spec.max_replicas > self.max_replicas:
             raise InvalidInputError(
-                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} a deployment "
+                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} per deployment "
                 "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
                 field="max_replicas",
                 value=spec.max_replicas,
@@ -50,8 +50,8 @@ class DeploymentLimits:
         if alone is not None:
             name, asked, most = alone
             raise OverQuotaError(
-                f"the deployment asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} "
-                f"is {most:g}: it could never run; use fewer max_replicas or smaller ones",
+                f"the deployment asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could "
+                "never run; use fewer max_replicas or smaller ones",
                 field=name,
                 value=asked,
             )
@@ -59,8 +59,8 @@ class DeploymentLimits:
         if together is not None:
             name, asked, most = together
             raise QuotaExceededError(
-                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g} of what {name} counts; "
-                f"its quota is {most:g}; ask again when others have ended, or for fewer max_replicas",
+                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g}, and its quota {name} "
+                f"is {most:g}; try again when others have ended, or with fewer max_replicas",
                 field=name,
                 value=asked,
             )
@@ -71,7 +71,7 @@ class DeploymentLimits:
             return
         if not self.policies.policy(tenant).chat_templates:
             raise ForbiddenError(
-                f"chat_template is given, and tenant {tenant!r} may bring none: the operator grants it with "
-                "chat_templates: true in the tenants file; leave it out for the model's own",
+                f"chat_template is given, but tenant {tenant!r} may not set one: the operator grants it with "
+                "chat_templates: true in the tenants file; leave it out to use the model's own",
                 field="chat_template",
             )

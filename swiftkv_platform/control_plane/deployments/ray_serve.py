@@ -112,7 +112,7 @@ class RayServe:
         return {name: self._state(name, application, listening) for name, application in applications.items()}
 
     def _details(self) -> Mapping[str, Any]:
-        return self._dashboard.document(self._dashboard.request("GET", _PATH), "tell the state of Serve")
+        return self._dashboard.document(self._dashboard.request("GET", _PATH), "read the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()
@@ -130,10 +130,12 @@ class RayServe:
             return state
         refusal, serving = progress.refusal(replicas), progress.num_serving(replicas)
         if refusal is not None:
-            return DeploymentState(DeploymentStatus.REFUSED, f"the version before serves on: {refusal}", len(replicas))
+            return DeploymentState(
+                DeploymentStatus.REFUSED, f"the previous version keeps serving: {refusal}", len(replicas)
+            )
         loaded = progress.longest_load(replicas)
         if serving < len(replicas):
-            message = f"{serving} of {len(replicas)} replicas serve what is wanted"
+            message = f"{serving} of {len(replicas)} replicas serve the new version"
             return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas), loaded)
         return replace(state, load_seconds=loaded)
 
@@ -174,8 +176,9 @@ def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list
         config = application.get("deployed_app_config")
         if config is None:
             raise UnreadableRowError(
-                f"deployment {name} cannot be read, and Serve does not tell how it was deployed: applying the others "
-                "ends it, so nothing is changed; remove its row, or run the version of this program that stored it",
+                f"deployment {name} cannot be read, and Serve does not report how it was deployed: applying the others "
+                "would end it, so nothing is changed; remove its row, or run the version of this program that stored "
+                "it",
                 field="deployment_id",
                 value=name,
             )

@@ -149,13 +149,13 @@ def _check_route(session: Session, wanted: Deployment) -> None:
         if held_route is None or not interferes(route_prefix, held_route):
             continue
         if tenant != wanted.tenant:
-            why = "it is taken, or part of what it would answer; choose another prefix"
+            why = "it is taken, or overlaps with a route that is; choose another prefix"
         elif held_route == route_prefix:
-            why = f"it is held by deployment {holder}; delete that one or choose another prefix"
+            why = f"it belongs to deployment {holder}; delete that one or choose another prefix"
         else:
             why = (
-                f"one of it and deployment {holder} at {held_route!r} would get requests of the other, since the "
-                "longest prefix wins; choose another prefix"
+                f"it overlaps with deployment {holder} at {held_route!r}, and the longest prefix wins; choose another "
+                "prefix"
             )
         raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 

@@ -156,7 +156,7 @@ def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: D
         field = ".".join(path)
         raise StaleVersionError(
             f"{field} was changed at the same time, and deployment {present.spec.id} is at version {present.version} "
-            "now; look at it, and send the change again if it still holds",
+            "now; read it, and send the change again if it still applies",
             field=field,
             value=present.version,
         )
@@ -198,7 +198,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error
 
 
-_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
+_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being redeployed")
 _PATIENCE_S = 600.0
 """Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
 

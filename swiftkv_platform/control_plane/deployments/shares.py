@@ -99,8 +99,10 @@ class Shares:
         if not fit([self._open], [needs]):
             return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
         bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
-        placed = f"{replicas} of {bound} {getattr(spec, bound)} have places, with {each} each"
-        return Granted(replicas, f"{placed}: tenants share the {opened} open to deployments, with what still drains")
+        placed = f"{replicas} of {bound} {getattr(spec, bound)} can be placed, with {each} each"
+        return Granted(
+            replicas, f"{placed}: tenants share the {opened} open to deployments, including what is still draining"
+        )
 
 
 def released(

@@ -45,8 +45,8 @@ def check_quota(tenant: str, used: int, added: int, most: int) -> None:
     bytes."""
     if used + added > most:
         raise QuotaExceededError(
-            f"files and imported models of tenant {tenant!r} have {used} bytes, and with {added} more would exceed "
-            f"its quota max_stored_bytes, {most}; delete some, or ask for more",
+            f"files and imported models of tenant {tenant!r} have {used} bytes, and with {added} more would exceed its "
+            f"quota max_stored_bytes, {most}; delete some, or ask the operator for more",
             field="max_stored_bytes",
             value=used + added,
         )

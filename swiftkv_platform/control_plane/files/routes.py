@@ -106,7 +106,8 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
                             "type": "integer",
                             "minimum": _SHORTEST_LIFE_S,
                             "maximum": _LONGEST_LIFE_S,
-                            "description": "Seconds that the file lives; without them it lives until it is deleted.",
+                            "description": "Seconds until the file expires. Without it, the file is kept until it is "
+                            "deleted.",
                         },
                     },
                 }

@@ -54,7 +54,7 @@ class SecretFiles:
         where = f"tenant {tenant!r} has no secret {name!r}"
         if self.directory is None:
             raise InvalidInputError(
-                f"{where}: the operator names no directory of secrets (SWIFTKV_SECRETS_DIR)",
+                f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)",
                 field="webhook.secret_ref",
                 value=name,
             )

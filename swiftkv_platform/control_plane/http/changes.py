@@ -84,7 +84,7 @@ def tag(response: Response, version: int) -> None:
 
 
 def if_match(
-    value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of what is to be changed")] = None,
+    value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of the version to change")] = None,
 ) -> Expected | None:
     """Return the versions that `If-Match` accepts; None without that header. Raises `InvalidInputError`."""
     if value is None:
@@ -95,7 +95,8 @@ def if_match(
     versions = frozenset(int(match[1]) for match in found if match is not None)
     if None in found:
         raise InvalidInputError(
-            f'If-Match is {value!r}; expected `ETag` of an earlier answer, such as "3" with its quotation marks, or *',
+            f'If-Match is {value!r}; expected the `ETag` of an earlier answer, such as "3" with its quotation marks, '
+            "or *",
             field="If-Match",
             value=value,
         )

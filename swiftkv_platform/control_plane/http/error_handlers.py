@@ -33,7 +33,7 @@ _MOST_FIELDS = 20
 _MOST_COMPLAINTS = 200
 """Most validation errors that are searched for them: a body may cause tens of thousands."""
 _OF_A_DEPLOYMENT = (
-    "this is the control plane, which has /v1/files and /v1/fine_tuning alone; for OpenAI's other routes use the `url` "
+    "this is the control plane, which has only /v1/files and /v1/fine_tuning; for OpenAI's other routes use the `url` "
     "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
 )
 
@@ -76,7 +76,7 @@ def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 def _on_bug(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
-    detail = "the control plane made a mistake; its log says more"
+    detail = "internal error of the control plane; its log says more"
     return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail))
 
 

@@ -16,7 +16,7 @@ def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page
     """Return the dependency that reads a page from the query; by default it has `default` items, in order `first`."""
 
     def page(
-        after: str | None = Query(None, description="`last_id` of the page before"),
+        after: str | None = Query(None, description="`last_id` of the previous page"),
         limit: int = Query(default, ge=1, le=most),
         order: Order = first,
     ) -> Page:

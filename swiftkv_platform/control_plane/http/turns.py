@@ -50,7 +50,7 @@ class Turns:
         place = tenant, kind
         if self._waiting[place] >= MOST_WAITING and kind != "following":  # streams are limited by their places
             raise OverloadedError(
-                f"tenant {tenant!r} has {MOST_WAITING} requests that wait for others of its own, which is the most; "
+                f"tenant {tenant!r} has {MOST_WAITING} requests waiting for its other requests, which is the maximum; "
                 "send fewer at a time",
                 retry_after_s=_RETRY_AFTER_S,
             )

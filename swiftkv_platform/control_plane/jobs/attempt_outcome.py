@@ -151,10 +151,10 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
         return Failure(Reason(ProtocolError.code, message), retryable=False)
     match submission.status:
         case SubmissionStatus.SUCCEEDED:
-            message = f"{name} ended well, but its artifact has no manifest, so it is not complete"
+            message = f"{name} succeeded, but its artifact has no manifest, so it is not complete"
             return Failure(Reason(StorageError.code, message), retryable=False)
         case SubmissionStatus.STOPPED:
-            message = f"{name} was stopped, not by this control plane"
+            message = f"{name} was stopped, but not by this control plane"
             return Failure(Reason(ReasonCode.PREEMPTED, message), retryable=True)
         case _:
             # Ray's message ends with the log's tail; the whole log is stored with the attempt.

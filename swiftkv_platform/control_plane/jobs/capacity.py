@@ -43,7 +43,7 @@ class Needs:
     @property
     def nowhere(self) -> Reason:
         """Reason of a job that the present nodes could not hold even if they were empty."""
-        message = f"waits for {self.words}: no node has such places, or too few have; some have to join"
+        message = f"waits for {self.words}: no node is large enough, or too few are; more must join"
         return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
 
@@ -123,7 +123,7 @@ class ClusterPlaces:
             return False
         if needs is None or fit(self._free, needs.bundles):
             return True
-        message = f"waits for {needs.words}, which others hold or have still to take"
+        message = f"waits for {needs.words}, which others hold or are about to take"
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
         return False
 
@@ -154,8 +154,8 @@ class GroupLimits:
         if nodes is not None and not fit([node.total for node in nodes], needs.bundles):
             there = "; ".join(f"{name}: {group.described()}" for name, group in self.groups.items())
             raise InvalidInputError(
-                f"the job needs {needs.words}, and all nodes that the cluster may have would not hold them ({there}); "
-                "use fewer or smaller resources.num_workers, or another accelerator_type",
+                f"the job needs {needs.words}, more than all nodes that the cluster may have can hold ({there}); use "
+                "fewer or smaller resources.num_workers, or another accelerator_type",
                 field="resources",
                 value=spec.resources.num_workers,
             )

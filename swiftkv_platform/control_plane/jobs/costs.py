@@ -60,7 +60,7 @@ def over_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reas
     cap, cost = cost_cap(job.spec, policy), prices.cost_of(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None
-    message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
+    message = f"it has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a higher limits.cost_cap"
     return Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap")
 
 

@@ -100,18 +100,18 @@ async def get_logs(
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
     ] = None,
-    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte that is sent")] = 0,
-    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="most bytes that are sent")] = None,
+    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte to send")] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="maximum number of bytes to send")] = None,
 ) -> Response:
     """Return the output of the attempts, one after the other, streamed as it is read; the middle of a long log is left
     out."""
     job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
     if tail_lines is not None and (follow or offset or limit is not None):
         raise InvalidInputError(
-            "tail_lines goes with none of follow, offset and limit", field="tail_lines", value=tail_lines
+            "tail_lines cannot be combined with follow, offset or limit", field="tail_lines", value=tail_lines
         )
     if follow and limit is not None:
-        raise InvalidInputError("limit does not go with follow", field="limit", value=limit)
+        raise InvalidInputError("limit cannot be combined with follow", field="limit", value=limit)
     if follow:
         followers: LogFollowers = request.app.state.log_followers
         return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)

@@ -296,9 +296,9 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
     Raises `IllegalTransitionError` if the table does not allow it.
     """
     if status not in TRANSITIONS[job.status]:
-        allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "nothing: it is final"
+        allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "no other: it is final"
         raise IllegalTransitionError(
-            f"job {job.id} is {job.status} and cannot become {status}; what can follow is {allowed}",
+            f"job {job.id} is {job.status} and cannot become {status}; the statuses that can follow: {allowed}",
             field="status",
             value=job.status.value,
         )

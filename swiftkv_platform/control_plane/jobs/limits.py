@@ -115,7 +115,7 @@ class AttemptLimits:
         elif submission is not None and submission.status is SubmissionStatus.PENDING:
             since, what = attempt.submitted_at, f"{waiting}: its own process waits"
         else:
-            since, what = attempt.submitted_at, f"has said nothing for {self.placement_s:g} s since it was submitted"
+            since, what = attempt.submitted_at, f"has reported nothing in {self.placement_s:g} s since it was submitted"
             code = ReasonCode.WORKER_LOST
         if since is None or now - since <= self.placement_s:
             return None

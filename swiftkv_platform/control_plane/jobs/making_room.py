@@ -122,7 +122,7 @@ def _had_its_turn(job: Job, now: float) -> Reason:
 
 def _displaces(job: Job) -> Reason:
     message = (
-        f"attempt {job.attempt.number} holds places that are open to deployments, and another tenant's finds none; use "
-        "fewer or smaller workers to keep clear of them"
+        f"attempt {job.attempt.number} holds resources that are open to deployments, and another tenant's deployment "
+        "finds none; use fewer or smaller workers to leave them free"
     )
     return Reason(ReasonCode.PREEMPTED, message, field="resources")

@@ -107,7 +107,7 @@ class Parents:
             model = self.models.get_model(model_id, tenant=tenant)
             job = None if model.job_id is None else self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
-            raise _refused(model_id, "there is no such model; GET /models lists those there are") from error
+            raise _refused(model_id, "there is no such model; GET /models lists them") from error
         if self.objects.manifest_at(model.prefix) is None:
             raise _refused(model_id, "its files are not in the object store; use another model")
         parent = Parent(
@@ -124,7 +124,7 @@ class Parents:
         try:
             job = self.jobs.get(name.job, tenant=tenant)
         except NotFoundError as error:
-            raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists those there are") from error
+            raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists them") from error
         if job.spec.sweep is not None:
             raise _refused(
                 str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
@@ -154,7 +154,7 @@ def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
     parent, theirs = found.parent, found.spec
     if parent.kind == "model":
         raise InvalidInputError(
-            f"from_checkpoint is {parent.name!r}, a model already; use a checkpoint (JOB:STEP)",
+            f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)",
             field="from_checkpoint",
             value=parent.name,
         )
@@ -176,7 +176,7 @@ def no_parents(spec: JobSpec, _tenant: str) -> None:
     if spec.training.from_ is not None:
         raise _refused(
             spec.training.from_,
-            "models and checkpoints are known to a control plane alone, and none is asked here; leave it out",
+            "only a control plane knows models and checkpoints, and none is used here; leave it out",
         )
 
 
@@ -202,7 +202,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {FROM} is {parent.name}, a model already; use 1 or more steps, a "
+            f"training.max_steps is 0, and {FROM} is {parent.name}, which is a model already; use 1 or more steps, a "
             "checkpoint, or `publish` with a place to copy the model to",
             field="training.max_steps",
             value=0,
@@ -254,7 +254,7 @@ def _trained_by(model: Model, job: Job | None) -> JobSpec:
     try:
         return JobSpec.model_validate(model.lineage.get("spec"), context=STORED)
     except ValidationError as error:
-        raise _refused(model.id, "its lineage does not say by which spec it was trained") from error
+        raise _refused(model.id, "its lineage does not say which spec it was trained with") from error
 
 
 def _there_are(complete: Sequence[StoredCheckpoint]) -> str:
@@ -305,7 +305,7 @@ class PublishRules:
         elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
             return publish.to
         raise InvalidInputError(
-            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; open to it are "
+            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
             f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
             field=_FIELD,
             value=publish.to,

@@ -42,8 +42,8 @@ class Idempotency:
         """Raise `IdempotencyConflictError` if the key was used for a job with another body."""
         if body_hash != self.body_hash:
             raise IdempotencyConflictError(
-                f"Idempotency-Key {self.key!r} was used for job {job_id} with another body; "
-                "send the same body or take a new key",
+                f"Idempotency-Key {self.key!r} was used for job {job_id} with another body; send the same body, or use "
+                "a new key",
                 field="Idempotency-Key",
                 value=self.key,
             )
@@ -65,7 +65,7 @@ class StoredJobs:
         kinds = (
             ("max_queued_jobs", self.waiting, WAITING, "that wait or are paused", "when one has started, or cancel"),
             ("max_unfinished_jobs", self.unfinished, LIVE, "that have not ended", "when one has ended, or cancel"),
-            ("max_stored_jobs", self.stored, None, "that are kept, ended ones included", "when you have deleted"),
+            ("max_stored_jobs", self.stored, None, "that are stored, including ended ones", "when you have deleted"),
         )
         for field_name, most, statuses, which, then in kinds:
             if most is not None and (number := count(statuses)) >= most:

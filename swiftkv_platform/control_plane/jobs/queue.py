@@ -211,12 +211,12 @@ def why_waiting(
         parts.append(f"{place - 1} of its tenant's jobs {'goes' if place == 2 else 'go'} first")
     if exceeded is not None:
         name, asked, most = exceeded
-        parts.append(f"with it its tenant would hold {asked:g} of what {name} counts, and the quota is {most:g}")
+        parts.append(f"with it its tenant would hold {asked:g}, and the quota {name} is {most:g}")
     if running >= slots:
         runs = "1 job runs" if running == 1 else f"{running} jobs run"
         parts.append(f"{runs}, and there {'is 1 slot' if slots == 1 else f'are {slots} slots'} for all tenants")
     if not parts:
-        parts.append("it is looked at in the next round")
+        parts.append("it is considered in the next round")
     first = said or lacking or Reason(ReasonCode.WAITING_FOR_TURN, "")
     code = first.code if away is None else ClusterUnavailableError.code
     return Reason(code, "; ".join(parts), first.field)

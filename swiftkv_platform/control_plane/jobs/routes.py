@@ -186,7 +186,7 @@ def check_metadata_keys(keys: Iterable[str]) -> None:
         try:
             _LABEL.validate_python(key)
         except ValidationError as error:
-            message = f"no job has such a key of metadata: {error.errors()[0]['msg']}"
+            message = f"this cannot be a key of metadata: {error.errors()[0]['msg']}"
             raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
 
 

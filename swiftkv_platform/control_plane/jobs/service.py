@@ -188,8 +188,8 @@ class JobService:
         if exceeded is not None:
             name, asked, most = exceeded
             raise OverQuotaError(
-                f"the job asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} is "
-                f"{most:g}: it could never start; use fewer or smaller resources.num_workers",
+                f"the job asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could never "
+                "start; use fewer or smaller resources.num_workers",
                 field="resources",
                 value=asked,
             )
@@ -248,8 +248,8 @@ class JobService:
         cost = self.prices.cost_of(job, self.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
-                f"job {job.id} has cost {cost:.2f} and may cost {cap:.2f}; resume it with a `cost_cap` above its cost, "
-                "if the tenant's own allows it",
+                f"job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a `cost_cap` above its "
+                "cost, if the tenant's own cap allows it",
                 field="cost_cap",
                 value=cap,
             )

@@ -82,7 +82,7 @@ class Leadership:
             raise self._lost()
 
     def _lost(self) -> LeaseLostError:
-        message = f"the lease {self._name!r} has run out; the control plane that holds it goes on"
+        message = f"the lease {self._name!r} has expired; another control plane may hold it now"
         return LeaseLostError(message, field="lease", value=self._name)
 
     def guard(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -64,7 +64,7 @@ def check_fence(session: Session, fence: Fence | None) -> None:
 
 def lease_lost(name: str) -> LeaseLostError:
     return LeaseLostError(
-        f"the lease {name!r} is not held by this control plane any more; the one that holds it goes on",
+        f"the lease {name!r} is no longer held by this control plane; another one may hold it now",
         field="lease",
         value=name,
     )

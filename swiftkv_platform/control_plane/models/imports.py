@@ -118,8 +118,8 @@ def _copy(source: Path, target: Path, boundary: Boundary) -> None:
     if not source.is_dir():
         raise _unusable(
             str(source),
-            "and the control plane's machine has no such directory; name one of its own, or copy it to an s3:// prefix "
-            "that this tenant may read",
+            "and the control plane's machine has no such directory; name one of that machine, or copy it to an s3:// "
+            "prefix that this tenant may read",
         )
     boundary.check_tree(source, _FIELD, error=ModelError)
     for path in sorted(source.rglob("*")):
@@ -133,7 +133,7 @@ def _checked(directory: Path, source: str) -> Manifest:
     """Check a student, and return its manifest, or an empty one if it has none. Raises `InvalidInputError`."""
     check_model_files(directory, Boundary.of(directory), _FIELD)
     if (directory / _ADAPTER).is_file():
-        raise _unusable(source, "an adapter; import the whole model that `swiftkv export` makes of it")
+        raise _unusable(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
     try:
         kind = read_object(directory / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
@@ -168,7 +168,7 @@ def _check_readable(model: Model, source: str) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:
-        raise _unusable(source, f"whose {MANIFEST} has a lineage or metrics of another form; remove it")
+        raise _unusable(source, f"whose {MANIFEST} has lineage or metrics in another form; remove it")
 
 
 def _name(known: Manifest, source: str) -> str:
@@ -179,7 +179,7 @@ def _name(known: Manifest, source: str) -> str:
         return _NAME.validate_python(name)
     except ValidationError as error:
         raise InvalidInputError(
-            f"name is missing, and {str(name)[:64]!r} is no name of a model; give one", field="name", value=name
+            f"name is missing, and {str(name)[:64]!r} is not a valid name; give one", field="name", value=name
         ) from error
 
 

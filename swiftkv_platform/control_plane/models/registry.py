@@ -53,7 +53,7 @@ class RegistryService:
         if not found:
             raise NotFoundError(
                 f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, "
-                "an alias that a model was promoted to, or a name that one model alone has; GET /models lists them",
+                "an alias that a model was promoted to, or a name that only one model has; GET /models lists them",
                 field="model",
                 value=name,
             )
@@ -124,7 +124,7 @@ class RegistryService:
             stack = _stack(history)
             if len(stack) < 2:
                 raise ConflictError(
-                    f"alias {alias!r} has stood for no model before {stack[-1]}; promote another one",
+                    f"alias {alias!r} stood for no model before {stack[-1]}; promote another one",
                     field="alias",
                     value=alias,
                 )
@@ -148,8 +148,8 @@ def _check_gates(model: Model, *, accept_undecided: bool) -> None:
     found = undecided(model.metrics)
     if found and not accept_undecided:
         raise ConflictError(
-            f"{model.id} has gates that its samples do not decide: {'; '.join(found)}; measure it on more samples, or "
-            "promote it with accept_undecided, with the reason for it",
+            f"{model.id} has gates that its samples cannot decide: {'; '.join(found)}; evaluate it on more samples, or "
+            "promote it with accept_undecided and the reason",
             field="accept_undecided",
             value=False,
         )
@@ -181,7 +181,7 @@ def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> Non
     if _version(history) != seen:
         raise StaleVersionError(
             f"alias {alias!r} was moved to {history[-1].model} by {history[-1].by!r} at the same time, at version "
-            f"{_version(history)}; look at it, and send the change again if it still holds",
+            f"{_version(history)}; read it, and send the change again if it still applies",
             field="alias",
             value=alias,
         )

@@ -44,7 +44,7 @@ class Registry(DeploymentRepository):
         with self._database.writing() as session:
             if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
                 raise StorageError(
-                    f"the import of {model.name!r} has taken too long, and its copy goes; import it again"
+                    f"the import of {model.name!r} took too long, and its copy is being deleted; import it again"
                 )
             if max_bytes is not None:
                 check_room(self._database, session, model.tenant, model.size, max_bytes)

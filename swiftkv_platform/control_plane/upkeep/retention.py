@@ -114,8 +114,8 @@ def _hold(held: Holders) -> str | None:
         return f"deployment {held.deployments[0]} serves {held.model}; delete that deployment, or give it another model"
     if held.aliases:
         return (
-            f"{held.model} is in the history of alias {held.aliases[0]!r}, which stands for it or can be rolled back; "
-            "promote other models until retention has trimmed that history"
+            f"{held.model} is in the history of alias {held.aliases[0]!r}, which stands for it or can be rolled back "
+            "to it; promote other models until retention has trimmed that history"
         )
     if held.children:
         return f"job {held.children[0]} reads it; wait for that job's end, or cancel it"

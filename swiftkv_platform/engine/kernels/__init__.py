@@ -99,7 +99,7 @@ def _build(compiler: str, flags: list[str], library: Path) -> None:
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise _UnavailableError(f"{compiler} was not done after {BUILD_TIMEOUT_S} s") from error
+            raise _UnavailableError(f"{compiler} did not finish within {BUILD_TIMEOUT_S} s") from error
         if run.returncode:
             raise _UnavailableError(f"{compiler} failed: {run.stderr[-2000:]}")
         built.replace(library)
@@ -120,7 +120,7 @@ def _check() -> None:
     x = query.reshape(-1, integers.shape[1])[:1].expand(2 * COLUMNS, -1).contiguous()  # rows for tiles
     found = linear(x, pack(IntegerWeight(integers, torch.full((COLUMNS, 1), 0.01), "int8")), None, COLUMNS)
     if not torch.allclose(found.float(), F.linear(x.float(), 0.01 * integers.float()), rtol=0.02, atol=0.02):
-        raise _UnavailableError("products in integers computed with them are wrong")
+        raise _UnavailableError("integer products computed with them are wrong")
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None])
     raise InvalidInputError(
         f"{FIELD}: {name} has no metric {spec.metric!r}; it has {known}"
         if spec.metric
-        else f"{FIELD}: {name} has no metric of which more is better; name one of {known}",
+        else f"{FIELD}: {name} has no metric for which higher is better; name one of {known}",
         field=FIELD,
         value=spec.metric,
     )

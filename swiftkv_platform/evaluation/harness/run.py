@@ -260,7 +260,7 @@ def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
         if spec in PAPER_TASKS:
             return False  # base models have no template, and the score is compared with the own teacher's
         raise InvalidInputError(
-            f"{FIELD}: {spec.name} asks for chat_template, and the model's tokenizer has none", field=FIELD
+            f"{FIELD}: {spec.name} sets chat_template, but the model's tokenizer has none", field=FIELD
         )
     return spec.chat_template
 

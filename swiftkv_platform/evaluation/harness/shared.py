@@ -161,8 +161,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         room = self.max_length - max_tokens
         if room <= 0:
             raise ValueError(
-                f"max_gen_toks is {max_tokens}, and the model's context of {self.max_length} tokens has to hold a "
-                "prompt too: use fewer"
+                f"max_gen_toks is {max_tokens}, but the model's context of {self.max_length} tokens must also hold a "
+                "prompt: use fewer"
             )
         params = read_settings(left, self._model.generation_config, until=until, max_tokens=max_tokens, seed=index)
         if params is None:

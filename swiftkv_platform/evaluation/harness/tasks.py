@@ -100,7 +100,7 @@ def _allowed(task: Task, access: Access) -> Task:
         return task
     if not access.code_tasks:
         raise InvalidInputError(
-            f"{FIELD}: {task.spec.name!r} may run text as code, such as what the model writes ({why}), which this "
+            f"{FIELD}: {task.spec.name!r} may run text, such as the model's answers, as code ({why}), which this "
             "platform's operator does not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
             field=FIELD,
             value=task.spec.name,
@@ -129,7 +129,7 @@ def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
 
 def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
-        raise InvalidInputError(f"{FIELD}: a built-in task needs data_dir, where its files lie", field=FIELD)
+        raise InvalidInputError(f"{FIELD}: a built-in task needs data_dir, the directory of its files", field=FIELD)
     location = access.location(address, FIELD)
     if isinstance(location, PathSource):
         directory = access.boundary.check(location.path.absolute(), FIELD)
@@ -151,10 +151,10 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = load_yaml(path)
     except (OSError, ValueError, ImportError, AttributeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"{FIELD}: {name} is no task: {error}", field=FIELD, value=name) from error
+        raise InvalidInputError(f"{FIELD}: {name} is not a task: {error}", field=FIELD, value=name) from error
     if "group" in config:  # lm_eval 0.4.13 takes the list of tasks for the name
         raise InvalidInputError(
-            f"{FIELD}: {name} is a group, which the harness loads from no file; name files of its tasks",
+            f"{FIELD}: {name} is a group, which the harness cannot load from a file; name the files of its tasks",
             field=FIELD,
             value=name,
         )
@@ -188,7 +188,7 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
     """A task of this package over its authors' own files, for machines that reach no hub."""
     if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
-            f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are known", field=FIELD, value=spec.name
+            f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are accepted", field=FIELD, value=spec.name
         )
     if spec.name == "builtin:tool-calls":
         return tool_calls.configuration()

@@ -86,7 +86,7 @@ def _why_metric(metric: Mapping[str, Any]) -> str | None:
     name = str(metric.get("metric"))
     if _is_function(name) or (name in metric_registry and not metric.get("hf_evaluate")):
         return None
-    return f"its metric {name!r} is fetched as code"
+    return f"its metric {name!r} is downloaded as code"
 
 
 def _functions(value: Any) -> Iterator[str]:

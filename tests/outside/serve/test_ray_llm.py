@@ -74,7 +74,7 @@ def client(config: dict[str, Any], dashboard_url: str) -> Iterator[openai.OpenAI
         dashboard.check(dashboard.request("PUT", APPLICATIONS, json=config), "configure Serve")
 
         def running() -> bool:
-            document = dashboard.document(dashboard.request("GET", APPLICATIONS), "tell the state of Serve")
+            document = dashboard.document(dashboard.request("GET", APPLICATIONS), "read the state of Serve")
             [application] = document["applications"].values()
             assert application["status"] not in ("DEPLOY_FAILED", "UNHEALTHY"), application
             return application["status"] == "RUNNING"

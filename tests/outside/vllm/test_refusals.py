@@ -32,7 +32,7 @@ def test_fast_prefill_needs_no_flag(llama: Path) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"enable_lora": True}, "LoRA"),
         ({"quantization": "experts_int8"}, "quantised with experts_int8 are untested"),
-        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "untested beside"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "untested with"),
         ({"runner": "pooling", "convert": "embed"}, "use runner=generate"),
     ],
 )
@@ -74,8 +74,8 @@ def dense(student: Path, directory: Path) -> Path:
     ("given", "drafts", "message"),
     [
         ("student", "eagle", "eagle method drafts from hidden states"),
-        ("student", "draft_model", "by a second model"),
-        ("dense", "draft_model", "student is no draft model"),
+        ("student", "draft_model", "with a second model"),
+        ("dense", "draft_model", "student cannot be a draft model"),
     ],
 )
 def test_drafts(given: str, drafts: str, message: str, llama: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "runner", "message"),
     [
-        ({"speculative_config": NGRAM}, None, "beside drafts vLLM does not tell where prompts end"),
+        ({"speculative_config": NGRAM}, None, "with drafts vLLM does not report where prompts end"),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, None, "leave scheduler_cls out"),
         ({"enable_prompt_embeds": True}, None, "leave enable_prompt_embeds off"),
         pytest.param(

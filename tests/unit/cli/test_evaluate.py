@@ -133,7 +133,7 @@ def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
         assert report["tasks"][0]["teacher"] == own["tasks"][0]["teacher"]
     for named_teacher, message in (
         ((), "has no teacher to measure against"),
-        (("--teacher", tmp_path / "other"), "which the student was not made of: layers or embeddings differ"),
+        (("--teacher", tmp_path / "other"), "which the student was not made from: layers or embeddings differ"),
     ):
         result = run(tmp_path / "exported", *named_teacher, "--data", corpus)
         assert result.exit_code == 1
@@ -149,7 +149,7 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
         (student, (), "name text to measure on with --data"),
         (artifact, (), "name text to measure on with --data"),  # a job does not keep the texts that its teacher wrote
         (student, ("--data", "/nowhere.txt"), "/nowhere.txt"),
-        (tmp_path / "dense", ("--data", corpus), "holds a llama model, which has no student"),
+        (tmp_path / "dense", ("--data", corpus), "holds a llama model, not a student"),
         (tmp_path / "empty", ("--data", corpus), "there is no config.json"),
     ):
         result = run(directory, *arguments)

@@ -129,7 +129,7 @@ def test_a_step_back_is_told_with_its_reason_and_travels_as_an_event(kl: float, 
     (note,) = turn_notes(turn, kl, 20, 5e-4, 10)
     event = CourseEvent(time=0.0, message=note.message, data=note.data)
     assert shown in note.message
-    assert note.message.endswith("back to the state of step 10, on with learning rate 0.0005")
+    assert note.message.endswith("back to the state of step 10, continuing with learning rate 0.0005")
     assert ATTEMPT_EVENT.validate_json(event.model_dump_json()) == event
 
 

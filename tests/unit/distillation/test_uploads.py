@@ -163,7 +163,7 @@ class _Trainer(Trainer):
 def test_why_training_ended_counts_more_than_its_last_checkpoint(error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(LossNotFiniteError, match="loss nan") as caught:
         _Trainer(Store(failures=3, error=error), tmp_path, diverges=True).run()
-    assert caught.value.__notes__ == ["The last checkpoint is not stored: away"]
+    assert caught.value.__notes__ == ["The last checkpoint was not stored: away"]
 
 
 def test_a_run_that_ends_well_needs_its_last_checkpoint(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_blocks_are_as_large_as_the_operator_reads_them() -> None:
     assert block_size_for(reference_varlen_attn, 4, 16) == 4
     assert block_size_for(varlen_attn, None, 16) == 256
     assert block_size_for(varlen_attn, 512, 16) == 512
-    refused = "block_size is 16; attention on a GPU reads blocks of a multiple of 256"
+    refused = "block_size is 16; attention on a GPU needs a multiple of 256"
     with pytest.raises(InvalidInputError, match=refused):
         block_size_for(varlen_attn, 16, 16)
 

@@ -136,7 +136,7 @@ def test_the_parsers_work_is_bounded(
         followed += 1
         constraint.allowed(text[:followed])
     assert constraint.failure is not None
-    assert constraint.failure.startswith("structured_outputs.grammar is too complex to be followed further: ")
+    assert constraint.failure.startswith("structured_outputs.grammar is too complex to be enforced further: ")
     assert not constraint.is_complete(text[:followed])
 
 
@@ -247,8 +247,8 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
     monkeypatch.setattr(frontend, "PATIENCE_S", 0.05)
     waiting = asyncio.create_task(ask(limited, "acme/eve"))
     await asyncio.sleep(0)
-    assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without taking a place"
-    with pytest.raises(RateLimitedError, match="this caller's grammars have taken all") as refused:
+    assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without a place"
+    with pytest.raises(RateLimitedError, match="this caller's grammars have used up") as refused:
         await waiting
     assert (refused.value.field, refused.value.retry_after_s > 0) == ("structured_outputs.regex", True)
     assert await ask(plain, "acme/eve") == [None]

@@ -84,7 +84,7 @@ def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp
 
 def test_on_a_gpu_nothing_is_rounded(student_dir: Path) -> None:
     model = load_model(student_dir, BF16).model
-    with pytest.raises(ModelError, match="weights is 'int8' and the device is a GPU"):
+    with pytest.raises(ModelError, match="weights is 'int8', but the device is a GPU"):
         prepare(model, BF16.model_copy(update={"weights": "int8"}), "meta")
 
 

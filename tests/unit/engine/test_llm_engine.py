@@ -226,7 +226,11 @@ def test_what_a_model_cannot_serve_is_refused(dense_engine: LLMEngine) -> None:
         ({"early_exit": "threshold"}, "early_exit", "has no exit head"),
         ({"early_exit": "lossless"}, "early_exit", "'lossless', but this model has no exit head"),
         ({"logit_bias": {258: 1.0}}, "logit_bias", r"token id 258; .* 0\.\.257"),
-        ({"min_tokens": 1, "stop_token_ids": tuple(range(258))}, "min_tokens", "leave no token of the vocabulary"),
+        (
+            {"min_tokens": 1, "stop_token_ids": tuple(range(258))},
+            "min_tokens",
+            "leave no allowed token of the vocabulary",
+        ),
     ]
     for params, field, message in cases:
         with pytest.raises(InvalidInputError, match=message) as caught:

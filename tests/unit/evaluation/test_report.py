@@ -195,7 +195,7 @@ def test_points_lost_are_judged_only_with_samples_enough(
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
-        said = "its samples give no interval" if samples is None else f"{samples:,} samples are needed"
+        said = "its samples do not give an interval" if samples is None else f"{samples:,} samples are needed"
         assert re.search(f"undecided, .*{said}", gate.reason)
         built.check_gates()
     assert (verdict(built.model_dump(mode="json")), bool(undecided(built.model_dump()))) == (

@@ -20,7 +20,7 @@ from swiftkv_platform.jobs.failures import Failure, explain, root_cause
 from swiftkv_platform.specs import JobSpec
 
 NO_MEMORY = "Task was killed due to the node running low on memory."
-LOST = "workers were lost again and again"
+LOST = "workers were lost repeatedly"
 
 
 def from_task(error: Exception) -> Any:
@@ -180,7 +180,7 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain(LossNotFiniteError("step 3", field="optimizer.learning_rate", value=0.03)),
             {"optimizer": {"learning_rate": 0.03}, "model": {"dtype": "float32"}},
-            "optimizer.learning_rate is 0.03: use 0.003. Where",
+            "optimizer.learning_rate is 0.03: use 0.003. If",
         ),
         (
             explain(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
@@ -191,16 +191,16 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
             {"data": {"sources": [{"name_or_path": "org/x"}]}},
-            'data.sources[0].name_or_path is "org/x": use what the cause asks for. Clone',
+            'data.sources[0].name_or_path is "org/x": use a value that the cause accepts. Clone',
         ),
         (explain(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
-        (explain(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. See"),
+        (explain(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. Check"),
         (explain(group(died(ActorDiedError()))), {}, "fault_tolerance.max_retries is 3: use 6. The job's log"),
         (explain(OSError(errno.ENOSPC, "No space left on device")), {}, "Checkpoints and data pass"),
         (Failure("not_placed", ""), {"resources": {"num_workers": 4}}, "resources.num_workers is 4: use 2. Or"),
-        (Failure("not_placed", "", "resources"), {"resources": {"num_workers": {"min": 1, "max": 2}}}, "Or give"),
+        (Failure("not_placed", "", "resources"), {"resources": {"num_workers": {"min": 1, "max": 2}}}, "Or add nodes"),
         (Failure("quota_exceeded", "", "resources.num_workers"), {}, "resources.num_workers is 2: use 1. Clone"),
-        (Failure("protocol_mismatch", "", "spec.training.momentum"), {}, "Give the Ray cluster the image"),
+        (Failure("protocol_mismatch", "", "spec.training.momentum"), {}, "Update the Ray cluster's image"),
         (explain(KeyError("lm_head")), {}, "This is a defect of the program"),
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_piece_that_was_damaged_is_not_measured(job: Job) -> None:
     data = bytearray(job.store.get_bytes(info.key))
     data[len(data) // 2] ^= 1
     job.store.put_bytes(info.key, bytes(data))
-    with pytest.raises(ArtifactCorruptError, match="does not hold"):
+    with pytest.raises(ArtifactCorruptError, match="no longer holds"):
         evaluate_job(job, spec, checkpoint, prepare(job, spec)[1])
 
 
@@ -223,7 +223,7 @@ def test_bad_input_shows_before_any_worker_starts(
 
 def test_a_teacher_with_another_tokenizer_or_without_one_is_named(job: Job) -> None:
     job.teacher = save_teacher(job.directory / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(ModelError, match=r"makes ids up to 257 .*vocab_size is 200"):
+    with pytest.raises(ModelError, match=r"has ids up to 257 .*vocab_size is 200"):
         prepare(job, job.spec())
     for file in job.teacher.glob("*token*"):
         file.unlink()

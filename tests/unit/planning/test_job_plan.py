@@ -148,8 +148,8 @@ def test_epochs_and_the_size_of_the_data_decide_the_steps() -> None:
     assert phases(epochs, num_tokens=320_000_000)["train"].uploaded_bytes == 9 * 12 * TRAINED
     unknown = phases(epochs, sources=(SourceEstimate("org/data"),))
     assert (unknown["train"].seconds, unknown["prepare"].seconds) == (None, None)
-    assert "steps, which data and epochs decide" in unknown["train"].left_out
-    assert all("size is not known" in " ".join(phase.left_out) for phase in unknown.values())
+    assert "steps, which depend on data and epochs" in unknown["train"].left_out
+    assert all("of unknown size" in " ".join(phase.left_out) for phase in unknown.values())
 
 
 def test_time_is_the_sum_of_its_parts_at_the_rates_given() -> None:
@@ -218,7 +218,8 @@ def test_too_small_a_disk_is_refused() -> None:
         plan(job(), node_disk_bytes=needed.total - 1)
     error = refused.value
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
-    assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
+    disk = "35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)"
+    assert f"phase publish needs {disk}" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
     assert "; use nodes with" in error.message
 
@@ -230,7 +231,7 @@ def test_too_little_memory_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:
         plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes - 1}))
     assert (refused.value.field, refused.value.value) == ("resources.memory_per_worker", needed.host_bytes - 1)
-    assert f"{needed.host_bytes}, and what the process takes" in refused.value.message
+    assert f"{needed.host_bytes}, and what the process itself takes" in refused.value.message
     alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
     message = r"with 1 workers? needs .* use resources\.num_workers \d+$"
     with pytest.raises(InvalidInputError, match=message) as refused:

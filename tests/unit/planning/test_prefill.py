@@ -58,7 +58,7 @@ def test_layers_are_written_as_they_are_read(text: str) -> None:
         ({"prefill_reduction": 0.0}, "prefill_reduction", "prefill_reduction is 0.0"),
         ({"prefill_reduction": 1.5}, "prefill_reduction", "prefill_reduction is 1.5"),
         ({"num_key_value_layers": 6, "prefill_reduction": 0.5}, "prefill_reduction", "leave one of them out"),
-        ({"num_key_value_layers": 6.0}, "num_key_value_layers", "num_key_value_layers is 6.0; a whole number"),
+        ({"num_key_value_layers": 6.0}, "num_key_value_layers", "num_key_value_layers is 6.0; an integer"),
         ({"num_key_value_layers": "6"}, "num_key_value_layers", "num_key_value_layers is '6'"),
         ({"num_key_value_layers": True}, "num_key_value_layers", "num_key_value_layers is True"),
         ({"key_value_group_size": None}, "key_value_group_size", "key_value_group_size is None"),
@@ -176,7 +176,7 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert plan(tmp_path) == plan(tmp_path / "config.json") == plan(str(tmp_path)) == plan(LLAMA_8B)
     assert (plan(LLAMA_8B).num_key_value_layers, plan(LLAMA_8B).sequence_length) == (16, 131072)
-    for text, message in (("[1]", "holds a list, not an object"), ("{", "holds no JSON")):
+    for text, message in (("[1]", "holds a list, not an object"), ("{", "is not valid JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=message):
             plan(tmp_path)
@@ -189,9 +189,9 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 2, 2], {}, "an ascending list"),
     ([0, True], {}, "an ascending list"),
     ([-1, 2], {}, "an ascending list"),
-    ([0, 31], {}, r"of 32 layers 0\.\.30 are accepted"),
-    ([0, 2], {"num_key_value_layers": 4}, "so that l is 3; leave num_key_value_layers"),
-    ([0, 2], LATENT, r"not for deepseek_v2, a family that caches latents \(MLA\); use"),
+    ([0, 31], {}, r"with 32 layers, 0\.\.30 are accepted"),
+    ([0, 2], {"num_key_value_layers": 4}, "which sets l to 3; leave num_key_value_layers"),
+    ([0, 2], LATENT, r"which deepseek_v2 does not support, since it caches latents \(MLA\); use"),
 ]
 
 
@@ -201,7 +201,7 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         (
             {"model_type": "gpt2"},
             "model.name_or_path",
-            "model_type 'gpt2', and no SwiftKV .* there are deepseek_v2, gemma3_text, granite, llama",
+            "model_type 'gpt2', and no SwiftKV .* supported are deepseek_v2, gemma3_text, granite, llama",
         ),
         (
             {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
@@ -219,7 +219,7 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),
         ({"num_key_value_heads": 7}, "num_key_value_heads", "7; a divisor of num_attention_heads 32 is accepted"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers", "1 no_rope_layers for 32 layers"),
-        ({"num_key_value_layers": 33}, "num_key_value_layers", "33; of model_type 'llama' it is not"),
+        ({"num_key_value_layers": 33}, "num_key_value_layers", "33; model_type 'llama' does not have it"),
         (STUDENT | {"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
         *(
             (STUDENT | {"swiftkv_prefill_layers": layers, **others}, "swiftkv.prefill_layers", message)

@@ -153,7 +153,7 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert "+2.00" in text_of(lost), "a perplexity that grows counts as lost"
     for tasks in ([TASK], []):
         left_out = evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
-        told = "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k."
+        told = "Not measured, because time ran out (evaluation.max_minutes) or lm-evaluation-harness is missing: gsm8k."
         assert told in text_of(left_out)
 
 
@@ -183,8 +183,8 @@ def test_the_sweep_page_shows_every_trial(within: bool) -> None:
     for trial in trials:
         assert trial.name in html
     assert "the loss is &lt;nan&gt;" in html
-    assert ("l3-g1 is taken" in html) is within
-    assert ("none is within the budget" in html) is not within
+    assert ("l3-g1 recommended" in html) is within
+    assert ("none within the budget" in html) is not within
 
 
 MADE_FROM: dict[str, Any] = {
@@ -242,7 +242,7 @@ def test_the_worst_measure_comes_first() -> None:
 def test_a_student_that_keeps_its_own_says_so() -> None:
     spec = {**MADE_FROM["spec"], "swiftkv": {"num_key_value_layers": 6, "decode_key_value": "own"}}
     _, text = parts(model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))
-    assert "what is measured stands behind prompts" in text
+    assert "quality is measured on tokens that follow a prompt" in text
 
 
 def test_layers_that_prompts_run_through_are_listed() -> None:
@@ -259,7 +259,7 @@ def test_a_licence_that_is_not_named_is_not_made_up() -> None:
     assert "license" not in front
     assert "base_model" not in front
     assert "names a licence" in text
-    assert "No limit of quality was set" in text
+    assert "No quality limit was set" in text
 
 
 def test_the_licence_is_that_of_the_card_or_the_configuration(tmp_path: Path) -> None:

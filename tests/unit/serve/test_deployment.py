@@ -137,7 +137,7 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
         cluster.apply([spec])
         unaware = json_answer({"status": "ok"})  # a replica with keys that does not know the revision yet
         script.on("GET", "/one/health", health("a", load_seconds=fast), unaware, health("b"))
-        swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve what is wanted", 4, fast)
+        swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve the new version", 4, fast)
         assert cluster.status() == {"dep_1": swapping}
         assert {each.headers[REVISION_HEADER] for each in script.sent("GET", "/one/health")} == {served}
         before = health("d", "before", load_seconds=dict.fromkeys(slow, 60.0))

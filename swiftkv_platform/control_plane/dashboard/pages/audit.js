@@ -14,7 +14,7 @@ const OUTCOMES = {
   403: "forbidden",
   404: "not found",
   409: "conflict",
-  412: "changed meanwhile",
+  412: "changed in the meantime",
   422: "not valid",
   429: "too many requests",
   500: "internal error",
@@ -89,8 +89,8 @@ function Selection({ wanted, onChange, routes }) {
 
 function Entries({ page, wanted, before, onTurn }) {
   const selected = FIELDS.some((name) => wanted[name]);
-  const empty = html`<div class="panel"><${Empty} title=${selected ? "No entry is like that" : "No entry yet"}>
-    ${selected ? "Actor, route and outcome have to be exactly so; times are this browser's." : "Whatever is changed from now on, and whoever is refused, is written here."}
+  const empty = html`<div class="panel"><${Empty} title=${selected ? "No entry matches" : "No entry yet"}>
+    ${selected ? "Actor, route and outcome must match exactly; times are in this browser's time zone." : "Changes and refused requests appear here from now on."}
   <//></div>`;
   return html`<${Table} caption="Audit trail, newest first" columns=${COLUMNS} rows=${page.data} empty=${empty} />
     ${(before.length > 0 || page.has_more) && html`<div class="toolbar below">

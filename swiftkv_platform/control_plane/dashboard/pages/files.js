@@ -32,7 +32,7 @@ export function Files() {
   const [usedBy] = useFresh(users, [], null);
   const [quota] = useFresh(() => get("/quota"), [files?.length], null);
   const erase = (file) => () => {
-    if (!confirm(`Delete ${file.filename} (${file.id})? Nothing brings it back.`)) return;
+    if (!confirm(`Delete ${file.filename} (${file.id})? This cannot be undone.`)) return;
     act(async () => {
       await remove(`/v1/files/${file.id}`);
       await reload();
@@ -57,7 +57,7 @@ export function Files() {
   const empty = html`<div class="panel"><${Empty} title="No file yet">Conversations, prompts with completions, or texts: one JSON object a line.<//></div>`;
   const stored = quota && `${bytes(quota.stored_bytes)}${quota.max_stored_bytes == null ? "" : ` of ${bytes(quota.max_stored_bytes)}`} stored`;
   return html`<div class="head"><h1>Files</h1></div>
-    <${Upload} id="upload" label="Upload rows" hint="JSON Lines, chosen or dropped here. Every row is looked at, and a file is kept whole or not at all." onDone=${reload} />
+    <${Upload} id="upload" label="Upload rows" hint="JSON Lines, chosen or dropped here. Every row is checked; a file with an invalid row is not stored." onDone=${reload} />
     <${Problem} problem=${problem ?? refusal} />
     <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search files" /><span class="end">${stored}</span></div>
     ${files ? html`<${Table} caption="Files" columns=${columns} rows=${files} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="files" />`}`;

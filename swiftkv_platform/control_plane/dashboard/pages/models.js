@@ -57,7 +57,7 @@ function Comparison({ a, b }) {
   if (!found) return problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what="the comparison" />`;
   const columns = DIFFERENCES(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
   return html`<h2>Side by side</h2>
-    ${found.differences.length > 0 && html`<p class="notice">Teacher or data differ (${found.differences.map(({ name }) => name).join(", ")}): quality was not measured alike.</p>`}
+    ${found.differences.length > 0 && html`<p class="notice">Teacher or data differ (${found.differences.map(({ name }) => name).join(", ")}): their quality figures are not comparable.</p>`}
     <${Table} caption="Figures of both" columns=${columns} rows=${found.figures} empty="They have no figure in common." />
     ${found.spec_differences.length > 0 && html`<h3>Specs</h3><${Table} caption="Differences of their specs" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
 }

@@ -36,7 +36,7 @@ export function eta(job) {
   if (job.status === "queued") return waits(job);
   const doing = [PHASES[job.status === "evaluating" ? (job.phase === "publish" ? "publish" : "evaluate") : job.phase], phaseProgress(job)].filter(Boolean).join(": ");
   if (job.status === "evaluating") return doing;
-  if (job.spec.sweep) return "trains and measures its trials; their end is not foreseen";
+  if (job.spec.sweep) return "trains and measures its trials; their end cannot be estimated";
   const left = job.progress.seconds_remaining;
   if (left == null) return doing || "starts; ETA unknown until two steps were measured";
   return `${duration(left)} left, trained about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
@@ -65,7 +65,7 @@ function Cluster({ quota }) {
     ${cluster
       ? html`${cluster.total_gpus > 0 ? html`<${Meter} name="GPUs in use" value=${cluster.gpus} most=${cluster.total_gpus} />` : html`<p class="quiet small">It has no GPU.</p>`}
         <${Meter} name="CPUs in use" value=${cluster.cpus} most=${cluster.total_cpus} />`
-      : html`<p class="quiet small">Its GPUs and CPUs are <span class="unknown">unknown</span>: Ray does not answer, or does not tell its nodes.</p>`}
+      : html`<p class="quiet small">Its GPUs and CPUs are <span class="unknown">unknown</span>: Ray does not answer, or does not report its nodes.</p>`}
     <h3 class="part">Held by tenant ${quota.tenant}</h3>
     <${Meter} name="GPUs" value=${quota.gpus} most=${quota.max_gpus} words=${split("gpus")} />
     <${Meter} name="CPUs" value=${quota.cpus} most=${quota.max_cpus} words=${split("cpus")} />
@@ -93,7 +93,7 @@ function Served({ deployment, models }) {
 const Failures = ({ jobs }) => html`<ul class="items">
   ${jobs.map((job) => html`<li key=${job.id}>
     <a href="#/jobs/${job.id}">${job.name}</a><span class="quiet small">${ago(job.finished_at ?? job.created_at)}</span>
-    <span class="sub"><code>${job.error?.code ?? "unknown"}</code> ${job.error?.message ?? "no reason was told"}</span>
+    <span class="sub"><code>${job.error?.code ?? "unknown"}</code> ${job.error?.message ?? "no reason was given"}</span>
   </li>`)}
 </ul>`;
 
@@ -122,7 +122,7 @@ export function Overview() {
           ${!work ? html`<${Loading} what="jobs" />` : work.length ? html`<${Work} jobs=${work} />` : html`<${Empty} title="No job runs or waits"><a href="#/submit">Start one from a recipe</a><//>`}
         <//>
         <${Panel} title="Failed lately" link="All that failed" to="#/jobs?status=failed">
-          ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${Failures} jobs=${failed.data} />` : html`<${Empty} title="Nothing failed">Reasons stand here when a job does.<//>`}
+          ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${Failures} jobs=${failed.data} />` : html`<${Empty} title="Nothing failed">When a job fails, its reason appears here.<//>`}
         <//>
       </div>
       <div class="stack">

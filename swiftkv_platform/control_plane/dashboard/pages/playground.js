@@ -150,7 +150,7 @@ function fieldsOf(form, kind, tools) {
     try {
       asked.tools = JSON.parse(fields.get("tools"));
     } catch (error) {
-      throw new Error(`The tools are no JSON: ${error.message}`);
+      throw new Error(`The tools are not valid JSON: ${error.message}`);
     }
   }
   return { ...asked, ids: [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))], prompt: fields.get("prompt") };

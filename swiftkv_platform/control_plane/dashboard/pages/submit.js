@@ -105,7 +105,7 @@ function Spec({ start, schema, recipes }) {
     setText((now) => change(now, [trainsOn(file)])); // what was typed meanwhile stays
     return reloadFiles();
   };
-  const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="JSON Lines, chosen or dropped here; they take the place of the first source." disabled=${spec.value === null} onDone=${take} />`;
+  const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="JSON Lines, chosen or dropped here; they replace the first source." disabled=${spec.value === null} onDone=${take} />`;
   const teachers = [...new Set(recipes.map((recipe) => recipe.spec.model.name_or_path))];
   const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path)))];
   const go = (field) => setShown({ ...rangeOf(spec.doc, parts(field)) });

@@ -76,7 +76,7 @@ export function Form({ spec, schema, faults, onChange, models, sources, files, u
   const paired = (fields) => (fields.length > 2 ? "pair" : "");
   const more = (at(spec, ["data", "sources"])?.length ?? 1) - 1;
   const named = files.find(({ id }) => id === at(spec, SOURCE));
-  return html`<form class="form panel" onSubmit=${(event) => event.preventDefault()} aria-label="What most people change">
+  return html`<form class="form panel" onSubmit=${(event) => event.preventDefault()} aria-label="Most used fields">
     ${GROUPS.map(([legend, fields]) => html`<fieldset><legend>${legend}</legend><div class=${paired(fields)} style=${paired(fields) ? "" : "display: grid; gap: 0.6rem"}>
       ${fields.map((field) => html`<${Field} key=${field.label} field=${field} spec=${spec} schema=${schema} faults=${faults} onChange=${onChange} disabled=${spec === null} />`)}
     </div>${legend.includes("data") ? html`${named && html`<span class="quiet small">${contents(named)}</span>`}${more > 0 && html`<span class="quiet small">${more} more in the editor</span>`}${upload}` : ""}</fieldset>`)}

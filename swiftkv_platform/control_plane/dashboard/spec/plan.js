@@ -21,7 +21,7 @@ function Phases({ phases }) {
 
 const Source = ({ source }) => html`<li>
   <code>${source.name_or_path}</code><span></span>
-  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", ")].filter(Boolean).join(" · ") || "looked at when the job runs"}</span>
+  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", ")].filter(Boolean).join(" · ") || "read when the job runs"}</span>
 </li>`;
 
 export function Plan({ plan, spec }) {
@@ -33,7 +33,7 @@ export function Plan({ plan, spec }) {
       "layers skipped": layers == null ? unknown("the teacher is on the hub") : `${layers - kept} of ${layers}`,
       "memory a worker": plan.memory_per_worker == null ? unknown("needs the teacher's shape") : bytes(plan.memory_per_worker),
       "beside it": plan.process_memory && `${bytes(plan.process_memory)} of the process`,
-      time: plan.seconds == null ? unknown(endless ? "epochs decide the steps" : "no job like it was measured") : duration(plan.seconds),
+      time: plan.seconds == null ? unknown(endless ? "epochs determine the steps" : "no job like it was measured") : duration(plan.seconds),
       cost: plan.cost == null ? unknown(plan.seconds == null ? "the time is" : "the operator has set no prices") : figure(plan.cost),
       tokens: plan.max_tokens == null ? null : `at most ${count(plan.max_tokens)}`,
       "speed from": plan.seconds != null && speed,

@@ -78,7 +78,7 @@ export function check(root, value) {
 
 function unknown(root, path) {
   const names = namesAt(root, path.slice(0, -1)).map(({ name }) => name);
-  return names.length ? `no such field; ${names.join(", ")} are known here` : "no such field";
+  return names.length ? `no such field; ${names.join(", ")} are accepted here` : "no such field";
 }
 
 /** Whether two values of JSON say the same, in whatever order: the API's document leaves out names that are null. */

@@ -105,7 +105,7 @@ def test_a_failed_job_says_why(server: Server) -> None:
     failed = server.get(f"/jobs/{job}")
     cure = failed["error"].pop("cure")
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
-    assert cure.startswith(f'{field} is "builtin:python-stdlib": use what the cause asks for. Clone the job')
+    assert cure.startswith(f'{field} is "builtin:python-stdlib": use a value that the cause accepts. Clone the job')
     assert list(failed)[:5] == ["id", "object", "name", "status", "error"]
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 
@@ -303,7 +303,7 @@ def waits(server: Server, job: Any) -> str:
 
 def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     first, second, third = (server.submit() for _ in range(3))
-    assert first["status_reason"]["message"] == "it is looked at in the next round"
+    assert first["status_reason"]["message"] == "it is considered in the next round"
     assert waits(server, third) == "2 of its tenant's jobs go first"
     server.tick()
     assert server.get(f"/jobs/{first['id']}")["status_reason"] is None
@@ -363,7 +363,7 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
         return row["status_reason"]
 
     rest = "1 of its tenant's jobs goes first; 1 job runs, and there is 1 slot for all tenants"
-    nowhere = "waits for 1 worker with 1 CPU and 1 GPU: no node has such places, or too few have; some have to join"
+    nowhere = "waits for 1 worker with 1 CPU and 1 GPU: no node is large enough, or too few are; more must join"
     assert reason() == {"code": "waiting_for_resources", "message": f"{nowhere}; {rest}", "field": "resources"}
     server.cluster.away = True
     server.wait(5)
@@ -381,4 +381,4 @@ def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) ->
     server.submit()
     server.tick()
     told = waits(server, server.submit())
-    assert told == "with it its tenant would hold 4 of what max_cpus counts, and the quota is 3"
+    assert told == "with it its tenant would hold 4, and the quota max_cpus is 3"

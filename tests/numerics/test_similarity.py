@@ -169,7 +169,7 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
         (
             AnalysisOptions(num_prefill_layers=3, depths=(3,)),
             InvalidInputError,
-            r"depth is 3; to leave 3 .* 4\.\.5",
+            r"depth is 3; to keep 3 layers, 4\.\.5",
         ),
         (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "leave either out"),
         (too_long, InvalidInputError, "needle_length is 4096, .* context has"),

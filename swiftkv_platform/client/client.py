@@ -34,9 +34,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _ANSWERING = ("running", "swapping", "refused")
 """Statuses of a deployment that answers requests."""
-_CONTROL_PLANE_AWAY = (
-    "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this machine."
-)
+_CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this host."
 _SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
 

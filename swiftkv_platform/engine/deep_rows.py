@@ -1,4 +1,6 @@
-"""Rows of a step that write K and V of their own in layers >= l, or bypass layers below l. It knows no request."""
+"""The K and V that a step's rows leave in layers >= l, from x or their own, and rows that bypass layers below l. Knows
+no request.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,14 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
         return
     for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
         cache.write(*key_value, first + group)
+
+
+def share(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
+    """`shared_key_values` of a step: write K and V from x of all rows, and return what the cache holds by group."""
+    write_shared(decoder, x, context, range(x.shape[1]))
+    cache: Any = context.past_key_values
+    layer_map = decoder.layer_map
+    return [cache.read(layer_map.num_key_value_layers + group) for group in range(len(layer_map.leaders))]
 
 
 class BypassRows:

@@ -18,7 +18,7 @@ import torch
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.attention import PAGED
 from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
-from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, write_shared
+from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.native_modules import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
@@ -123,7 +123,7 @@ class ModelRunner:
             context = self._begin(layout)
             drafted: torch.Tensor = self._decoder.lower(context)  # all are deep
             if not self._keeps_own:
-                self._decoder.shared_key_values(drafted, context)
+                self._share_all(drafted, context)
             return drafted
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
@@ -132,14 +132,19 @@ class ModelRunner:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows, which keep their own. Returns
         the cache's contents by group; empty if deep tokens keep their own."""
         if not self._keeps_own:
-            shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
-            return shared
+            return self._share_all(x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
         if others and isinstance(self._decoder, LeadingDecoder):
             self._decoder.write_shared(x, context, others)
         elif others:
             write_shared(self._decoder, x, context, others)
         return ()
+
+    def _share_all(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Any]:
+        if isinstance(self._decoder, LeadingDecoder):
+            shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
+            return shared
+        return share(self._decoder, x, context)
 
     def _upper(
         self,

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from swiftkv_platform.engine.batch import PagedAttention, begin_pass, place
-from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, write_shared
+from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
@@ -116,7 +116,7 @@ class LeadingDecoder:
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Any:
         assert x is self._x, "it follows `lower`"
-        return self._decoder.shared_key_values(x, context)
+        return share(self._decoder, x, context)
 
     def student_upper(
         self,
@@ -250,7 +250,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
         else:
             x = decoder.lower(context, BypassRows(message.deep))
             if not keeps_own:
-                decoder.shared_key_values(x, context)
+                share(decoder, x, context)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

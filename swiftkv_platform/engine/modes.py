@@ -12,6 +12,7 @@ import torch
 
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.bypass import Bypass
 from swiftkv_platform.model.conversion import dense_config
 from swiftkv_platform.model.decoder import DecoderContext
@@ -82,7 +83,7 @@ class _TeacherDecoder:
         hidden: torch.Tensor = self._decoder.teacher_upper(x, context)
         return hidden
 
-    def shared_key_values(self, _x: torch.Tensor, _context: DecoderContext) -> Sequence[Any]:
+    def project_key_values(self, _x: torch.Tensor, _rotation: Rotation) -> list[KeyValue]:
         return []
 
     def student_upper(

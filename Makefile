@@ -137,7 +137,7 @@ OUTSIDE = $(IN_VLLM) tests/outside/serve tests/outside/vllm
 JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
   $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
 outside: install vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLLM behind serve/, benchmarks that start vLLM, judges
-	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
+	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py
 	$(OUTSIDE) -m "not integration"
 	$(JUDGE) --page docs/judges.md
 

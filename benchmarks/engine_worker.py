@@ -53,14 +53,13 @@ def engine_arguments(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    dtype: str = "bfloat16",
 ) -> dict[str, Any]:
     """Return vLLM's arguments for the settings of our engine: no prefix caching, no tokenizer. All others are vLLM's
     defaults."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "dtype": dtype,
+        "dtype": "bfloat16",
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "max_model_len": max_model_len,
@@ -137,25 +136,14 @@ class EngineWorker:
         Raises:
             WorkerError: the worker has ended or exceeded the time limit.
         """
-        answer = self._answer(prompts, max_tokens, arrivals or [0.0] * len(prompts), logprobs=False)
+        arrivals = arrivals or [0.0] * len(prompts)
+        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens, "arrivals": arrivals})
+        self.idle_cpu_seconds += answer["idle_cpu_s"]
         token_times: list[list[float]] = answer["token_times"]
-        _check_lengths(token_times, max_tokens)
+        lengths = [len(times) for times in token_times]
+        if lengths != list(max_tokens):
+            raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")
         return token_times
-
-    def logprobs(
-        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
-    ) -> list[tuple[list[int], list[float]]]:
-        """Answer like `generate`, without timing.
-
-        Returns:
-            For each prompt, the tokens of its answer and their log-probabilities in nats.
-
-        Raises:
-            WorkerError: the worker has ended or exceeded the time limit.
-        """
-        answer = self._answer(prompts, max_tokens, [0.0] * len(prompts), logprobs=True)
-        _check_lengths(answer["token_ids"], max_tokens)
-        return list(zip(answer["token_ids"], answer["logprobs"], strict=True))
 
     def close(self) -> None:
         """End it. A second call does nothing."""
@@ -175,18 +163,6 @@ class EngineWorker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: Sequence[int],
-        arrivals: Sequence[float],
-        *,
-        logprobs: bool,
-    ) -> dict[str, Any]:
-        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens, "arrivals": arrivals, "logprobs": logprobs})
-        self.idle_cpu_seconds += answer["idle_cpu_s"]
-        return answer
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -225,9 +201,3 @@ class EngineWorker:
         tail = self._stderr.read_text(encoding="utf-8", errors="replace").strip()[-STDERR_TAIL:]
         ended = "was stopped" if status is None else f"exit status {status}"
         return WorkerError(f"the vLLM worker {what} ({ended}); the end of its standard error:\n{tail or '(nothing)'}")
-
-
-def _check_lengths(answers: Sequence[Sequence[object]], max_tokens: Sequence[int]) -> None:
-    lengths = [len(answer) for answer in answers]
-    if lengths != list(max_tokens):
-        raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")

@@ -3,13 +3,12 @@
 It imports only vLLM and the standard library, since this project may not be installed there. JSON Lines:
 
     in,  first: vLLM's engine arguments           out, first: vLLM's resulting settings
-    in,  later: {"prompts", "max_tokens",         out, later: {"token_times", "idle_cpu_s"} or
-                 "arrivals", "logprobs"}                       {"token_ids", "logprobs", "idle_cpu_s"}
+    in,  later: {"prompts", "max_tokens",         out, later: {"token_times", "idle_cpu_s"}
+                 "arrivals"}
 
 `prompts` are token ids and `max_tokens` the lengths of their answers, by request, which is sent `arrivals` seconds
-after the first. `token_times` are the seconds until each token of each answer; with `logprobs` true its tokens and
-their log-probabilities come instead. `idle_cpu_s` is the CPU time that this process used while idle. It exits at the
-end of its input.
+after the first. `token_times` are the seconds until each token of each answer. `idle_cpu_s` is the CPU time that this
+process used while idle. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def main() -> None:
     for number, line in enumerate(sys.stdin):
         command = json.loads(line)
         idle_cpu_s = time.process_time() - resting_since
-        answers_of = _score if command["logprobs"] else _generate
-        _say(answers, answers_of(engine, f"{number}", command) | {"idle_cpu_s": idle_cpu_s})
+        _say(answers, _generate(engine, f"{number}", command) | {"idle_cpu_s": idle_cpu_s})
         resting_since = time.process_time()
 
 
@@ -65,6 +63,8 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
     """Send each request when it is due, and record when its tokens arrive."""
+    from vllm import SamplingParams
+
     start = time.perf_counter()
     times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(command["prompts"]))}
     requests = zip(times, command["prompts"], command["max_tokens"], command["arrivals"], strict=True)
@@ -72,7 +72,8 @@ def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[-1][3] <= time.perf_counter() - start:
             request_id, prompt, length, _ = waiting.pop()
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, _params(length))
+            params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         if not engine.has_unfinished_requests():
             time.sleep(max(waiting[-1][3] - (time.perf_counter() - start), 0.0))
             continue
@@ -82,30 +83,6 @@ def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]
             seen = times[output.request_id]
             seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
     return {"token_times": list(times.values())}
-
-
-def _score(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens of all answers and their log-probabilities, without timing."""
-    answers: dict[str, Any] = {}
-    for i, (prompt, length) in enumerate(zip(command["prompts"], command["max_tokens"], strict=True)):
-        answers[f"{name}-{i}"] = None
-        engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, _params(length, logprobs=0))
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            answers[output.request_id] = output.outputs[0]
-    return {
-        "token_ids": [list(answer.token_ids) for answer in answers.values()],
-        "logprobs": [
-            [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-            for answer in answers.values()
-        ],
-    }
-
-
-def _params(max_tokens: int, **options: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **options)
 
 
 if __name__ == "__main__":

@@ -112,15 +112,11 @@ def _rms(errors: torch.Tensor) -> float:
     return float(errors.square().mean().sqrt())
 
 
-def table(found: Mapping[str, Mapping[str, dict[str, Any]]]) -> str:
-    """A line for each engine and model."""
-    lines = [
-        "| engine | model | tokens | RMS error (nats) | PyTorch's | gap to the best | agrees |",
-        "|" + " --- |" * 7,
-    ]
-    for engine, models in found.items():
-        for model, row in models.items():
-            figures = (f"{row[name]:.4f}" for name in ("error", "pytorch_error", "max_gap_to_best"))
-            cells = [engine, model, str(row["num_tokens"]), *figures, "yes" if row["agrees"] else "NO"]
-            lines.append(f"| {' | '.join(cells)} |")
+def table(found: Mapping[str, dict[str, Any]]) -> str:
+    """A line for each model."""
+    lines = ["| model | tokens | RMS error (nats) | PyTorch's | gap to the best | agrees |", "|" + " --- |" * 6]
+    for model, row in found.items():
+        figures = (f"{row[name]:.4f}" for name in ("error", "pytorch_error", "max_gap_to_best"))
+        cells = [model, str(row["num_tokens"]), *figures, "yes" if row["agrees"] else "NO"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

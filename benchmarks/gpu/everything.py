@@ -55,7 +55,6 @@ class Part:
 def parts(vllm_python: Path) -> list[Part]:
     """Return the parts, each with what it lacks on this machine."""
     ours, missing = [sys.executable, "-m"], vllm_missing(vllm_python)
-    by_vllm = [] if missing else ["--vllm-python", str(vllm_python)]
     plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]  # the options in pyproject.toml deselect these tests
     return [
         Part(
@@ -68,7 +67,7 @@ def parts(vllm_python: Path) -> list[Part]:
             {"VLLM_USE_FLASHINFER_SAMPLER": "0"},  # it compiles with nvcc, which few machines have
             missing,
         ),
-        Part("agreement and speed" + ", vLLM too" * (not missing), [*ours, "benchmarks.gpu", "--short", *by_vllm]),
+        Part("agreement and speed", [*ours, "benchmarks.gpu", "--short"]),
         Part(
             "speed of vLLM by the form of weights",
             [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python)],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.agreement import Answer, answers_of, greedy, judge
-from benchmarks.gpu.engines import SMALL, prepare, release_memory
+from benchmarks.gpu.models import SMALL, prepare, release_memory
 from benchmarks.serving.systems import random_prompts
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput

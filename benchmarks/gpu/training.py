@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.depths import one_worker
-from benchmarks.gpu.engines import prepare, release_memory
+from benchmarks.gpu.models import prepare, release_memory
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.common import benchmark_parser, conditions, write_report
 from benchmarks.engine_worker import EngineWorker, engine_arguments
-from benchmarks.gpu.engines import Model, prepare, release_memory
+from benchmarks.gpu.models import Model, prepare, release_memory
 from benchmarks.serving.metrics import Figures, figures
 from benchmarks.serving.systems import random_prompts, vllm_system
 from benchmarks.serving.workloads import Request
@@ -57,7 +57,7 @@ class Sizes:
     """Loads of a run, and limits that fit the largest."""
 
     shape: str
-    """Name in `benchmarks.gpu.engines.SHAPES`."""
+    """Name in `benchmarks.gpu.models.SHAPES`."""
     loads: Mapping[str, Load]
     kv_cache_mib: int
     max_num_batched_tokens: int

@@ -24,14 +24,11 @@ class EngineArgs:
 
 
 class SamplingParams:
-    def __init__(
-        self, *, max_tokens: int, temperature: float, ignore_eos: bool, detokenize: bool, logprobs: int | None = None
-    ) -> None:
+    def __init__(self, *, max_tokens: int, temperature: float, ignore_eos: bool, detokenize: bool) -> None:
         assert temperature == 0.0
         assert ignore_eos
         assert not detokenize
         self.max_tokens = max_tokens
-        assert logprobs in (None, 0)
 
 
 class LLMEngine:
@@ -72,10 +69,7 @@ class LLMEngine:
         for tokens in self._tokens.values():
             tokens.append(0)
         outputs = [
-            Struct(
-                request_id=request_id,
-                outputs=[Struct(token_ids=list(tokens), logprobs=[{0: Struct(logprob=-1.0)} for _ in tokens])],
-            )
+            Struct(request_id=request_id, outputs=[Struct(token_ids=list(tokens))])
             for request_id, tokens in self._tokens.items()
         ]
         self._tokens = {name: some for name, some in self._tokens.items() if len(some) < self._lengths[name]}

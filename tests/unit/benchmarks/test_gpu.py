@@ -1,7 +1,6 @@
-"""The GPU benchmark, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
+"""The GPU benchmark, on a CPU and a tiny model."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,11 +19,10 @@ import torch
 from benchmarks.gpu import everything, steps, training
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
-from benchmarks.gpu.engines import SMALL
+from benchmarks.gpu.models import SMALL
 from swiftkv_platform.engine import memory
 from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_attn
 
-VLLM_PYTHON = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 EXACT = Scores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
 OWN = replace(EXACT, chosen=EXACT.chosen + torch.tensor([0.01, -0.01, 0.01]))
 """Scores with a root mean square error of 0.01."""
@@ -107,36 +105,26 @@ def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp
         assert not any(row["agrees"] for row in found.values()), found
 
 
-@pytest.mark.slow  # the whole benchmark, however small
-@pytest.mark.parametrize(
-    "vllm",
-    [
-        pytest.param(False, marks=pytest.mark.soak("the whole benchmark, however small")),
-        pytest.param(True, marks=pytest.mark.skipif(not VLLM_PYTHON, reason="no vLLM")),
-    ],
-)
-def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
-    options = ["--vllm-python", str(VLLM_PYTHON)] if vllm else []
-    main(["--device", "cpu", "--tiny", "--output-dir", str(tmp_path), *options])
+@pytest.mark.soak("the whole benchmark, however small")
+def test_the_run_writes_what_it_measured(tmp_path: Path) -> None:
+    main(["--device", "cpu", "--tiny", "--output-dir", str(tmp_path)])
     models = {"dense", "swiftkv_g2", *STUDENTS}
-    agreement = json.loads((tmp_path / "agreement.json").read_text())
-    for engine in ("own", "vllm")[: 1 + vllm]:
-        assert models <= {name for name, row in agreement[engine].items() if row["agrees"]}
-        reports = {
-            name: json.loads((tmp_path / engine / f"{name}.json").read_text())
-            for name in ("lengths", "rates", "memory")
-        }
-        assert [row["num_input_tokens"] for row in reports["lengths"]["rows"]] == list(TINY.lengths)
-        for name, report in reports.items():
-            assert (tmp_path / engine / f"{name}.svg").stat().st_size > 0
-            for row in report["rows"]:
-                assert models <= set(row["results"])
-                assert all(found["median_tpot_ms"] > 0 for found in row["results"].values())
-        (row,) = reports["memory"]["rows"]
-        blocks = {name: cache["num_blocks"] for name, cache in row["kv_cache"].items()}
-        assert blocks["dense"] == blocks["swiftkv_g1"]
-        assert blocks["swiftkv_g2"] > blocks["dense"]
-        assert "TPOT" in (tmp_path / f"{engine}.md").read_text()
+    agreement = json.loads((tmp_path / "agreement.json").read_text())["own"]
+    assert models <= {name for name, row in agreement.items() if row["agrees"]}
+    reports = {
+        name: json.loads((tmp_path / "own" / f"{name}.json").read_text()) for name in ("lengths", "rates", "memory")
+    }
+    assert [row["num_input_tokens"] for row in reports["lengths"]["rows"]] == list(TINY.lengths)
+    for name, report in reports.items():
+        assert (tmp_path / "own" / f"{name}.svg").stat().st_size > 0
+        for row in report["rows"]:
+            assert models == set(row["results"])
+            assert all(found["median_tpot_ms"] > 0 for found in row["results"].values())
+    (row,) = reports["memory"]["rows"]
+    blocks = {name: cache["num_blocks"] for name, cache in row["kv_cache"].items()}
+    assert blocks["dense"] == blocks["swiftkv_g1"]
+    assert blocks["swiftkv_g2"] > blocks["dense"]
+    assert "TPOT" in (tmp_path / "own.md").read_text()
 
 
 def test_training_steps_stand_beside_their_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,12 +85,6 @@ def test_a_request_is_sent_when_it_is_due(worker: EngineWorker) -> None:
     assert max(second) < min(first)
 
 
-def test_log_probabilities_are_those_of_the_answers(worker: EngineWorker) -> None:
-    for token_ids, logprobs in worker.logprobs([[7] * 20, [8] * 9], [3, 3]):
-        assert len(token_ids) == len(logprobs) == 3
-        assert max(logprobs) < 0
-
-
 def test_what_vllm_refuses_ends_the_worker_with_its_reason(python: Path, model: Path) -> None:
     with started(python, model) as worker:
         with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):

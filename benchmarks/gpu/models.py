@@ -1,12 +1,8 @@
-"""Models under test, as directories that share the dense model's weight files, and engines that run one on a device:
-our own in this process, vLLM with the plugin in another.
-"""
+"""Models under test, as directories that share the dense model's weight files."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine_worker import EngineWorker, engine_arguments
-from benchmarks.gpu.agreement import Answer, engine_answers
-from benchmarks.serving.systems import System, engine_system, vllm_system
-from swiftkv_platform.engine import EngineConfig, LLMEngine
-from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.model import convert_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -119,96 +110,8 @@ def _save_random(shape: dict[str, Any], directory: Path, dtype: torch.dtype, dev
     model.save_pretrained(directory)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits for both engines."""
-
-    device: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_bytes: int
-    kv_cache_dtype: str = "auto"
-    enforce_eager: bool = False
-    """Whether vLLM skips compiling, which takes most of the time of a short run."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """An engine that has loaded its model."""
-
-    play: System
-    answers: Callable[[Sequence[list[int]], int], list[Answer]]
-    """Greedy answers to prompts, each of a given number of tokens."""
-    num_blocks: int
-    block_size: int
-
-
-Start = Callable[[Path, Limits], AbstractContextManager[Running]]
-
-
-@contextmanager
-def own_engine(model: Path, limits: Limits) -> Iterator[Running]:
-    """This project's engine."""
-    release_memory()
-    config = EngineConfig(
-        device=limits.device,
-        dtype=limits.dtype,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_waiting=1 << 20,
-        kv_cache_bytes=limits.kv_cache_bytes,
-        kv_cache_dtype=limits.kv_cache_dtype,
-        enable_prefix_caching=False,
-        seed=0,
-    )
-    engine = LLMEngine(load_model(model, config), config)
-    try:
-        yield Running(
-            play=engine_system(engine),
-            answers=lambda prompts, num_tokens: engine_answers(engine, prompts, num_tokens),
-            num_blocks=engine.num_blocks,
-            block_size=engine.block_size,
-        )
-    finally:
-        engine.close()
-
-
 def release_memory() -> None:
     """Free device memory that no model in this process uses any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def vllm_engine(python: Path) -> Start:
-    """Return a starter for vLLM in another interpreter, with this project's plugin installed there."""
-
-    @contextmanager
-    def started(model: Path, limits: Limits) -> Iterator[Running]:
-        release_memory()  # vLLM's process uses the same device
-        arguments = engine_arguments(
-            model,
-            kv_cache_bytes=limits.kv_cache_bytes,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            dtype=limits.dtype,
-        )
-        arguments |= {"kv_cache_dtype": limits.kv_cache_dtype, "enforce_eager": limits.enforce_eager}
-        with EngineWorker(python, arguments, num_threads=torch.get_num_threads()) as worker:
-
-            def answers(prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
-                found = worker.logprobs(prompts, [num_tokens] * len(prompts))
-                return [Answer(prompt, *answer) for prompt, answer in zip(prompts, found, strict=True)]
-
-            yield Running(
-                play=vllm_system(worker),
-                answers=answers,
-                num_blocks=worker.made["num_blocks"],
-                block_size=worker.made["block_size"],
-            )
-
-    return started

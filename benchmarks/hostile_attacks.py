@@ -22,10 +22,12 @@ LARGE = {
 }
 """Beginning, part and end of bodies with large values, by path."""
 LARGE_BYTES = (16 << 20) - 4096
-"""Size a little below the limit that every version has."""
+"""Size a little below the limit."""
 AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
 NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
 JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
+LARGE_JOB = {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(1000)]}}
+"""The largest spec that is accepted."""
 EXTREMES: list[dict[str, Any]] = [
     {"target_ongoing_requests": 1e-320},
     {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
@@ -96,28 +98,19 @@ async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
     await asyncio.gather(*(connect() for _ in range(NUM_SILENT)))
 
 
-def large_job(num_tasks: int) -> dict[str, Any]:
-    """Make a spec of about 200 bytes per task. 1,000 tasks are accepted; versions before the limit accept 4,000."""
-    return {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]}}
-
-
 async def fill(client: httpx.AsyncClient) -> None:
-    """Store jobs with large specs, or smaller ones if those are refused."""
-    for num_tasks in (4000, 1000):
-        for _ in range(NUM_SPECS):
-            if not (await client.post("/jobs", json=large_job(num_tasks))).is_success:
-                break
-        else:
-            return
+    """Store jobs with large specs."""
+    for _ in range(NUM_SPECS):
+        await client.post("/jobs", json=LARGE_JOB)
 
 
 async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
     """Validate and read back the largest spec, eight requests at a time."""
-    stored = f"/jobs/{(await client.post('/jobs', json=large_job(1000))).raise_for_status().json()['id']}"
+    stored = f"/jobs/{(await client.post('/jobs', json=LARGE_JOB)).raise_for_status().json()['id']}"
 
     async def ask() -> None:
         while True:
-            count(await client.post(path, json=large_job(1000)))
+            count(await client.post(path, json=LARGE_JOB))
             count(await client.get(stored))
 
     await asyncio.gather(*(ask() for _ in range(8)))
@@ -145,7 +138,7 @@ async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 async def reads(client: httpx.AsyncClient, path: str, count: Count) -> None:
     """Read a job's history, its objects in the store, and lists, 16 requests at a time."""
-    await client.post(path, json=large_job(1000))
+    await client.post(path, json=LARGE_JOB)
     job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
     parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")
     asked = [f"{path}/{job}{part}" for part in parts] + ["/models", "/aliases", "/audit?limit=1000", "/v1/files"]

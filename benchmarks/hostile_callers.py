@@ -1,10 +1,9 @@
 """Effect of one hostile caller on others' requests: their answers, the 99th percentile of their times, and memory.
 
     python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--requests 150]
-    python -m benchmarks.hostile_callers --python OLD/.venv/bin/python --source OLD
 
-Each case has its own control plane with API keys, or its own replica of a small random model, in unmodified processes;
-with `--source`, from another checkout. A separate process attacks at a lower CPU priority, since it would have its own
+Each case has its own control plane with API keys, or its own replica of a small random model, in unmodified processes.
+A separate process attacks at a lower CPU priority, since it would have its own
 machine. Another tenant sends `--requests` in sequence, each over a new connection, alternately without and during the
 attack, `--rounds` times; a streamed answer counts with its longest gap. A case is `stopped` if one of these requests
 fails or gets no answer within `--patience` seconds. There is no Ray: jobs wait, and streams of their events and logs
@@ -14,7 +13,6 @@ stay open.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import math
@@ -38,15 +36,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.common import benchmark_parser, random_llama, write_report
 from benchmarks.hostile_attacks import CASES, JOB, fill, pages
 from swiftkv_platform.local.ray_head import free_ports
+from swiftkv_platform.security.keys import Scope, create_key
 
 ROOT = Path(__file__).parents[1]
-KEYS = """
-import json, sys
-from pathlib import Path
-from swiftkv_platform.security.keys import Scope, create_key
-names = ("eve", "ann")
-print(json.dumps([create_key(Path(sys.argv[1]), name=n, tenant=n, scopes=frozenset({Scope.ADMIN})) for n in names]))
-"""
 
 
 async def attack(case: str, url: str, key: str) -> None:
@@ -77,15 +69,15 @@ async def attack(case: str, url: str, key: str) -> None:
 
 
 class Process:
-    """Control plane or replica of a checkout, as a process."""
+    """Control plane or replica, as a process."""
 
-    def __init__(self, arguments: list[str], port: int, options: Any, **variables: str) -> None:
+    def __init__(self, arguments: list[str], port: int, **variables: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        known = {"PYTHONPATH": str(options.source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        known = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with_shells_limit = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh"]  # limits open files like a shell
         self._process = subprocess.Popen(
-            [*with_shells_limit, options.python, *arguments],
-            cwd=options.source,
+            [*with_shells_limit, sys.executable, *arguments],
+            cwd=ROOT,
             env={**os.environ, **known, **variables},
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -123,14 +115,13 @@ def save_model(directory: Path) -> None:
 
 
 def serve(directory: str, port: str) -> None:
-    """Serve that model in a process that runs this function's source with a checkout's packages."""
-    from contextlib import suppress
-
+    """Serve that model in a process of its own."""
     import uvicorn
 
     from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
     from swiftkv_platform.serve.current import Current, ModelCard, Version
     from swiftkv_platform.serve.http import create_http_app
+    from swiftkv_platform.web.promptness import answer_promptly
 
     config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))
@@ -142,17 +133,12 @@ def serve(directory: str, port: str) -> None:
         max_model_len=engine.engine.max_model_len,
     )
     app = create_http_app(Current(Version(engine, card, created=1)))
-    with suppress(ImportError):  # like a replica, if the version has it
-        from swiftkv_platform.web.promptness import answer_promptly
-
-        answer_promptly()
+    answer_promptly()  # like a replica
     uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error")
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the measured processes")
-    parser.add_argument("--source", type=Path, default=ROOT, help="checkout that the measured processes run")
     parser.add_argument("--requests", type=int, default=150, help="requests of the other tenant in each measurement")
     parser.add_argument("--rounds", type=int, default=2, help="measurements without the attack and during it")
     parser.add_argument("--seconds", type=float, default=12.0, help="maximum duration of those requests")
@@ -192,15 +178,11 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
     asks: list[tuple[str, str, Any]]
     if CASES[case][2]:
         keys = directory / "keys.yaml"
-        environment = {**os.environ, "PYTHONPATH": str(options.source)}
-        made = subprocess.check_output([options.python, "-c", KEYS, keys], cwd=options.source, env=environment)
-        attacker, other = json.loads(made)
-        package = options.source / "swiftkv_platform"
-        module = "control_plane" if (package / "control_plane").exists() else "api"  # name in older versions
+        scopes = frozenset({Scope.ADMIN})
+        attacker, other = (create_key(keys, name=name, tenant=name, scopes=scopes) for name in ("eve", "ann"))
         server = Process(
-            ["-m", f"swiftkv_platform.{module}"],
+            ["-m", "swiftkv_platform.control_plane"],
             port,
-            options,
             SWIFTKV_HOME=str(directory),
             SWIFTKV_PORT=str(port),
             SWIFTKV_API_KEYS_FILE=str(keys),
@@ -209,8 +191,8 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
         asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
     else:
         save_model(directory)
-        program = f"import sys\n{inspect.getsource(serve)}serve(*sys.argv[1:])"
-        server = Process(["-c", program, str(directory), str(port)], port, options)
+        program = "import sys; from benchmarks.hostile_callers import serve; serve(*sys.argv[1:])"
+        server = Process(["-c", program, str(directory), str(port)], port)
         answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         asks = [("GET", "/health", None), ("POST", "/generate", answer)]
         asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))

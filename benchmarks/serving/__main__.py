@@ -4,8 +4,7 @@
 
 Parts: `saturation` (the trace, all at once), `sustained` (its highest arrival rate within a limit on TTFT), `lengths`
 (the paper's figure 3 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the paper DIR/PART.svg too.
-`--trace` takes an Azure LLM inference trace (CSV); without it requests are drawn with the lengths of Azure's. With
-`--vllm-python`, vLLM takes its turns in `saturation`.
+`--trace` takes an Azure LLM inference trace (CSV); without it requests are drawn with the lengths of Azure's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.common import add_shape, conditions
-from benchmarks.engine_worker import add_vllm_python
 from benchmarks.serving.output import PLOTS, TABLES
 from benchmarks.serving.parts import PARTS, Report
 from benchmarks.serving.systems import Systems
@@ -103,7 +101,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument(
         "--huggingface-batch-size", type=int, default=4, help="batch size of generate, whose batches are padded"
     )
-    add_vllm_python(load)
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens per point")

@@ -16,7 +16,6 @@ LABELS = {
     "dense": "dense",
     "merge_all_layers": "Merge-all-Layers",
     "hf_generate": "Hugging Face `generate`",
-    "vllm": "vLLM, dense",
 }
 mpl.rcParams["svg.hashsalt"] = "serving"  # makes the same figure give the same file
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.serving import workloads
 from benchmarks.serving.metrics import Figures, RateSearch, figures, median_ratio, medians
-from benchmarks.serving.systems import System, Systems, engine_system, generate_system, vllm_system
+from benchmarks.serving.systems import System, Systems, engine_system, generate_system
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import LLMEngine
 
@@ -33,21 +32,14 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     peers: dict[str, System] = {}
     if args.huggingface_rounds:
         peers["hf_generate"] = generate_system(systems.huggingface, args.huggingface_batch_size)
-    made: Report = {}
     runs: dict[str, list[Figures]] = {}
     loads = []
-    with ExitStack() as stack:
-        if args.vllm_python:
-            worker = stack.enter_context(systems.vllm())
-            made["vllm"] = worker.made
-            engines["vllm"] = vllm_system(worker)
-            _warm_up(systems, {"vllm": engines["vllm"]})
-        for number in range(args.rounds):
-            requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
-            loads.append(described(requests))
-            some = engines | (peers if number < args.huggingface_rounds else {})
-            _take_turns(systems, some, requests, number, runs)
-            yield {"loads": loads, **made, **summary(runs)}
+    for number in range(args.rounds):
+        requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
+        loads.append(described(requests))
+        some = engines | (peers if number < args.huggingface_rounds else {})
+        _take_turns(systems, some, requests, number, runs)
+        yield {"loads": loads, **summary(runs)}
 
 
 def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:

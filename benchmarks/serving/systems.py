@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.common import random_llama
-from benchmarks.engine_worker import EngineWorker, engine_arguments
+from benchmarks.engine_worker import EngineWorker
 from benchmarks.serving.metrics import RequestTimes
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
@@ -59,17 +59,6 @@ class Systems:
         """The dense model in transformers' own class."""
         path = self._path("dense")
         return LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-
-    def vllm(self) -> EngineWorker:
-        """vLLM on the dense model, with the limits of our engine. The caller ends it."""
-        arguments = engine_arguments(
-            self._path("dense"),
-            kv_cache_bytes=self._args.kv_cache_mib << 20,
-            max_model_len=CONTEXT_LENGTH,
-            max_num_seqs=self._args.max_num_seqs,
-            max_num_batched_tokens=self._args.max_num_batched_tokens,
-        )
-        return EngineWorker(self._args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
     def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
         return random_prompts(requests, self._args.vocab_size, seed)

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import engine
 from benchmarks.engine_worker import EngineWorker, WorkerError, engine_arguments
 from benchmarks.gpu import weights
-from benchmarks.serving import __main__ as serving
 from tests.fakes.vllm_package.vllm import DIES, SLEEPS
 
 FAKE = Path(__file__).parents[2] / "fakes" / "vllm_package"
@@ -156,19 +155,6 @@ def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsy
         if load == "prefill":
             assert found["swiftkv"] == pytest.approx(faster)
     assert "as fast as vllm: dense " in capsys.readouterr().out
-
-
-def test_a_trace_is_played_on_it(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "saturation --layers 4 --hidden-size 32 --intermediate-size 48 --heads 4 --kv-heads 2 --vocab-size 128"
-    options += " --num-key-value-layers 2 --kv-cache-mib 8 --length-scale 0.02 --rounds 2 --num-requests 4"
-    options += " --huggingface-rounds 0"
-    serving.main([*options.split(), "--vllm-python", str(fake_python), "--output-dir", str(tmp_path)])
-    report = json.loads((tmp_path / "saturation.json").read_text(encoding="utf-8"))
-    assert report["vllm"]["max_num_batched_tokens"] == 1024
-    assert [len(report["rounds"][name]) for name in ("dense", "vllm")] == [2, 2]
-    found, dense = report["results"]["vllm"], report["results"]["dense"]
-    assert found["total_output_tokens"] == dense["total_output_tokens"]
-    assert "| vLLM, dense |" in capsys.readouterr().out
 
 
 def test_the_option_and_the_system_go_together(capsys: pytest.CaptureFixture[str]) -> None:

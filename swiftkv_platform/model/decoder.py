@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
@@ -105,7 +104,6 @@ class SwiftKVDecoderMixin(nn.Module):
         self.swiftkv_enabled = True
         self.teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
         """Teacher's layers < l, if the student has trained its own and both are compared; None: they are the same."""
-        self._fused_key_value: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.post_init()
 
     def begin(
@@ -287,18 +285,10 @@ class SwiftKVDecoderMixin(nn.Module):
         rotations = [self.layer_rotations.of(i, rotation) for i in self.layer_map.leaders]
         # After a float32 norm (trained, under autocast) every projection would cast and keep its own narrow copy.
         hidden = self.norm_swiftkv(x).to(x.dtype)
-        if self._fused_key_value is None:
-            # Group by group, so that groups sharded separately are each gathered once.
-            return [
-                leader.shape_key_value([projection(hidden) for projection in leader.input_projections], its_own)
-                for leader, its_own in zip(leaders, rotations, strict=True)
-            ]
-        rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
-        parts = F.linear(hidden, *self._fused_key_value).split(rows, dim=-1)
-        count = len(parts) // len(leaders)
+        # Group by group, so that groups sharded separately are each gathered once.
         return [
-            leader.shape_key_value(parts[i * count : (i + 1) * count], its_own)
-            for i, (leader, its_own) in enumerate(zip(leaders, rotations, strict=True))
+            leader.shape_key_value([projection(hidden) for projection in leader.input_projections], its_own)
+            for leader, its_own in zip(leaders, rotations, strict=True)
         ]
 
     def deep_suffix(
@@ -319,21 +309,6 @@ class SwiftKVDecoderMixin(nn.Module):
         return DeepSuffix(
             shared, first, context.num_tokens, kept, context.past_key_values, self.layer_map.num_key_value_layers
         )
-
-    def fuse_shared_key_value(self) -> None:
-        """Fuse the projections of all groups into one GEMM on norm_swiftkv(x), for inference; they become views."""
-        projections = [projection for leader in self._leaders for projection in leader.input_projections]
-        if not projections:
-            return
-        rows = [projection.out_features for projection in projections]
-        weight = torch.cat([projection.weight.detach() for projection in projections])
-        biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        for projection, view in zip(projections, weight.split(rows), strict=True):
-            projection.weight = nn.Parameter(view, requires_grad=False)
-        for projection, view in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
-            projection.bias = nn.Parameter(view, requires_grad=False)
-        self._fused_key_value = (weight, bias)
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs  # type: ignore[untyped-decorator]

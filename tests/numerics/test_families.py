@@ -177,20 +177,6 @@ def test_rope_scaling_as_published_checkpoints_spell_it(name: str, prompt: torch
     assert torch.equal(loaded(prompt[None]).logits, student(prompt[None]).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v2-lora"])
-@torch.no_grad()
-def test_one_matrix_product_for_all_groups(name: str, prompt: torch.Tensor) -> None:
-    student = make_student(name)
-    before = student(prompt[None]).logits
-    student.model.fuse_shared_key_value()
-    torch.testing.assert_close(student(prompt[None]).logits, before, atol=1e-5, rtol=1e-5)
-    weight, bias = student.model._fused_key_value
-    projections = [p for i in (2, 4) for p in student.model.layers[i].self_attn.input_projections]
-    assert (bias is not None) == (projections[0].bias is not None)
-    assert {p.weight.untyped_storage().data_ptr() for p in projections} == {weight.untyped_storage().data_ptr()}
-    assert sum(p.weight.numel() for p in projections) == weight.numel()
-
-
 @pytest.mark.parametrize(("swiftkv", "layers"), [(True, 4), (False, 5)])
 @torch.no_grad()
 def test_latent_attention_caches_latents(swiftkv: bool, layers: int, prompt: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The documentation and the shape of the code: the site builds, trails are connected, no import is circular."""
+"""The documentation and the shape of the code: the site builds, no import is circular."""
 
 import ast
 import os
@@ -278,7 +278,6 @@ def test_a_default_is_the_same_on_every_page_and_in_the_code() -> None:
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("swiftkv_platform", "jobs", "serve")
-MOST_FILES_TO_THE_OPTIMIZER = 20
 
 
 def modules() -> dict[str, Path]:
@@ -326,31 +325,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}, "a circle is found"
     names = modules()
     assert circle({name: imports(path, names) - {name} for name, path in names.items()}) == []
-
-
-def trail(heading: str) -> list[str]:
-    """Files in the first column of the table below a heading of docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return re.findall(r"^\| `([^`]+\.py)` \|", section, re.MULTILINE)
-
-
-def test_each_file_of_the_trail_leads_to_the_next() -> None:
-    """From the attempt's entrypoint on, each file is imported by an earlier one; no import shows the step before."""
-    for heading in ("From POST /jobs to an optimizer step", "From POST /generate to a token"):
-        assert len(trail(heading)) >= 5
-        assert [file for file in trail(heading) if not (ROOT / file).is_file()] == []
-    names = modules()
-    by_path = {str(path.relative_to(ROOT)): name for name, path in names.items()}
-    files = trail("From POST /jobs to an optimizer step")
-    assert len(files) <= MOST_FILES_TO_THE_OPTIMIZER
-    walk = files[files.index("jobs/distill.py") :]
-    within_reach: set[str] = {by_path[walk[0]]}
-    for file in walk:
-        assert by_path[file] in within_reach, file
-        imported = imports(names[by_path[file]], names)
-        packages = [name for name in imported if names[name].name == "__init__.py"]
-        within_reach |= imported.union(*(imports(names[name], names) for name in packages))
 
 
 FRAGMENT = re.compile(r"(Of|Whose|By which|As|What|Which|Who|That|How)\s")

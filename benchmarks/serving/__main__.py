@@ -1,4 +1,4 @@
-"""Serving side by side: the dense model, its SwiftKV students and Hugging Face, on one random model, in one run.
+"""Serving side by side: the dense model and its SwiftKV students, on one random model, in one run.
 
     python -m benchmarks.serving [PART ...] [--trace FILE] [--output-dir DIR] [--short]
 
@@ -94,12 +94,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--num-trials", type=int, default=4, help="arrival rates tried in a search")
     load.add_argument(
         "--ttft-limit", type=float, default=3.0, help="seconds within which 90%% of requests get their first token"
-    )
-    load.add_argument(
-        "--huggingface-rounds", type=int, default=1, help="rounds of saturation with Hugging Face; 0 leaves them out"
-    )
-    load.add_argument(
-        "--huggingface-batch-size", type=int, default=4, help="batch size of generate, whose batches are padded"
     )
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])

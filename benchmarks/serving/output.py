@@ -15,7 +15,6 @@ Report = dict[str, Any]
 LABELS = {
     "dense": "dense",
     "merge_all_layers": "Merge-all-Layers",
-    "hf_generate": "Hugging Face `generate`",
 }
 mpl.rcParams["svg.hashsalt"] = "serving"  # makes the same figure give the same file
 

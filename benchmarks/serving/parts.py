@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.serving import workloads
 from benchmarks.serving.metrics import Figures, RateSearch, figures, median_ratio, medians
-from benchmarks.serving.systems import System, Systems, engine_system, generate_system
+from benchmarks.serving.systems import System, Systems, engine_system
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import LLMEngine
 
@@ -29,16 +29,12 @@ SHARE_WITHIN_LIMIT = 0.9
 def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """Throughput of each system with all requests of the trace at once."""
     engines = _engines(systems, ["dense", "swiftkv_g1", student(args)])
-    peers: dict[str, System] = {}
-    if args.huggingface_rounds:
-        peers["hf_generate"] = generate_system(systems.huggingface, args.huggingface_batch_size)
     runs: dict[str, list[Figures]] = {}
     loads = []
     for number in range(args.rounds):
         requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
         loads.append(described(requests))
-        some = engines | (peers if number < args.huggingface_rounds else {})
-        _take_turns(systems, some, requests, number, runs)
+        _take_turns(systems, engines, requests, number, runs)
         yield {"loads": loads, **summary(runs)}
 
 

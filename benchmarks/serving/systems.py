@@ -9,12 +9,11 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.common import random_llama
 from benchmarks.engine_worker import EngineWorker
@@ -53,12 +52,6 @@ class Systems:
         if name == "merge_all_layers":
             return self._merged(**options)
         return LLMEngine(self._model(name), self._config(options))
-
-    @cached_property
-    def huggingface(self) -> Any:
-        """The dense model in transformers' own class."""
-        path = self._path("dense")
-        return LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
     def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
         return random_prompts(requests, self._args.vocab_size, seed)

@@ -226,14 +226,7 @@ def test_fp8_teachers_become_what_they_stand_for(
         assert torch.equal(exported(prompt[None]).logits, student(prompt[None]).logits)
 
 
-def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    """An unsupported method is refused before weights are read; FP8 without scales is refused by the tensor's name."""
-    config = random_teacher().config
-    config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    config.save_pretrained(tmp_path / "teacher")
-    for attempt in (convert, lambda source, **shape: convert_checkpoint(source, tmp_path / "student", **shape)):
-        with pytest.raises(ModelError, match=r"quant_method 'gptq'.*not supported"):
-            attempt(tmp_path / "teacher", **SHAPE)
+def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     save_fp8(tmp_path / "fp8", ROWS)
     rewrite(tmp_path / "fp8", lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
     with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is quantised but has no"):
@@ -288,10 +281,6 @@ def test_tensors_that_do_not_fit_are_named(what: str, how: str, tmp_path: Path) 
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
     save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
     shard = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
-    shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=f"its index names {shard.name}, which does not exist"):
-        convert(tmp_path / "teacher", **SHAPE)
-    (tmp_path / "elsewhere").rename(shard)
     index = tmp_path / "teacher" / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     document["weight_map"]["model.norm.weight"] = shard.name
@@ -300,23 +289,17 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
         convert(tmp_path / "teacher", **SHAPE)
 
 
-def test_truncated_files_and_pickles_are_refused(tmp_path: Path) -> None:
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
     model = save(random_teacher(), tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="not a complete safetensors file"):
         convert(model, **SHAPE)
-    weights.rename(model / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pickles"):
-        convert(model, **SHAPE)
 
 
-def test_outputs_in_use_and_other_models_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_outputs_in_use_are_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "precious").write_text("")
     for function in (convert_checkpoint, export):
         with pytest.raises(ConflictError, match="exists and is not empty"):
             function(tmp_path / "no-such-model", tmp_path / "output")
-    save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
-    with pytest.raises(ModelError, match=r"has ids up to 257 .*vocab_size is 200"):
-        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)

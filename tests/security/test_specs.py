@@ -151,7 +151,8 @@ def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Ser
     for path in ("/jobs/validate", "/jobs"):
         asked = [server.client.post(path, json={**SPEC, "evaluation": tasks}) for tasks in (fits, long)]
         assert asked[0].is_success, asked[0].text
-        assert refusal(asked[1])["field"] == "evaluation"
+        error = refusal(asked[1])
+        assert (error["field"], "262,144 are accepted" in error["message"]) == ("evaluation", True)
     assert len(server.client.get("/jobs").json()["data"]) == 1
 
 

@@ -178,33 +178,6 @@ def test_a_request_may_have_several_answers(swiftkv_dir: Path) -> None:
     engine.check()
 
 
-def test_prompts_that_begin_alike_are_read_once_within_a_tenant(swiftkv_dir: Path) -> None:
-    engine = LLMEngine.from_pretrained(swiftkv_dir)
-    prompt, params = list(range(40)), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    cached = {}
-    for name, tenant in (("first", "a"), ("again", "a"), ("other", "b")):
-        engine.add_request(prompt, params, name, tenant=tenant)
-        while engine.has_unfinished_requests:
-            outputs = engine.step()
-        cached[name] = outputs[0].num_cached_tokens
-    assert cached == {"first": 0, "again": 32, "other": 0}
-
-
-def test_logprobs_are_those_of_the_tokens_and_of_the_best(engine: LLMEngine) -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=1)
-    output = engine.generate([[1, 2, 3]], params)[0]
-    whole = engine.generate(
-        [[*output.prompt_token_ids, *output.token_ids]],
-        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3),
-    )[0]
-    assert len(output.logprobs) == 6
-    assert output.prompt_logprobs[0] is None
-    for token, found, expected in zip(output.token_ids, output.logprobs, whole.prompt_logprobs[3:], strict=True):
-        assert len(found) == 3
-        assert max(found, key=lambda one: found[one]) == token
-        assert found == pytest.approx(expected, abs=1e-4)
-
-
 def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -> None:
     engine = LLMEngine.from_pretrained(swiftkv_dir)
     poisoned = 100  # not among the tokens of the good answer

@@ -76,15 +76,6 @@ def test_lists_are_paged_and_filtered(server: Server) -> None:
     assert (empty["data"], empty["first_id"], empty["last_id"]) == ([], None, None)
 
 
-def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(start: Start) -> None:
-    server = start(max_request_bytes=1 << 20)
-    sources = [{"name_or_path": f"org/{'x' * 900}-{at}"} for at in range(400)]
-    for path in ("/jobs", "/jobs/validate"):
-        error = refusal(server.client.post(path, json={**SPEC, "data": {"sources": sources}}))
-        assert (error["field"], "262,144 are accepted" in error["message"]) == ("data", True)
-    assert server.get("/jobs")["data"] == []
-
-
 def test_changes_of_status_are_idempotent_and_refused_after_the_end(server: Server) -> None:
     job = server.submit()
     for verb, status in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):

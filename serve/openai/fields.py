@@ -45,10 +45,6 @@ class Treatment(StrEnum):
     REFUSED = "refused"
 
 
-def _never(_value: Any, _n: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class RequestField:
     """A field of a request's body."""
@@ -60,7 +56,7 @@ class RequestField:
     routes: tuple[Route, ...] = ALL
     origin: Literal["OpenAI", "Anthropic", "vLLM", "SwiftKV"] = "OpenAI"
     """API that the field comes from."""
-    accepts: Callable[[Any, int], bool] = _never
+    accepts: Callable[[Any, int], bool] = lambda _value, _n: False
     """(value, the request's `n`) -> whether an otherwise refused field is accepted because this value has no effect."""
 
 

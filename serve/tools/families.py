@@ -86,10 +86,6 @@ class Llama3Parser(ToolCallParser):
             found = True
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 def _mistral_id() -> str:
     """Return a random id of 9 characters; Mistral's templates refuse other lengths."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
@@ -120,7 +116,7 @@ class CallFormat:
     layout: Layout
     tokens: tuple[str, ...]
     """Markers that may be special tokens of the family's tokenizers."""
-    new_id: Callable[[], str] = _call_id
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
 _OBJECT = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'

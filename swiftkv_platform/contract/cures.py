@@ -59,22 +59,6 @@ def _instead(better: str, *of: Any) -> Instead:
     return lambda value, _spec: f"use {better}" if value in of else None
 
 
-def _lower_rate(value: Any, _spec: JobSpec) -> str:
-    return f"use {(value or 1e-3) / 10:.3g}"
-
-
-def _more_epochs(value: Any, spec: JobSpec) -> str | None:
-    return f"use {2 * value}" if spec.training.max_steps is None else None
-
-
-def _skip_less(value: Any, spec: JobSpec) -> str | None:
-    return f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.given_layers is None else None
-
-
-def _more_layers(value: Any, _spec: JobSpec) -> str | None:
-    return None if value is None else f"use {value + 1} or more"
-
-
 _RETRIES: Mapping[str, Instead] = {"fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"}
 _AGAIN = Cure(
     "Nothing in the spec is known to be at fault: clone the job, with training.from set to its last checkpoint "
@@ -146,15 +130,20 @@ CURES: Mapping[str, Cure] = {
     TrainingError.code: Cure("`swiftkv jobs logs JOB` says more; clone the job with the change."),
     LossNotFiniteError.code: Cure(
         "If the loss diverges in the first steps, a longer optimizer.warmup_ratio helps.",
-        {"optimizer.learning_rate": _lower_rate, "model.dtype": _instead("float32", "bfloat16")},
+        {
+            "optimizer.learning_rate": lambda value, _spec: f"use {(value or 1e-3) / 10:.3g}",
+            "model.dtype": _instead("float32", "bfloat16"),
+        },
     ),
     QualityGateError.code: Cure(
         "`swiftkv jobs events JOB` shows the course of held-out KL.",
         {
             "training.max_steps": _more,
-            "training.num_epochs": _more_epochs,
-            "swiftkv.prefill_reduction": _skip_less,
-            "swiftkv.num_key_value_layers": _more_layers,
+            "training.num_epochs": lambda value, spec: f"use {2 * value}" if spec.training.max_steps is None else None,
+            "swiftkv.prefill_reduction": lambda value, spec: (
+                f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.given_layers is None else None
+            ),
+            "swiftkv.num_key_value_layers": lambda value, _spec: None if value is None else f"use {value + 1} or more",
             "swiftkv.key_value_group_size": _less,
         },
         blamed="a looser limit accepts this student",

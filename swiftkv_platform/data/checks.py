@@ -90,7 +90,7 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
         access.boundary.check_tree(path, field)
         if is_saved_dataset(path) or is_hub_layout(path):
             if access.is_restricted:
-                _check_laid_out(path, field)
+                (check_saved if is_saved_dataset(path) else check_laid_out)(path, field)
             return SourceEstimate(name)
     found = [file for file in source_files(path, source, where) if kind_of(file.name) is not None]
     if not found:
@@ -106,13 +106,6 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
         num_bytes=sum(file.stat().st_size for file in filled),
         formats=tuple(dict.fromkeys(found for found in formats if found is not None)),
     )
-
-
-def _check_laid_out(path: Path, field: str) -> None:
-    if is_saved_dataset(path):
-        check_saved(path, field)
-    else:
-        check_laid_out(path, field)
 
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +141,8 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
                 field="directory",
                 value=missing[0].key,
             )
-        load_rows(database, {name: _moved_rows(directory, name, backup.store_uri, store.uri) for name in tables()})
+        move = partial(_moved, before=backup.store_uri, now=store.uri)
+        load_rows(database, {name: map(move, read_rows(_table(directory, name))) for name in tables()})
     return backup
 
 
@@ -204,11 +206,6 @@ def _put_back(store: ObjectStore, directory: Path, backup: Backup, item: ListedO
         raise _damaged(path)
     store.upload_file(path, item.key)
     return True
-
-
-def _moved_rows(directory: Path, name: str, before: str, now: str) -> Iterator[Mapping[str, Any]]:
-    for row in read_rows(_table(directory, name)):
-        yield _moved(row, before, now)
 
 
 def _moved(value: Any, before: str, now: str) -> Any:

@@ -133,7 +133,8 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         _deep_layer(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
     )
     if setup.trainable == "all":
-        let_go = sum(_behind_key_value(model.layers[i], setup) for i in layer_map.bypassed)
+        bypassed = [model.layers[i] for i in layer_map.bypassed]
+        let_go = sum(_layer(layer, setup) - maps_flops(layer.attention.key_value) for layer in bypassed)
         backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
@@ -187,10 +188,6 @@ def _layer(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
     return maps_flops(maps) + _attention(layer, setup)
-
-
-def _behind_key_value(layer: Layer, setup: TrainingSetup) -> float:
-    return _layer(layer, setup) - maps_flops(layer.attention.key_value)
 
 
 def _deep_layer(layer: Layer, setup: TrainingSetup, share: float) -> float:

@@ -102,7 +102,8 @@ class ArtifactCache:
         for left in self._directory.glob(".fetch-*"):  # left by a process that was killed
             if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
                 shutil.rmtree(left, ignore_errors=True)
-        copies = {path.name: _size(path) for path in self._directory.iterdir() if self._is_copy(path)}
+        inside = self._directory.iterdir()
+        copies = {path.name: _size(path) for path in inside if path.is_dir() and self._lock(path.name).exists()}
         copies.pop(for_, None)
         total = sum(copies.values())
         for name in sorted(copies, key=lambda name: self._lock(name).stat().st_mtime):
@@ -122,9 +123,6 @@ class ArtifactCache:
             shutil.rmtree(self._directory / digest)
             get_logger().info("cached_model_removed", manifest_digest=digest)
             return True
-
-    def _is_copy(self, path: Path) -> bool:
-        return path.is_dir() and self._lock(path.name).exists()
 
     def _lock(self, digest: str) -> Path:
         return self._directory / (digest + _LOCK)

@@ -7,7 +7,7 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.jobs.job import JobStatus, Reason
+from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from tests.fakes.attempt_store import METRICS
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
@@ -111,15 +111,6 @@ def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(
         "storage_error",
         "again",
     )
-
-
-def test_bad_data_is_not_tried_again(plane: Plane) -> None:
-    job = plane.started()
-    field = "data.sources[0].name_or_path"
-    plane.worker(job).say("error", "it is empty", code="data_error", field=field, value="x", retryable=False)
-    plane.end(job, SubmissionStatus.FAILED)
-    assert plane.get(job).status is JobStatus.FAILED
-    assert plane.get(job).error == Reason("data_error", "it is empty", field)
 
 
 def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Plane) -> None:

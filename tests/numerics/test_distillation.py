@@ -12,7 +12,7 @@ from swiftkv_platform.contract.attempts import StopRequest
 from swiftkv_platform.distillation import parallel
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.pieces import TrainedTensors
-from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
+from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
@@ -226,21 +226,6 @@ def test_a_worker_alone_uses_no_threads_of_gloo(
     resumed = train(tmp_path)
     assert [m.step for m in resumed.steps] == [3, 4]  # the newest checkpoint is of step 2
     assert_equal_weights(resumed, whole)
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole: Outcome, tmp_path: Path) -> None:
-    checkpoints = tmp_path / "s" / CHECKPOINTS
-    train(tmp_path, spec={"checkpoint": {"every_steps": 1}}, stop_after=3)
-    (newest,) = checkpoints.glob("step-00000002-*")  # the run stopped before it saved step 3
-    (damaged,) = newest.glob("*.distcp")
-    damaged.write_bytes(damaged.read_bytes()[::-1])
-    second = train(tmp_path)
-    assert [m.step for m in second.steps] == [2, 3, 4]
-    assert_equal_weights(second, whole)
-    for file in checkpoints.glob("*/*.distcp"):
-        file.write_bytes(b"")
-    with pytest.raises(ArtifactCorruptError):
-        train(tmp_path)
 
 
 @pytest.mark.parametrize("stop_request", [StopRequest.LEAVE, StopRequest.STOP, StopRequest.PAUSE])

@@ -244,8 +244,8 @@ def test_every_table_of_quality_says_samples_seeds_and_interval() -> None:
         "quality.md",
     }
     assert {page: len(found[page]) for page in ("performance.md", "quality.md")} == {
-        "performance.md": 5,
-        "quality.md": 6,
+        "performance.md": 4,
+        "quality.md": 4,
     }
     assert [head for each in found.values() for head, below in each.items() if not CAPTION.match(below)] == []
 

@@ -1,5 +1,5 @@
 """A job's plan, phase by phase: memory of a worker, disk of a node, bytes in the store and moved, time. Computed from a
-spec, a `config.json` and the operator's figures for the machines; docs/planning.md explains each figure.
+spec, a `config.json` and the operator's figures for the machines.
 """
 
 from __future__ import annotations

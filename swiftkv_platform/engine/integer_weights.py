@@ -21,8 +21,8 @@ from swiftkv_platform.model.weight_formats import (
     IntegerWeight,
     WeightFormat,
     dequantize_weight,
+    is_int8_in_mixed,
     is_projection,
-    makes_heads,
     quantize_weight,
 )
 
@@ -41,21 +41,22 @@ def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None
 def round_weights(model: Any, form: WeightFormat) -> None:
     """Round the projections of a model's layers that are not in integers to nearest, and its heads to int8, in place.
 
-    `int4` leaves what makes queries, keys and values in int8, as the export format `mixed` does, and projections whose
-    inputs make no groups. Where no kernel multiplies integers, a head that is the embedding too stays as it is. Raises
-    `ModelError`: `int4` for a model whose projections are stored in int8.
+    `int4` puts into int8 what the export format `mixed` stores so, and projections whose inputs make no groups. Where
+    no kernel multiplies integers, a head that is the embedding too stays as it is. Raises `ModelError`: `int4` for a
+    model whose projections are stored in int8.
     """
+    num_layers = model.config.num_hidden_layers
     for name, linear in _projections(model):
+        four = form == "int4" and not is_int8_in_mixed(name.removesuffix(".part"), num_layers)
         if (stored := integers_of(linear)) is not None:
-            if form == "int4" and stored.form == "int8" and not makes_heads(name):
+            if four and stored.form == "int8":
                 raise ModelError.of(
                     "weights",
                     form,
                     ", and the model is stored in int8; use auto, or export the unquantised model with --quantize int4",
                 )
             continue
-        four = form == "int4" and not makes_heads(name) and linear.in_features % packing.GROUP == 0
-        _round(linear, "int4" if four else "int8")
+        _round(linear, "int4" if four and linear.in_features % packing.GROUP == 0 else "int8")
     embedding = model.get_input_embeddings().weight
     for name in ("lm_head", "exit_head"):
         if isinstance(head := getattr(model, name, None), nn.Linear):

@@ -39,12 +39,12 @@ from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, 
 from swiftkv_platform.model.stored_weights import check_finite, settle_head
 from swiftkv_platform.model.streaming import Progress
 from swiftkv_platform.model.weight_formats import (
-    HEADS,
     WeightFormat,
     compressed_tensors_config,
     group_size,
+    int8_in_mixed,
+    is_int8_in_mixed,
     is_projection,
-    makes_heads,
     quantize_weight,
     stored_form,
 )
@@ -52,11 +52,6 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 Quantization = Literal["int8", "int4", "mixed"]
-_TARGETS: dict[Quantization, dict[WeightFormat, str]] = {
-    "int8": {"int8": "Linear"},
-    "int4": {"int4": "Linear"},
-    "mixed": {"int8": f"re:{HEADS}", "int4": "Linear"},
-}
 
 
 def export(
@@ -90,8 +85,8 @@ def export(
             vLLM for other servers.
         quantize: store the projections of the layers in integers, in the formats of compressed-tensors: `int8` with a
             scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
-            projections of queries, keys and values in int8 and the others in int4 by groups of 32. Heads, embeddings,
-            norms and routers stay unquantised. The directory is read tensor by tensor.
+            projections of queries, keys and values and the last eighth of the MLPs in int8 and the others in int4 by
+            groups of 32. Heads, embeddings, norms and routers stay unquantised. The directory is read tensor by tensor.
         calibration: rows of tokens for the rounding of `quantize`, see `round_calibrated`; the directory is read layer
             by layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as named in the adapter.
@@ -243,7 +238,8 @@ def _export_quantized(
     names = [name for name in checkpoint.shards if name in kept]
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
     projections = {name: size for name, size in inputs.items() if is_projection(name)}
-    eight = [name for name in projections if form == "int8" or (form == "mixed" and makes_heads(name))]
+    num_layers = config.num_hidden_layers
+    eight = [name for name in projections if form == "int8" or (form == "mixed" and is_int8_in_mixed(name, num_layers))]
     sizes = [size for name, size in projections.items() if name not in eight]
     group = group_size(sizes, smallest=form == "mixed")
     formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
@@ -289,8 +285,11 @@ def _export_quantized(
         writer.flush()
         write_index(partial, writer.shards, num_bytes)
         copy_companions(directory, partial)
+        targets: dict[WeightFormat, str] = (
+            {"int8": f"re:{int8_in_mixed(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
+        )
         config.quantization_config = compressed_tensors_config(
-            _TARGETS[form], group, ignored, calibrated=calibration is not None
+            targets, group, ignored, calibrated=calibration is not None
         )
         config.save_pretrained(partial)
     return target

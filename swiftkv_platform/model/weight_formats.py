@@ -24,9 +24,8 @@ MAX_MULTIPLIER = 15
 int4 product can be computed as an int8 product with a scale per row."""
 _PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
 """Last parts of the names of linear modules in the layers that are quantised."""
-HEADS = r".*self_attn\.(?!o_proj)\w+"
-"""Projections that make queries, keys and values, which are small and most sensitive to rounding: `mixed` stores them
-in int8 and the others in int4. It has to be all of them, since vLLM fuses them."""
+_HEADS = r".*self_attn\.(?!o_proj)\w+"
+"""Projections that make queries, keys and values. vLLM fuses them, so they all have one form."""
 DAMPING = 0.05
 """Share of the mean squared input that is added to each input's, in calibrated rounding."""
 _COLUMNS = 128
@@ -39,9 +38,17 @@ def is_projection(name: str) -> bool:
     return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
 
 
-def makes_heads(name: str) -> bool:
-    """Whether a projection makes queries, keys or values."""
-    return bool(re.fullmatch(HEADS, name.removesuffix(".weight")))
+def int8_in_mixed(num_layers: int) -> str:
+    """Return the pattern of the linear modules that `mixed` stores in int8, the others in int4: those that make
+    queries, keys and values, which are small, and the MLPs of the last eighth of a model's layers. Both are most
+    sensitive to rounding."""
+    last = range(num_layers - max(1, round(num_layers / 8)), num_layers)
+    return rf"{_HEADS}|.*layers\.({'|'.join(map(str, last))})\.mlp\.\w+_proj$"
+
+
+def is_int8_in_mixed(name: str, num_layers: int) -> bool:
+    """Whether `mixed` stores a projection of a model with `num_layers` layers in int8."""
+    return bool(re.fullmatch(int8_in_mixed(num_layers), name.removesuffix(".weight")))
 
 
 class IntegerWeight(NamedTuple):

@@ -70,13 +70,16 @@ def test_a_quantised_student_is_what_its_files_say(
     config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
     assert {"lm_head", "exit_head"} <= set(config["ignore"])
     targets = [group["targets"] for group in config["config_groups"].values()]
-    assert targets == [["re:.*self_attn\\.(?!o_proj)\\w+"], ["Linear"]][form != "mixed" :]
+    in_mixed = rf"re:.*self_attn\.(?!o_proj)\w+|.*layers\.({student.config.num_hidden_layers - 1})\.mlp\.\w+_proj$"
+    assert targets == [[in_mixed], ["Linear"]][form != "mixed" :]
     in_int8 = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.int8}
     quantised = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
     assert any("q_proj_swiftkv" in name or "q_b_proj_swiftkv" in name for name in quantised)
     assert quantised.isdisjoint(config["ignore"])
     makes_heads = {name for name in quantised if "self_attn" in name and "o_proj" not in name}
-    assert in_int8 == {"int8": quantised, "int4": set(), "mixed": makes_heads}[form]
+    last = f"layers.{student.config.num_hidden_layers - 1}.mlp."
+    last_mlp = {name for name in quantised if last in name and "expert" not in name}
+    assert in_int8 == {"int8": quantised, "int4": set(), "mixed": makes_heads | last_mlp}[form]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
     assert not hasattr(model.config, "quantization_config")
     weights = StoredWeights.open(tmp_path / "served", read_config(tmp_path / "served"))

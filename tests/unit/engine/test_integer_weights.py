@@ -29,19 +29,22 @@ def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forms(model: nn.Module) -> dict[str, str]:
-    """Integer format of each module that has integers, by the last part of its name."""
+    """Integer format of each module that has integers, by its name without what all layers' names begin with."""
     found = ((name, integers_of(module)) for name, module in model.named_modules())
-    return {name.rpartition(".")[2]: one.form for name, one in found if one is not None}
+    return {name.removeprefix("model.layers."): one.form for name, one in found if one is not None}
 
 
-def test_int4_leaves_heads_and_what_makes_them_in_int8(student_dir: Path) -> None:
+def test_int4_leaves_heads_and_sensitive_projections_in_int8(student_dir: Path) -> None:
     model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
     embedding = model.get_input_embeddings().weight.clone()
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     round_weights(model, "int4")
     found = forms(model)
-    assert {name for name, form in found.items() if form == "int4"} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert {"q_proj", "k_proj", "v_proj", "q_proj_swiftkv", "lm_head", "exit_head"} <= found.keys()
+    last = model.config.num_hidden_layers - 1
+    mlps = {f"{i}.mlp.{name}_proj" for i in range(last) for name in ("gate", "up", "down")}
+    outputs = {f"{i}.self_attn.o_proj" for i in range(last + 1)}
+    assert {name for name, form in found.items() if form == "int4"} == mlps | outputs
+    assert {"0.self_attn.q_proj", f"{last}.self_attn.q_proj_swiftkv", "lm_head", "exit_head"} <= found.keys()
     assert torch.equal(model.get_input_embeddings().weight, embedding), "a tied head keeps its floats for embeddings"
     up = model.model.layers[0].mlp.up_proj
     assert not torch.equal(up.weight, before)
@@ -70,8 +73,9 @@ def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp
     assert forms(model) == {}
     attach_stored(model, Checkpoint.open(tmp_path / "served"))
     found = forms(model)
-    assert found["gate_proj"] == ("int8" if form == "int8" else "int4")
-    assert found["q_proj_swiftkv"] == "int8"
+    assert found["0.mlp.gate_proj"] == ("int8" if form == "int8" else "int4")
+    last = model.config.num_hidden_layers - 1
+    assert found[f"{last}.self_attn.q_proj_swiftkv"] == found[f"{last}.mlp.up_proj"] == "int8"
     assert "lm_head" not in found
     for module in model.modules():
         if (integers := integers_of(module)) is not None:

@@ -182,7 +182,7 @@ def create_http_app(
         except EngineDeadError as error:
             if sees:
                 raise
-            raise EngineDeadError("the engine runs no more") from error
+            raise EngineDeadError("the engine is no longer running") from error
         if not sees:
             return {"status": "ok"}
         return {

@@ -46,7 +46,8 @@ def read_teacher_config(
             except BucketError as error:
                 raise unusable(name, error.message, field) from error
             except ObjectNotFoundError as error:
-                raise _unreadable(name, field) from error
+                why = "no config.json is stored there, or there is no such bucket"
+                raise unusable(name, f"{why}; a Hugging Face model directory is accepted", field) from error
             except UnusableFileError as error:
                 raise unusable(name, f"its config.json {error}", field) from error
         case BuiltinSource():
@@ -81,7 +82,8 @@ def read_config_file(
         file = boundary.check(path / "config.json" if path.is_dir() else path, field, error=ModelError)
         return read_json(file)
     except OSError as error:
-        raise _unreadable(name, field) from error
+        why = f"its config.json cannot be read ({error.strerror})"
+        raise unusable(name, f"{why}; a Hugging Face model directory is accepted", field) from error
     except UnusableFileError as error:
         raise unusable(name, f"its config.json {error}", field) from error
 
@@ -107,6 +109,3 @@ def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
     """Return the error for a teacher that cannot be used."""
     return ModelError.of(field, name, f": {why}")
 
-
-def _unreadable(name: str, field: str) -> ModelError:
-    return unusable(name, "its config.json cannot be read; a Hugging Face model directory is accepted", field)

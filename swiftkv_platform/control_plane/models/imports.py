@@ -139,7 +139,7 @@ def _checked(directory: Path, source: str) -> Manifest:
     except (OSError, UnusableFileError) as error:
         raise _unusable(source, "which has no config.json that can be read; use a student's directory") from error
     if not str(kind).endswith(STUDENT_SUFFIX):
-        raise _unusable(source, f"a {str(kind)[:64]!r} and no SwiftKV student; `swiftkv distill` makes one")
+        raise _unusable(source, f"a {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one")
     if not any(directory.glob("*.safetensors")):
         raise _unusable(source, "which has no weights (*.safetensors)")
     if not (directory / MANIFEST).is_file():

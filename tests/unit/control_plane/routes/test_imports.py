@@ -155,7 +155,7 @@ def test_a_job_continues_from_an_imported_model_whose_spec_is_known(server: Serv
 
 WRONG: dict[str, Any] = {
     "changed weights": ({}, "model.safetensors", "other", "differs from its manifest.json"),
-    "a teacher": ({}, "config.json", '{"model_type": "llama"}', "no SwiftKV student"),
+    "a teacher": ({}, "config.json", '{"model_type": "llama"}', "not a SwiftKV student"),
     "a manifest of another form": ({}, "manifest.json", "{}", "cannot be read"),
     "code": ({}, "config.json", '{"model_type": "llama_swiftkv", "attn_implementation": "a/b"}', "names the code"),
     "an adapter": ({}, "swiftkv_adapter.json", "{}", "swiftkv export"),

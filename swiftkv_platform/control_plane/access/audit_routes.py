@@ -80,10 +80,8 @@ def list_audit(
 ) -> ListAnswer[AuditAnswer]:
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
     if seen is not None and tenant not in (None, seen):
-        raise ForbiddenError(
-            f"tenant is {tenant!r}; this key sees only the entries of {seen!r}, an operator's key those of all",
-            field="tenant",
-        )
+        message = f"tenant is {tenant!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
+        raise ForbiddenError(message, field="tenant")
     wanted = AuditFilter(
         tenant=seen or tenant,
         actor=actor,

@@ -135,8 +135,4 @@ def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> Un
 
 
 def unknown_cursor(value: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"after is {value!r}, which is not in this list; pass the `last_id` of an earlier page",
-        field="after",
-        value=value,
-    )
+    return InvalidInputError.of("after", value, ", which is not in this list; pass the `last_id` of an earlier page")

@@ -181,11 +181,8 @@ async def _ask(
         answer = await client.send(asked, stream=True)
     except httpx.TransportError as error:
         await client.aclose()
-        raise ClusterUnavailableError(
-            f"deployment {deployment_id} does not answer: {error or type(error).__name__}",
-            field="deployment_id",
-            value=deployment_id,
-        ) from error
+        message = f"deployment {deployment_id} does not answer: {error or type(error).__name__}"
+        raise ClusterUnavailableError(message, field="deployment_id", value=deployment_id) from error
 
     async def close() -> None:
         await answer.aclose()

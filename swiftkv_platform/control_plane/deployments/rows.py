@@ -94,11 +94,8 @@ class DeploymentRepository(Store):
             row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
-                raise ConflictError(
-                    f"deployment {deployment_id} is being deleted; create another one",
-                    field="deployment_id",
-                    value=deployment_id,
-                )
+                message = f"deployment {deployment_id} is being deleted; create another one"
+                raise ConflictError(message, field="deployment_id", value=deployment_id)
             spec, state = change(deployment, _held_beside(session, deployment_id, tenant))
             write_deployment(row, _as_promoted(session, spec, tenant), state)
             return read_deployment(row)

@@ -107,9 +107,8 @@ async def get_logs(
     out."""
     job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
     if tail_lines is not None and (follow or offset or limit is not None):
-        raise InvalidInputError(
-            "tail_lines cannot be combined with follow, offset or limit", field="tail_lines", value=tail_lines
-        )
+        message = "tail_lines cannot be combined with follow, offset or limit"
+        raise InvalidInputError(message, field="tail_lines", value=tail_lines)
     if follow and limit is not None:
         raise InvalidInputError("limit cannot be combined with follow", field="limit", value=limit)
     if follow:

@@ -37,11 +37,8 @@ class JobLimits:
         )
         for field, value, most in asked:
             if value is not None and most is not None and value > most:
-                raise InvalidInputError(
-                    f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less",
-                    field=field,
-                    value=value,
-                )
+                message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
+                raise InvalidInputError(message, field=field, value=value)
 
 
 def check_spec_bytes(spec: JobSpec) -> None:

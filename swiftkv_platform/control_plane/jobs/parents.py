@@ -153,11 +153,8 @@ def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
     """
     parent, theirs = found.parent, found.spec
     if parent.kind == "model":
-        raise InvalidInputError(
-            f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)",
-            field="from_checkpoint",
-            value=parent.name,
-        )
+        message = f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)"
+        raise InvalidInputError(message, field="from_checkpoint", value=parent.name)
     document = theirs.model_dump(mode="json")
     document["name"] = f"{theirs.name[:_LONGEST_STEM]}-step-{parent.step}"
     document["training"] |= {"from": parent.name, "max_steps": 0, "load_optimizer_state": False}
@@ -269,11 +266,8 @@ def _refused(name: str, problem: str) -> InvalidInputError:
 
 
 def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
-    return InvalidInputError(
-        f"{field} is {ours!r}, and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}"
-        f"{unless}",
-        field=field,
-        value=ours,
+    return InvalidInputError.of(
+        field, ours, f", and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}{unless}"
     )
 
 

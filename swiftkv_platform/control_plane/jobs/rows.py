@@ -283,11 +283,8 @@ class JobRepository(Store):
             changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
                 check_fence(session, fence)
-                raise StaleVersionError(
-                    f"job {job.id} has been changed since version {job.version} was read; read it again",
-                    field="version",
-                    value=job.version,
-                )
+                message = f"job {job.id} has been changed since version {job.version} was read; read it again"
+                raise StaleVersionError(message, field="version", value=job.version)
             steps = {point.step for point in points}
             self._add_events(session, updated, [without_points(event, steps) for event in events])
             _replace_points(session, job.id, points)

@@ -120,18 +120,12 @@ def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> 
         raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
     if is_builtin and BUILTIN_TASKS[name] and data_dir is None:
         wanted = " and ".join(BUILTIN_TASKS[name])
-        raise InvalidInputError(
-            f"{field} is {name!r} without data_dir; use a directory that holds {wanted}",
-            field=f"{field}.data_dir",
-            value=None,
-        )
+        message = f"{field} is {name!r} without data_dir; use a directory that holds {wanted}"
+        raise InvalidInputError(message, field=f"{field}.data_dir", value=None)
     file = parse_location(name, field=field) if names_file else None
     if isinstance(file, PathSource) and not os.path.isfile(file.path):  # noqa: PTH113 (which raises for some)
-        raise InvalidInputError(
-            f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows",
-            field=field,
-            value=name,
-        )
+        message = f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows"
+        raise InvalidInputError(message, field=field, value=name)
     if (is_builtin or names_file) and data_dir is not None:
         _check_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
 

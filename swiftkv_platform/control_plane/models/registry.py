@@ -123,11 +123,8 @@ class RegistryService:
                 expected.check(f"alias {alias!r}", _version(history))
             stack = _stack(history)
             if len(stack) < 2:
-                raise ConflictError(
-                    f"alias {alias!r} stood for no model before {stack[-1]}; promote another one",
-                    field="alias",
-                    value=alias,
-                )
+                message = f"alias {alias!r} stood for no model before {stack[-1]}; promote another one"
+                raise ConflictError(message, field="alias", value=alias)
             model, previous, version = stack[-2], stack[-1], _version(history) + 1
             return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
 

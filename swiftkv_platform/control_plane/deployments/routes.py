@@ -19,7 +19,6 @@ from swiftkv_platform.control_plane.deployments.answers import (
     DeploymentAnswer,
     DeploymentChange,
     DeploymentMetricsAnswer,
-    ReplicaMetricsAnswer,
 )
 from swiftkv_platform.control_plane.deployments.deployment import RouteRules
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
@@ -94,12 +93,11 @@ async def get_deployment_metrics(
     """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
     runs."""
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
-    replicas = []
-    if found.state.replicas:
-        url = DeploymentAnswer.of(found, settings.serve_url).url
-        key = await run_in_threadpool(authorization, request)
-        read = await read_replica_metrics(url, found.state.replicas, authorization=key)
-        replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
+    if not found.state.replicas:
+        return DeploymentMetricsAnswer(time=parts.clock(), replicas=[])
+    url = DeploymentAnswer.of(found, settings.serve_url).url
+    key = await run_in_threadpool(authorization, request)
+    replicas = await read_replica_metrics(url, found.state.replicas, authorization=key)
     return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.access.rows import SqlSessions, StoredSession
+from swiftkv_platform.control_plane.access.rows import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, MetricPoint, transition
@@ -99,7 +100,8 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=True) == 1
     assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=False) == 1
     assert store(jobs, make_job(), key="once").id != job.id
-    SqlSessions(database).add(StoredSession("a" * 64, "ann", "sealed", 1.0, 50.0), now=1.0)
+    row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
+    SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
     assert rows.remove_sessions(now=49, limit=9, dry_run=False) == 0
     assert rows.remove_sessions(now=50, limit=9, dry_run=True) == 1
     assert rows.remove_sessions(now=50, limit=9, dry_run=False) == 1

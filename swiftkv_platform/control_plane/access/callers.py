@@ -32,6 +32,8 @@ _CHANGING = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
 
 
 SIGN_IN_PATH = "/session"
+_Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+"""Shown as a padlock in the API's documentation; `authorization` reads the header itself."""
 
 
 def identified(request: Request) -> Principal | None:
@@ -68,7 +70,7 @@ async def admit(request: Request) -> Sender:
 def get_caller(
     request: Request,
     scopes: SecurityScopes,
-    _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    _header: _Header,
 ) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key = identified(request)
@@ -85,7 +87,7 @@ def get_caller(
 async def hold_stream(
     request: Request,
     scopes: SecurityScopes,
-    header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    header: _Header,
 ) -> AsyncIterator[None]:
     """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
 
@@ -131,7 +133,7 @@ def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
     async def in_turn(
         request: Request,
         scopes: SecurityScopes,
-        header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+        header: _Header,
     ) -> AsyncIterator[Caller]:
         turns: Turns = request.app.state.turns
         caller = await run_in_threadpool(get_caller, request, scopes, header)

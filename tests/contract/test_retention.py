@@ -148,7 +148,8 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
     other = ended(jobs)
     with pytest.raises(NotFoundError):
         rows.delete_job(job.id, by="ann", now=400, tenant="another")
-    number = rows.count_job(job.id)
+    number, prefix = rows.foresee_job(job.id)
+    assert prefix == f"jobs/{job.id}"
     assert rows.delete_job(job.id, by="ann", now=400, tenant=TENANT) == number
     assert rows.deletions(now=1000, limit=9, after=None) == [f"jobs/{job.id}"]
     with pytest.raises(NotFoundError):
@@ -164,7 +165,7 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
 
 def test_a_deleted_model_leaves_its_job(rows: RetainedRows, jobs: JobRepository) -> None:
     job, model_id = with_model(jobs)
-    assert rows.model_prefix(model_id) == f"jobs/{job.id}/attempts/1/artifact"
+    assert rows.foresee_model(model_id) == (1, f"jobs/{job.id}/attempts/1/artifact")
     assert rows.delete_model(model_id, by="ann", now=400, tenant=TENANT) == 1
     left = jobs.get(job.id, tenant=TENANT)
     assert (left.status, left.distilled_model, left.artifact_uri) == (JobStatus.SUCCEEDED, None, None)
@@ -224,7 +225,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs:
     before = rows.count_rows()
     for job_id, reason in held:
         with pytest.raises(ConflictError, match=reason):
-            rows.check_job(job_id)
+            rows.foresee_job(job_id)
         with pytest.raises(ConflictError, match=reason):
             rows.delete_job(job_id, by="ann", now=400)
     for model_id, reason in [(served, "deployment"), (shown, "deployment"), (promoted, "alias 'production'")]:

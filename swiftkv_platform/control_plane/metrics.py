@@ -38,9 +38,8 @@ class ControlPlaneHistograms:
         self._requests = _histogram("swiftkv_http_request_duration_seconds", text, _REQUESTS_S, labels)
         text = "Steps of the control loops that this control plane leads."
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
-        self._waits = _histogram(
-            "swiftkv_job_queue_wait_seconds", "Time in the queue of each attempt that left it.", _WAITS_S
-        )
+        text = "Time in the queue of each attempt that left it."
+        self._waits = _histogram("swiftkv_job_queue_wait_seconds", text, _WAITS_S)
         self._lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
         text = "Runs that a tracker such as W&B did not receive, or only in part."
         self._untracked = Counter("swiftkv_untracked_runs", text, registry=None)
@@ -157,15 +156,9 @@ class ControlPlaneMetrics:
         yield _gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
         counts = self._sweeper.counts
         yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
-        yield _gauge(
-            "swiftkv_store_objects",
-            "Objects in the store by kind, when they were last counted.",
-            "kind",
-            counts.objects,
-        )
-        yield _gauge(
-            "swiftkv_store_bytes", "Bytes in the store by kind, when they were last counted.", "kind", counts.bytes
-        )
+        for what, stored in (("objects", counts.objects), ("bytes", counts.bytes)):
+            text = f"{what.capitalize()} in the store by kind, when they were last counted."
+            yield _gauge(f"swiftkv_store_{what}", text, "kind", stored)
         for what in ("rows", "objects", "bytes"):
             text = f"{what.capitalize()} that this process has removed."
             removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])

@@ -67,11 +67,7 @@ async def admit(request: Request) -> Sender:
     return Sender(caller.tenant, caller.name)
 
 
-def get_caller(
-    request: Request,
-    scopes: SecurityScopes,
-    _header: _Header,
-) -> Caller:
+def get_caller(request: Request, scopes: SecurityScopes, _header: _Header) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key = identified(request)
     if key is not None:
@@ -84,11 +80,7 @@ def get_caller(
     return caller
 
 
-async def hold_stream(
-    request: Request,
-    scopes: SecurityScopes,
-    header: _Header,
-) -> AsyncIterator[None]:
+async def hold_stream(request: Request, scopes: SecurityScopes, header: _Header) -> AsyncIterator[None]:
     """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
 
     Routes list it before their caller, so that one stream too many is refused without waiting for a turn. Routes of
@@ -130,11 +122,7 @@ def current_session(request: Request) -> Session | None:
 
 
 def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
-    async def in_turn(
-        request: Request,
-        scopes: SecurityScopes,
-        header: _Header,
-    ) -> AsyncIterator[Caller]:
+    async def in_turn(request: Request, scopes: SecurityScopes, header: _Header) -> AsyncIterator[Caller]:
         turns: Turns = request.app.state.turns
         caller = await run_in_threadpool(get_caller, request, scopes, header)
         async with turns.turn(caller.tenant, kind):

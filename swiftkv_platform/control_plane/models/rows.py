@@ -10,9 +10,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.deployments.deployment import (
-    DeploymentStatus,
-)
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
 from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Change, Model, Promotion

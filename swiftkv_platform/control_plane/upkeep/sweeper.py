@@ -17,14 +17,7 @@ from functools import partial
 
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
-from swiftkv_platform.control_plane.upkeep.retention import (
-    DAY_S,
-    SWEEPER,
-    Counts,
-    Kind,
-    Retention,
-    Swept,
-)
+from swiftkv_platform.control_plane.upkeep.retention import DAY_S, SWEEPER, Counts, Kind, Retention, Swept
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger

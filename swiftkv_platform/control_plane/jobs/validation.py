@@ -69,7 +69,13 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     fitting: list[JobSpec] = []
     for trial in expand(spec):
         try:
-            _check_layers(trial.spec, num_hidden_layers)
+            student_layer_map(
+                num_hidden_layers,
+                num_key_value_layers=trial.spec.swiftkv.num_key_value_layers,
+                prefill_reduction=trial.spec.swiftkv.prefill_reduction,
+                key_value_group_size=trial.spec.swiftkv.key_value_group_size,
+                prefill_layers=trial.spec.swiftkv.prefill_layers,
+            )
             fitting.append(trial.spec)
         except InvalidInputError as error:
             if error.field != GROUP_SIZE_FIELD:
@@ -79,16 +85,6 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
         assert refused is not None, "a spec has a trial"
         raise refused
     return fitting[0]
-
-
-def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
-    student_layer_map(
-        num_hidden_layers,
-        num_key_value_layers=spec.swiftkv.num_key_value_layers,
-        prefill_reduction=spec.swiftkv.prefill_reduction,
-        key_value_group_size=spec.swiftkv.key_value_group_size,
-        prefill_layers=spec.swiftkv.prefill_layers,
-    )
 
 
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:

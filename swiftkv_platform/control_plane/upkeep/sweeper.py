@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import chain
 
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
@@ -65,7 +66,7 @@ class Sweeper:
         if self._round is None:
             if not is_due(self._next_round, self.clock(), within=self.interval_s):
                 return
-            self._round = self._round_and_counts()
+            self._round = chain(self.round(), self._count())
         until = self.monotonic() + _TICK_S
         try:
             for swept in self._round:
@@ -77,10 +78,6 @@ class Sweeper:
             raise
         self._round = None
         self._next_round = self.clock() + self.interval_s
-
-    def _round_and_counts(self) -> Iterator[Swept]:
-        yield from self.round()
-        yield from self._count()
 
     def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
         """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.

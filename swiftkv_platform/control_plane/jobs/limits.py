@@ -27,10 +27,9 @@ class JobLimits:
 
     def check(self, spec: JobSpec) -> None:
         """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit."""
-        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
         training = spec.training
         asked = (
-            ("resources.num_workers", spec.resources.max_workers * trials, self.max_workers),
+            ("resources.num_workers", spec.most_workers, self.max_workers),
             ("training.batch_size", training.batch_size, self.max_batch_size),
             ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
             ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),

@@ -66,9 +66,10 @@ def list_audit(
     page: NewestFirst,
 ) -> ListAnswer[AuditAnswer]:
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
-    if seen is not None and wanted.tenant not in (None, seen):
-        asked = f"tenant is {wanted.tenant!r}; this key sees only the entries of {seen!r}"
-        raise ForbiddenError(f"{asked}, an operator's key those of all", field="tenant")
+    asked = wanted.tenant
+    if seen is not None and asked not in (None, seen):
+        message = f"tenant is {asked!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
+        raise ForbiddenError(message, field="tenant")
     trail: SqlAudit = request.app.state.audit
-    found = trail.list(page, replace(wanted, tenant=seen or wanted.tenant))
-    return list_answer(found, AuditAnswer.of, lambda entry: entry.id, page.order)
+    found = trail.list(page, replace(wanted, tenant=seen or asked))
+    return list_answer(found, AuditAnswer.of, order=page.order)

@@ -71,9 +71,7 @@ def list_deployments(
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
-    return list_answer(
-        found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
-    )
+    return list_answer(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), order=page.order)
 
 
 @router.get("/{deployment_id}")

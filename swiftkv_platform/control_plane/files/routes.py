@@ -201,7 +201,7 @@ def list_files(
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
-    return list_answer(found, FileAnswer.of, lambda file: file.id, page.order)
+    return list_answer(found, FileAnswer.of, order=page.order)
 
 
 @router.get("/{file_id}")

@@ -167,7 +167,7 @@ def list_jobs(
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, metadata_asked_for(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, present, lambda job: job.id, page.order)
+    return list_answer(found, present, order=page.order)
 
 
 def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[str, str]:

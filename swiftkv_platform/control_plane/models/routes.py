@@ -55,7 +55,7 @@ _NEWEST_CHANGES = 20
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
-    return list_answer(found, ModelAnswer.of, lambda model: model.id)
+    return list_answer(found, ModelAnswer.of)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
@@ -178,7 +178,7 @@ def list_aliases(
 ) -> ListAnswer[AliasAnswer]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
-    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)
+    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history))
 
 
 @router.get("/aliases/{alias}")

@@ -51,7 +51,7 @@ def list_fine_tuning_jobs(
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=metadata_asked_for(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, show, lambda job: job.id, page.order)
+    return list_answer(found, show, order=page.order)
 
 
 @router.get("/{job_id}")
@@ -84,7 +84,7 @@ def list_fine_tuning_events(
 ) -> ListAnswer[FineTuningEventAnswer]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of, lambda event: event.id)
+    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
 
 
 @router.get("/{job_id}/checkpoints")
@@ -94,7 +94,7 @@ def list_fine_tuning_checkpoints(
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
-    return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)
+    return list_answer(found, lambda each: _checkpoint(parts, job_id, each))
 
 
 def _checkpoint(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:

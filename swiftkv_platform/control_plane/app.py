@@ -63,7 +63,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         },
     )
     error_handlers.install(app)
-    app.state.bodies = Bodies(admit, _body_share(settings), max_keys=_MOST_KEYS)
+    at_once = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
+    share = Share(of_key=at_once // 8, of_tenant=at_once // 4, of_all=at_once)
+    app.state.bodies = Bodies(admit, share, max_keys=_MOST_KEYS)
     app.add_middleware(InputGuard)
     most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)
@@ -76,30 +78,12 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
     app.add_middleware(PatientRefusals, statuses=(413, 429))
-    routers = (
-        jobs,
-        history_routes,
-        output_routes,
-        models,
-        deployments,
-        files,
-        fine_tuning,
-        quota,
-        recipes,
-        audit_routes,
-        health,
-        sign_in,
-    )
-    for module in routers:
+    rooms = (jobs, history_routes, output_routes, models, deployments, files, fine_tuning, quota, recipes, audit_routes)
+    for module in (*rooms, health, sign_in):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=sign_in.FILES))
     add_docs(app)
     return app
-
-
-def _body_share(settings: Settings) -> Share:
-    most = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
-    return Share(of_key=most // 8, of_tenant=most // 4, of_all=most)
 
 
 def _check_host(host: str) -> None:

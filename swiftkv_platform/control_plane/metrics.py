@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -38,9 +40,8 @@ class ControlPlaneHistograms:
         self._requests = _histogram("swiftkv_http_request_duration_seconds", text, _REQUESTS_S, labels)
         text = "Steps of the control loops that this control plane leads."
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
-        self._waits = _histogram(
-            "swiftkv_job_queue_wait_seconds", "Time in the queue of each attempt that left it.", _WAITS_S
-        )
+        text = "Time in the queue of each attempt that left it."
+        self._waits = _histogram("swiftkv_job_queue_wait_seconds", text, _WAITS_S)
         self._lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
         text = "Runs that a tracker such as W&B did not receive, or only in part."
         self._untracked = Counter("swiftkv_untracked_runs", text, registry=None)
@@ -89,39 +90,30 @@ def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:
     return ask
 
 
+@dataclass(eq=False)
 class ControlPlaneMetrics:
     """Collector of one control plane's jobs, deliveries, loops and operator files, read at each scrape.
 
     It also reports what the sweeper counted last and has removed; a standby control plane has counted nothing. Counts
     that the database does not return within seconds are left out.
-
-    Args:
-        checks: what is wrong with each dependency, by name. The serving cluster is added here: `/readyz` does not check
-            it.
-        files: whether the newest version of each of the operator's files is usable, by name.
     """
 
-    def __init__(
-        self,
-        parts: Components,
-        loops: Sequence[ControlLoop],
-        reconciler: Reconciler,
-        files: Mapping[str, Callable[[], bool]],
-        sweeper: Sweeper,
-        orphans: Orphans,
-        deployments: DeploymentReconciler,
-        checks: Mapping[str, Kept[str | None]],
-    ) -> None:
-        serving = Kept(complaint_of(parts.serving.status), parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._checks = {**checks, "serving": serving}
-        self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._loops = loops
-        self._reconciler = reconciler
-        self._files = files
-        self._sweeper = sweeper
-        self._orphans = orphans
-        self._deployments = deployments
+    parts: Components
+    loops: Sequence[ControlLoop]
+    reconciler: Reconciler
+    files: Mapping[str, Callable[[], bool]]
+    """Whether the newest version of each of the operator's files is usable, by name."""
+    sweeper: Sweeper
+    orphans: Orphans
+    deployments: DeploymentReconciler
+    checks: Mapping[str, Kept[str | None]]
+    """What is wrong with each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
+
+    def __post_init__(self) -> None:
+        kept = partial(Kept, clock=self.parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._checks = {**self.checks, "serving": kept(complaint_of(self.parts.serving.status))}
+        self._jobs = kept(self.parts.jobs.count_by_status)
+        self._deliveries = kept(self.parts.outbox.count_by_status)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: registering the collector must not read the database."""
@@ -141,40 +133,34 @@ class ControlPlaneMetrics:
         if deliveries in good:
             text = "Webhook deliveries by status."
             yield _gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
-        usable = {name: is_usable() for name, is_usable in self._files.items()}
+        usable = {name: is_usable() for name, is_usable in self.files.items()}
         text = "Whether a file's newest version is usable and in effect."
         yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
         text = "Jobs that could not be handled in the latest round and are tried again."
-        yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self._reconciler.jobs_put_off)
+        yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.jobs_put_off)
         text = "Deployments whose rows cannot be read; they keep serving unchanged."
-        unreadable = len(self._deployments.unreadable)
+        unreadable = len(self.deployments.unreadable)
         yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
-        stalled = {loop.name: loop.is_stalled for loop in self._loops}
+        stalled = {loop.name: loop.is_stalled for loop in self.loops}
         text = "Whether a control loop is stalled; /readyz is 503 then."
         yield _gauge("swiftkv_loop_stalled", text, "loop", stalled)
-        ticks = {loop.name: loop.last_success or 0.0 for loop in self._loops}
+        ticks = {loop.name: loop.last_success or 0.0 for loop in self.loops}
         text = "When a control loop last completed a round."
         yield _gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
-        counts = self._sweeper.counts
+        counts = self.sweeper.counts
         yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
-        yield _gauge(
-            "swiftkv_store_objects",
-            "Objects in the store by kind, when they were last counted.",
-            "kind",
-            counts.objects,
-        )
-        yield _gauge(
-            "swiftkv_store_bytes", "Bytes in the store by kind, when they were last counted.", "kind", counts.bytes
-        )
+        for what, stored in (("objects", counts.objects), ("bytes", counts.bytes)):
+            text = f"{what.capitalize()} in the store by kind, when they were last counted."
+            yield _gauge(f"swiftkv_store_{what}", text, "kind", stored)
         for what in ("rows", "objects", "bytes"):
             text = f"{what.capitalize()} that this process has removed."
             removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])
-            for kind, total in self._sweeper.swept.items():
+            for kind, total in self.sweeper.swept.items():
                 if getattr(total, what):
                     removed.add_metric([kind], getattr(total, what))
             yield removed
         text = "Attempts without a job that were stopped."
-        yield CounterMetricFamily("swiftkv_orphans_stopped", text, value=self._orphans.stopped)
+        yield CounterMetricFamily("swiftkv_orphans_stopped", text, value=self.orphans.stopped)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:

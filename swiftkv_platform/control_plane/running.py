@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from uuid import uuid4
@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.control_plane.access.audit import Floods
 from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Tenants, source_rules
+from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.rows import files_of
@@ -85,7 +85,14 @@ async def running(
     instruments = replace(histograms.reconciler, spans=app.state.spans)
     reconciler = build_reconciler(settings, parts, leaderships["jobs"], instruments)
     orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
-    sweeper = _sweeper(settings, parts, orphans)
+    sweeper = Sweeper(
+        RetainedRows(parts.database),
+        RetainedObjects(parts.objects),
+        retention(settings),
+        parts.clock,
+        interval_s=settings.sweep_interval_s,
+        also=orphans.tick,
+    )
     deploying = build_deployment_reconciler(settings, parts, leaderships["deployments"])
     steps = {
         "jobs": reconciler.tick,
@@ -94,12 +101,24 @@ async def running(
         "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
         "retention": sweeper.tick,
     }
-    loops = _loops(settings, parts, leaderships, steps, histograms)
+    # Each has its own thread: Ray Serve is slow to start, and webhook receivers are slow to answer.
+    loops = [
+        ControlLoop(
+            name,
+            leaderships[name].guard(histograms.timed(name, step)),
+            interval_s=settings.reconcile_interval_s,
+            clock=parts.clock,
+        )
+        for name, step in steps.items()
+    ]
     app.state.readiness = Readiness(parts, loops)
     app.state.ray = app.state.readiness.checks["ray"]
     app.state.metrics = CollectorRegistry()
     histograms.register(app.state.metrics)
-    operator_files = _operator_files(credentials, parts.policies)
+    operator_files = {
+        **({} if credentials is None else credentials.operator_files),
+        "tenants": lambda: parts.policies.is_usable,
+    }
     app.state.metrics.register(
         ControlPlaneMetrics(
             parts, loops, reconciler, operator_files, sweeper, orphans, deploying, app.state.readiness.checks
@@ -134,13 +153,10 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.streams = Places(
         "streams", Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )
-    app.state.log_followers = LogFollowers(parts, _followed_logs(settings), app.state.turns)
+    logs = Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
+    app.state.log_followers = LogFollowers(parts, logs, app.state.turns)
     app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
     app.state.upload_places = upload_places()
-
-
-def _followed_logs(settings: Settings) -> Share:
-    return Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
 
 
 def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
@@ -183,41 +199,6 @@ def build_deployment_reconciler(settings: Settings, parts: Components, lease: Le
         policies=parts.policies,
         clock=parts.clock,
     )
-
-
-def _sweeper(settings: Settings, parts: Components, orphans: Orphans) -> Sweeper:
-    return Sweeper(
-        RetainedRows(parts.database),
-        RetainedObjects(parts.objects),
-        retention(settings),
-        parts.clock,
-        interval_s=settings.sweep_interval_s,
-        also=orphans.tick,
-    )
-
-
-def _loops(
-    settings: Settings,
-    parts: Components,
-    leaderships: Mapping[str, Leadership],
-    steps: Mapping[str, Callable[[], None]],
-    histograms: ControlPlaneHistograms,
-) -> list[ControlLoop]:
-    """Make the control loops. Each has its own thread: Ray Serve is slow to start, and webhook receivers are slow to
-    answer."""
-    interval_s = settings.reconcile_interval_s
-    return [
-        ControlLoop(
-            name, leaderships[name].guard(histograms.timed(name, step)), interval_s=interval_s, clock=parts.clock
-        )
-        for name, step in steps.items()
-    ]
-
-
-def _operator_files(credentials: Credentials | None, policies: Tenants) -> Mapping[str, Callable[[], bool]]:
-    """Whether each of the operator's files is usable, by name."""
-    files = {} if credentials is None else dict(credentials.operator_files)
-    return {**files, "tenants": lambda: policies.is_usable}
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

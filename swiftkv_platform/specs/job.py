@@ -146,6 +146,12 @@ class JobSpec(Spec):
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
     @property
+    def most_workers(self) -> int:
+        """Most workers at a time, over all trials of a sweep."""
+        trials = 1 if self.sweep is None else min(self.sweep.max_concurrent, self.sweep.num_trials)
+        return self.resources.max_workers * trials
+
+    @property
     def rows_per_pass(self) -> int:
         """Rows that all workers take in one forward pass; a batch is a multiple of it."""
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size

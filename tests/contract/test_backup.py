@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.rows import SqlSessions, StoredSession
+from swiftkv_platform.control_plane.access.rows import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.ports import Idempotency
@@ -57,7 +58,8 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     )
     spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
     registry.create_deployment(Deployment(spec, TENANT, 300))
-    SqlSessions(database).add(StoredSession("a" * 64, "ann", "sealed", 1.0, 50.0), now=1.0)
+    row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
+    SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
     return job.id, spec.id
 
 

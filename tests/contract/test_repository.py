@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.session import Database
@@ -24,7 +25,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ports import JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import JobFilter
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
@@ -154,22 +155,14 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
         jobs.points(job.id, Page(after="x"))
 
 
-@pytest.mark.parametrize(
-    ("limits", "field"),
-    [
-        (StoredJobs(waiting=3), "max_queued_jobs"),
-        (StoredJobs(unfinished=3), "max_unfinished_jobs"),
-        (StoredJobs(stored=3), "max_stored_jobs"),
-    ],
-)
-def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(
-    jobs: JobRepository, limits: StoredJobs, field: str
-) -> None:
+@pytest.mark.parametrize("field", ["max_queued_jobs", "max_unfinished_jobs", "max_stored_jobs"])
+def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(jobs: JobRepository, field: str) -> None:
+    policy = TenantPolicy.model_validate({field: 3})
     store(jobs, make_job(tenant="other"))
 
     def submit() -> Job:
         job = make_job()
-        return jobs.create(job, status_event(job, now=100), limits=limits)
+        return jobs.create(job, status_event(job, now=100), policy=policy)
 
     refused = [outcome for outcome in at_once([submit] * 8) if isinstance(outcome, QuotaExceededError)]
     assert len(jobs.list(Page(), tenant=TENANT).items) == 3

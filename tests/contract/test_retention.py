@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.access.rows import SqlSessions, StoredSession
+from swiftkv_platform.control_plane.access.rows import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, MetricPoint, transition
@@ -99,7 +100,8 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=True) == 1
     assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=False) == 1
     assert store(jobs, make_job(), key="once").id != job.id
-    SqlSessions(database).add(StoredSession("a" * 64, "ann", "sealed", 1.0, 50.0), now=1.0)
+    row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
+    SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
     assert rows.remove_sessions(now=49, limit=9, dry_run=False) == 0
     assert rows.remove_sessions(now=50, limit=9, dry_run=True) == 1
     assert rows.remove_sessions(now=50, limit=9, dry_run=False) == 1
@@ -146,7 +148,8 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
     other = ended(jobs)
     with pytest.raises(NotFoundError):
         rows.delete_job(job.id, by="ann", now=400, tenant="another")
-    number = rows.count_job(job.id)
+    number, prefix = rows.foresee_job(job.id)
+    assert prefix == f"jobs/{job.id}"
     assert rows.delete_job(job.id, by="ann", now=400, tenant=TENANT) == number
     assert rows.deletions(now=1000, limit=9, after=None) == [f"jobs/{job.id}"]
     with pytest.raises(NotFoundError):
@@ -162,7 +165,7 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
 
 def test_a_deleted_model_leaves_its_job(rows: RetainedRows, jobs: JobRepository) -> None:
     job, model_id = with_model(jobs)
-    assert rows.model_prefix(model_id) == f"jobs/{job.id}/attempts/1/artifact"
+    assert rows.foresee_model(model_id) == (1, f"jobs/{job.id}/attempts/1/artifact")
     assert rows.delete_model(model_id, by="ann", now=400, tenant=TENANT) == 1
     left = jobs.get(job.id, tenant=TENANT)
     assert (left.status, left.distilled_model, left.artifact_uri) == (JobStatus.SUCCEEDED, None, None)
@@ -222,7 +225,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs:
     before = rows.count_rows()
     for job_id, reason in held:
         with pytest.raises(ConflictError, match=reason):
-            rows.check_job(job_id)
+            rows.foresee_job(job_id)
         with pytest.raises(ConflictError, match=reason):
             rows.delete_job(job_id, by="ann", now=400)
     for model_id, reason in [(served, "deployment"), (shown, "deployment"), (promoted, "alias 'production'")]:

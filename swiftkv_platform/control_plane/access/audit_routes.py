@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 
 from swiftkv_platform.control_plane.access.callers import taking_turns
 from swiftkv_platform.control_plane.access.rows import AuditEntry, AuditFilter, SqlAudit
@@ -16,9 +16,6 @@ from swiftkv_platform.errors import ForbiddenError
 from swiftkv_platform.security.principals import Principal, Scope
 
 router = APIRouter(tags=["operations"])
-
-_Value = Annotated[str | None, Query(max_length=300)]
-_Time = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, description="Unix seconds")]
 
 
 class AuditAnswer(Answer):
@@ -49,8 +46,7 @@ class AuditAnswer(Answer):
 
     @classmethod
     def of(cls, entry: AuditEntry) -> Self:
-        values: dict[str, Any] = asdict(entry)
-        return cls(about=values.pop("object"), **values)
+        return cls.model_validate({**vars(entry), "object": "audit.entry", "about": entry.object})
 
 
 def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("reading")]) -> str | None:
@@ -66,35 +62,14 @@ def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("readin
 def list_audit(
     request: Request,
     seen: Annotated[str | None, Depends(seen_tenant)],
+    wanted: Annotated[AuditFilter, Depends()],
     page: NewestFirst,
-    tenant: _Value = None,
-    actor: _Value = None,
-    credential: _Value = None,
-    address: _Value = None,
-    route: _Value = None,
-    about: _Value = None,
-    request_id: _Value = None,
-    status: Annotated[int | None, Query(ge=100, le=599)] = None,
-    since: _Time = None,
-    until: _Time = None,
 ) -> ListAnswer[AuditAnswer]:
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
-    if seen is not None and tenant not in (None, seen):
-        raise ForbiddenError(
-            f"tenant is {tenant!r}; this key sees only the entries of {seen!r}, an operator's key those of all",
-            field="tenant",
-        )
-    wanted = AuditFilter(
-        tenant=seen or tenant,
-        actor=actor,
-        credential=credential,
-        address=address,
-        route=route,
-        object=about,
-        request_id=request_id,
-        status=status,
-        since=since,
-        until=until,
-    )
+    asked = wanted.tenant
+    if seen is not None and asked not in (None, seen):
+        message = f"tenant is {asked!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
+        raise ForbiddenError(message, field="tenant")
     trail: SqlAudit = request.app.state.audit
-    return list_answer(trail.list(page, wanted), AuditAnswer.of, lambda entry: entry.id, page.order)
+    found = trail.list(page, replace(wanted, tenant=seen or asked))
+    return list_answer(found, AuditAnswer.of, order=page.order)

@@ -32,6 +32,8 @@ _CHANGING = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
 
 
 SIGN_IN_PATH = "/session"
+_Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+"""Shown as a padlock in the API's documentation; `authorization` reads the header itself."""
 
 
 def identified(request: Request) -> Principal | None:
@@ -65,11 +67,7 @@ async def admit(request: Request) -> Sender:
     return Sender(caller.tenant, caller.name)
 
 
-def get_caller(
-    request: Request,
-    scopes: SecurityScopes,
-    _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-) -> Caller:
+def get_caller(request: Request, scopes: SecurityScopes, _header: _Header) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key = identified(request)
     if key is not None:
@@ -82,11 +80,7 @@ def get_caller(
     return caller
 
 
-async def hold_stream(
-    request: Request,
-    scopes: SecurityScopes,
-    header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-) -> AsyncIterator[None]:
+async def hold_stream(request: Request, scopes: SecurityScopes, header: _Header) -> AsyncIterator[None]:
     """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
 
     Routes list it before their caller, so that one stream too many is refused without waiting for a turn. Routes of
@@ -128,11 +122,7 @@ def current_session(request: Request) -> Session | None:
 
 
 def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
-    async def in_turn(
-        request: Request,
-        scopes: SecurityScopes,
-        header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-    ) -> AsyncIterator[Caller]:
+    async def in_turn(request: Request, scopes: SecurityScopes, header: _Header) -> AsyncIterator[Caller]:
         turns: Turns = request.app.state.turns
         caller = await run_in_threadpool(get_caller, request, scopes, header)
         async with turns.turn(caller.tenant, kind):

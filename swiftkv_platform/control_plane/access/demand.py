@@ -24,10 +24,9 @@ class Demand:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Demand:
-        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
-        workers = spec.resources.max_workers * trials
+        resources, workers = spec.resources, spec.most_workers
         # A worker's thread takes a core, however small a share it reserves.
-        return cls(1, workers * spec.resources.gpus_per_worker, workers * max(spec.resources.cpus_per_worker, 1))
+        return cls(1, workers * resources.gpus_per_worker, workers * max(resources.cpus_per_worker, 1))
 
     @classmethod
     def of_deployment(cls, spec: ResolvedDeployment) -> Demand:

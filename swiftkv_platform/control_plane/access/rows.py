@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
+from fastapi import Query
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.orm import Session
 
@@ -20,30 +22,18 @@ from swiftkv_platform.control_plane.database.tables import (
 )
 
 
-@dataclass(frozen=True)
-class StoredSession:
-    """A session as the database holds it."""
-
-    id_sha256: str
-    key_name: str
-    sealed_key: str
-    created_at: float
-    expires_at: float
-
-
 class SqlSessions(Store):
     """Sessions in a database that several control planes share."""
 
-    def add(self, session: StoredSession, *, now: float) -> None:
+    def add(self, session: SessionRow, *, now: float) -> None:
         """Store a session, and delete those that have ended."""
         with self._database.writing() as transaction:
             transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
-            transaction.execute(insert(SessionRow).values(**vars(session)))
+            transaction.add(session)
 
-    def get(self, id_sha256: str) -> StoredSession | None:
+    def get(self, id_sha256: str) -> SessionRow | None:
         with self._database.reading() as transaction:
-            row = transaction.get(SessionRow, id_sha256)
-            return None if row is None else value_of(StoredSession, row)
+            return transaction.get(SessionRow, id_sha256)
 
     def remove(self, id_sha256: str) -> None:
         with self._database.writing() as transaction:
@@ -140,19 +130,23 @@ class AuditEntry:
     """Number of earlier refusals that were not recorded because there were too many."""
 
 
+_Value = Annotated[str | None, Query(max_length=300)]
+_Time = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, description="Unix seconds")]
+
+
 @dataclass(frozen=True)
 class AuditFilter:
-    """Values that entries must have; None matches any."""
+    """Values that entries must have, as the query of a request names them; None matches any."""
 
-    tenant: str | None = None
-    actor: str | None = None
-    credential: str | None = None
-    address: str | None = None
-    route: str | None = None
-    object: str | None = None
-    request_id: str | None = None
-    status: int | None = None
-    since: float | None = None
-    """Unix seconds, inclusive."""
-    until: float | None = None
-    """Unix seconds, exclusive."""
+    tenant: _Value = None
+    actor: _Value = None
+    credential: _Value = None
+    address: _Value = None
+    route: _Value = None
+    object: Annotated[_Value, Query(alias="about")] = None
+    request_id: _Value = None
+    status: Annotated[int | None, Query(ge=100, le=599)] = None
+    since: _Time = None
+    """Inclusive."""
+    until: _Time = None
+    """Exclusive."""

@@ -12,8 +12,9 @@ import secrets
 import threading
 from dataclasses import dataclass
 
-from swiftkv_platform.control_plane.access.rows import SqlKeyUses, SqlSessions, StoredSession
+from swiftkv_platform.control_plane.access.rows import SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.keys import ApiKey
@@ -62,7 +63,9 @@ class Sessions:
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
         sealed = _seal(session_id, api_key.strip().encode()).hex()
-        self._store.add(StoredSession(_digest(session_id), key.name[:_LONGEST_NAME], sealed, now, expires_at), now=now)
+        digest, name = _digest(session_id), key.name[:_LONGEST_NAME]
+        row = SessionRow(id_sha256=digest, key_name=name, sealed_key=sealed, created_at=now, expires_at=expires_at)
+        self._store.add(row, now=now)
         get_logger().info("signed in", tenant=key.tenant, key=key.name)
         return Session(session_id, key, authorization, now, expires_at)
 

@@ -85,8 +85,8 @@ def _fitting(sizes: Sequence[int]) -> int:
 
 def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
     """Build a dataclass from the row's columns of the same names as its fields; `changes` override them."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    return kind(**{**{name: getattr(row, name) for name in names}, **changes})
+    names = {field.name for field in fields(kind)} - changes.keys()  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: getattr(row, name) for name in names}, **changes)
 
 
 def fetch(
@@ -135,8 +135,4 @@ def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> Un
 
 
 def unknown_cursor(value: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"after is {value!r}, which is not in this list; pass the `last_id` of an earlier page",
-        field="after",
-        value=value,
-    )
+    return InvalidInputError.of("after", value, ", which is not in this list; pass the `last_id` of an earlier page")

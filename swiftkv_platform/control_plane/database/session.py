@@ -121,11 +121,8 @@ class Database:
             with self._migrating() as session:
                 command.downgrade(alembic_config(session.connection()), revision)
         except CommandError as error:
-            raise InvalidInputError(
-                f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005",
-                field="revision",
-                value=revision,
-            ) from error
+            message = f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005"
+            raise InvalidInputError(message, field="revision", value=revision) from error
 
     def check_schema(self) -> None:
         """Raise `InvalidInputError` unless the schema is at the newest revision, or at a later one that this program
@@ -166,11 +163,8 @@ def _check_revision(present: str | None) -> None:
     way_out = "run `python -m swiftkv_platform.control_plane.database`"
     if present is not None and present > wanted:
         way_out = "a later version has migrated it irreversibly; run that version"
-    raise InvalidInputError(
-        f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}",
-        field="database_url",
-        value=present,
-    )
+    message = f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}"
+    raise InvalidInputError(message, field="database_url", value=present)
 
 
 def known_revisions() -> set[str]:

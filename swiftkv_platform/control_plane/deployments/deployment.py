@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
@@ -51,6 +52,12 @@ class Deployment:
     state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
     version: int = 1
     """Increases with every change of `spec`, and only then."""
+
+
+def replica_needs(spec: ResolvedDeployment) -> dict[str, float]:
+    """Return what a replica needs on one node, by Ray's names."""
+    resources = replica_resources(spec.engine)
+    return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv_platform.control_plane.deployments.answers import ReplicaMetricsAnswer
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _PREFIX = "swiftkv:"
@@ -18,19 +16,9 @@ _TIMEOUT = httpx.Timeout(5.0)
 """Seconds."""
 
 
-@dataclass(frozen=True)
-class ReplicaMetrics:
-    """One replica's metrics."""
-
-    replica: str
-    values: Mapping[str, float]
-    """Values by name without the prefix `swiftkv:`; counters and histograms (`_count`, `_sum`) are summed over their
-    labels, buckets left out."""
-
-
 async def read_replica_metrics(
     url: str, num_replicas: int, *, authorization: str | None = None
-) -> list[ReplicaMetrics]:
+) -> list[ReplicaMetricsAnswer]:
     """Return the metrics of the replicas that answered, ordered by replica name.
 
     Args:
@@ -41,7 +29,7 @@ async def read_replica_metrics(
     Raises:
         ClusterUnavailableError: a request gets no answer.
     """
-    found: dict[str, ReplicaMetrics] = {}
+    found: dict[str, ReplicaMetricsAnswer] = {}
     headers = {} if authorization is None else {"Authorization": authorization}
     async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, headers=headers) as client:
         for _ in range(max(1, min(4 * num_replicas, _MOST_ASKED))):
@@ -59,8 +47,9 @@ async def read_replica_metrics(
     return [found[name] for name in sorted(found)]
 
 
-def parse(page: str) -> ReplicaMetrics:
-    """Parse a page in Prometheus' text format."""
+def parse(page: str) -> ReplicaMetricsAnswer:
+    """Parse a page in Prometheus' text format. Counters and histograms (`_count`, `_sum`) are summed over their labels,
+    buckets left out."""
     replica = ""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
@@ -70,4 +59,4 @@ def parse(page: str) -> ReplicaMetrics:
             elif sample.name.startswith(_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
                 name = sample.name.removeprefix(_PREFIX)
                 values[name] = values.get(name, 0.0) + sample.value
-    return ReplicaMetrics(replica, values)
+    return ReplicaMetricsAnswer(replica=replica, values=values)

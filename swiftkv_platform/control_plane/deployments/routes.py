@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import cache, partial
 from ssl import SSLContext
 from typing import Annotated, Any
@@ -14,12 +15,10 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
-from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.deployments.answers import (
     DeploymentAnswer,
     DeploymentChange,
     DeploymentMetricsAnswer,
-    ReplicaMetricsAnswer,
 )
 from swiftkv_platform.control_plane.deployments.deployment import RouteRules
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
@@ -72,9 +71,7 @@ def list_deployments(
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
-    return list_answer(
-        found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
-    )
+    return list_answer(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), order=page.order)
 
 
 @router.get("/{deployment_id}")
@@ -94,12 +91,11 @@ async def get_deployment_metrics(
     """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
     runs."""
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
-    replicas = []
-    if found.state.replicas:
-        url = DeploymentAnswer.of(found, settings.serve_url).url
-        key = await run_in_threadpool(authorization, request)
-        read = await read_replica_metrics(url, found.state.replicas, authorization=key)
-        replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
+    if not found.state.replicas:
+        return DeploymentMetricsAnswer(time=parts.clock(), replicas=[])
+    url = DeploymentAnswer.of(found, settings.serve_url).url
+    key = await run_in_threadpool(authorization, request)
+    replicas = await read_replica_metrics(url, found.state.replicas, authorization=key)
     return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
 
@@ -125,74 +121,62 @@ def change_deployment(
     return DeploymentAnswer.of(changed, settings.serve_url)
 
 
-@router.post("/{deployment_id}/generate", response_class=StreamingResponse)
-async def generate(
-    deployment_id: str,
-    body: dict[str, Any],
-    request: Request,
-    parts: Parts,
-    caller: Asker,
-    settings: TheSettings,
-    _stream: Streamed,
-) -> StreamingResponse:
-    """Forward to a deployment's own `POST /generate`, for pages, which may only send requests to this server."""
-    return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
-
-
-@router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
-async def complete_chat(
-    deployment_id: str,
-    body: dict[str, Any],
-    request: Request,
-    parts: Parts,
-    caller: Asker,
-    settings: TheSettings,
-    _stream: Streamed,
-) -> StreamingResponse:
-    """Forward to a deployment's own `POST /v1/chat/completions`, for example with tools, for pages as well."""
-    return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)
-
-
 @cache
 def _tls() -> SSLContext:
     """Load the trusted certificates once, since that takes a tenth of a second."""
     return httpx.create_ssl_context(trust_env=False)
 
 
-async def _ask(
+async def _asking(
     deployment_id: str,
-    path: str,
     body: dict[str, Any],
     request: Request,
     parts: Parts,
-    caller: Caller,
+    caller: Asker,
     settings: TheSettings,
-) -> StreamingResponse:
-    """Forward a request to a route of the deployment, and stream its answer back."""
-    turns: Turns = request.app.state.turns
-    async with turns.turn(caller.tenant, "asking"):
-        found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
-        url = DeploymentAnswer.of(found, settings.serve_url).url
-    client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_tls())
-    try:
-        key = await run_in_threadpool(authorization, request)  # replicas ask for it if they have the key file
-        headers = {} if key is None else {"Authorization": key}
-        asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
-        answer = await client.send(asked, stream=True)
-    except httpx.TransportError as error:
-        await client.aclose()
-        raise ClusterUnavailableError(
-            f"deployment {deployment_id} does not answer: {error or type(error).__name__}",
-            field="deployment_id",
-            value=deployment_id,
-        ) from error
+    _stream: Streamed,
+) -> Callable[[str], Awaitable[StreamingResponse]]:
+    """Return a function that forwards the request to a route of the deployment, and streams its answer back."""
 
-    async def close() -> None:
-        await answer.aclose()
-        await client.aclose()
+    async def ask(path: str) -> StreamingResponse:
+        turns: Turns = request.app.state.turns
+        async with turns.turn(caller.tenant, "asking"):
+            found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
+            url = DeploymentAnswer.of(found, settings.serve_url).url
+        client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_tls())
+        try:
+            key = await run_in_threadpool(authorization, request)  # replicas ask for it if they have the key file
+            headers = {} if key is None else {"Authorization": key}
+            asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
+            answer = await client.send(asked, stream=True)
+        except httpx.TransportError as error:
+            await client.aclose()
+            message = f"deployment {deployment_id} does not answer: {error or type(error).__name__}"
+            raise ClusterUnavailableError(message, field="deployment_id", value=deployment_id) from error
 
-    kept = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
-    return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(close))
+        async def close() -> None:
+            await answer.aclose()
+            await client.aclose()
+
+        kept = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(close))
+
+    return ask
+
+
+Ask = Annotated[Callable[[str], Awaitable[StreamingResponse]], Depends(_asking)]
+
+
+@router.post("/{deployment_id}/generate", response_class=StreamingResponse)
+async def generate(ask: Ask) -> StreamingResponse:
+    """Forward to a deployment's own `POST /generate`, for pages, which may only send requests to this server."""
+    return await ask("/generate")
+
+
+@router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
+async def complete_chat(ask: Ask) -> StreamingResponse:
+    """Forward to a deployment's own `POST /v1/chat/completions`, for example with tools, for pages as well."""
+    return await ask("/v1/chat/completions")
 
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)

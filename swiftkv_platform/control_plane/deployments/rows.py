@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import select
@@ -94,11 +93,8 @@ class DeploymentRepository(Store):
             row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
-                raise ConflictError(
-                    f"deployment {deployment_id} is being deleted; create another one",
-                    field="deployment_id",
-                    value=deployment_id,
-                )
+                message = f"deployment {deployment_id} is being deleted; create another one"
+                raise ConflictError(message, field="deployment_id", value=deployment_id)
             spec, state = change(deployment, _held_beside(session, deployment_id, tenant))
             write_deployment(row, _as_promoted(session, spec, tenant), state)
             return read_deployment(row)
@@ -110,7 +106,7 @@ class DeploymentRepository(Store):
         route prefix. `of`: the spec that the state is about; nothing is stored if another one is wanted by now."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
-            if row is None or _state(row.state).status is DeploymentStatus.DELETING:
+            if row is None or _STATE.validate_python(row.state).status is DeploymentStatus.DELETING:
                 return
             if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED) != of:
                 return
@@ -191,15 +187,11 @@ def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> Res
     return spec.model_copy(update={"model": model_id, "artifact_uri": artifact_uri})
 
 
-def _state(document: dict[str, Any]) -> DeploymentState:
-    return _STATE.validate_python(document)
-
-
 def read_deployment(row: DeploymentRow) -> Deployment:
     """Return the row's value. Raises `UnreadableRowError`."""
     try:
         spec = ResolvedDeployment.model_validate(row.spec, context=STORED)
-        return Deployment(spec, row.tenant, row.created_at, _state(row.state), row.version)
+        return Deployment(spec, row.tenant, row.created_at, _STATE.validate_python(row.state), row.version)
     except (ValidationError, TypeError) as error:
         raise unreadable("deployment", row.id, error) from error
 

@@ -124,9 +124,8 @@ class DeploymentService:
         try:
             found, _ = self.registry.resolve(candidate["model"], caller.tenant)
         except InvalidInputError as error:
-            raise InvalidInputError(
-                f"candidate: {error.message}", field="candidate.model", value=candidate["model"]
-            ) from error
+            message = f"candidate: {error.message}"
+            raise InvalidInputError(message, field="candidate.model", value=candidate["model"]) from error
         self._check_base(found, caller, "candidate.model")
         return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
 
@@ -167,14 +166,11 @@ def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
     check_engine_options(document.get("engine", {}))
     candidate, shadow = document.get("candidate"), document.get("shadow")
     if candidate is not None and "model" not in candidate:
-        raise InvalidInputError(
-            "candidate.model is missing, and there is no candidate to change; name its model", field="candidate.model"
-        )
+        message = "candidate.model is missing, and there is no candidate to change; name its model"
+        raise InvalidInputError(message, field="candidate.model")
     if shadow is not None and "against" not in shadow:
-        raise InvalidInputError(
-            "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'",
-            field="shadow.against",
-        )
+        message = "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'"
+        raise InvalidInputError(message, field="shadow.against")
     try:
         return ResolvedDeployment.model_validate(document)
     except ValidationError as error:

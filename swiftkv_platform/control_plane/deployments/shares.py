@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, replica_needs
 from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -72,8 +71,8 @@ class Shares:
             if spec is None:
                 del turns[tenant]
                 continue
-            was, needs = present.get(spec.id), _needs(spec)
-            is_new = was is None or _needs(was) != needs or replicas[spec.id] >= was.max_replicas
+            was, needs = present.get(spec.id), replica_needs(spec)
+            is_new = was is None or replica_needs(was) != needs or replicas[spec.id] >= was.max_replicas
             kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
             open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
             if fit([open_now], [needs]) and take(free, [needs]):
@@ -87,7 +86,7 @@ class Shares:
     def _said(self, spec: ResolvedDeployment, replicas: int) -> Granted:
         if replicas >= spec.max_replicas:
             return Granted(replicas)
-        needs = {name: amount for name, amount in _needs(spec).items() if amount}
+        needs = {name: amount for name, amount in replica_needs(spec).items() if amount}
         options = (f"{_OPTIONS[name]} {spec.engine.get(_OPTIONS[name].removeprefix('engine.'), 1)}" for name in needs)
         opened = _words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
         each = _words(f"{amount:g} {name}" for name, amount in needs.items())
@@ -112,18 +111,17 @@ def released(
     now = {spec.id: spec for spec in after}
     for spec in before:
         then, held = now.get(spec.id), Demand.of_deployment(spec)
-        left = held if then is None or _needs(then) != _needs(spec) else held.beyond(Demand.of_deployment(then))
+        left = (
+            held
+            if then is None or replica_needs(then) != replica_needs(spec)
+            else held.beyond(Demand.of_deployment(then))
+        )
         if left != _NOTHING:
             yield spec, left
 
 
 def _words(parts: Iterable[str]) -> str:
     return " and ".join(parts)
-
-
-def _needs(spec: ResolvedDeployment) -> Bundle:
-    resources = replica_resources(spec.engine)
-    return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
 
 
 def _in_turn(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:

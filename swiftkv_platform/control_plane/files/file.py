@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key
+from swiftkv_platform.data.uploads import UploadedRows
 from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.specs import JobSpec
 
@@ -14,7 +15,7 @@ Purpose = Literal["fine-tune"]
 
 
 @dataclass(frozen=True)
-class File:
+class File(UploadedRows):
     """An uploaded file. Times are Unix seconds."""
 
     id: str
@@ -24,14 +25,6 @@ class File:
     filename: str
     """Name of the upload, for display."""
     purpose: Purpose
-    size: int
-    """Bytes."""
-    rows: int
-    sha256: str
-    format: str
-    """Row format of its first row; `prompts` for rows that the teacher's answers complete."""
-    columns: tuple[str, ...]
-    """Columns of its first row."""
     expires_at: int | None = None
     """Time from which no new job may use it; it is deleted once no job does."""
 

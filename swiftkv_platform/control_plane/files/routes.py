@@ -159,11 +159,8 @@ def _keep(form: FormData, service: FileService, caller: Caller) -> FileAnswer:
 def _filename(name: str) -> str:
     plain = name.replace("\\", "/").rpartition("/")[2] or "upload.jsonl"
     if not plain.isprintable() or len(plain) > _LONGEST_NAME:
-        raise InvalidInputError(
-            f"file has the name {plain[:64]!a}; use one of at most {_LONGEST_NAME} printable characters",
-            field="file",
-            value=ascii(plain[:64]),
-        )
+        message = f"file has the name {plain[:64]!a}; use one of at most {_LONGEST_NAME} printable characters"
+        raise InvalidInputError(message, field="file", value=ascii(plain[:64]))
     return plain
 
 
@@ -171,9 +168,8 @@ def _purpose(form: FormData) -> Purpose:
     purpose = form.get("purpose")
     if purpose == "fine-tune":
         return "fine-tune"
-    raise InvalidInputError(
-        f"purpose is {str(purpose)[:64]!a}; only 'fine-tune' is accepted", field="purpose", value=str(purpose)[:64]
-    )
+    message = f"purpose is {str(purpose)[:64]!a}; only 'fine-tune' is accepted"
+    raise InvalidInputError(message, field="purpose", value=str(purpose)[:64])
 
 
 def _life(form: FormData) -> int | None:
@@ -205,7 +201,7 @@ def list_files(
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
-    return list_answer(found, FileAnswer.of, lambda file: file.id, page.order)
+    return list_answer(found, FileAnswer.of, order=page.order)
 
 
 @router.get("/{file_id}")

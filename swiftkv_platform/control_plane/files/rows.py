@@ -64,11 +64,8 @@ class FileRepository(Store):
             users = live_users(session, [file_id], limit=_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
-                raise ConflictError(
-                    f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end",
-                    field="file_id",
-                    value=file_id,
-                )
+                message = f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end"
+                raise ConflictError(message, field="file_id", value=file_id)
             session.delete(row)
             return _file(row)
 
@@ -119,11 +116,8 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
     present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
     for file_id in ids:
         if file_id not in present:
-            raise InvalidInputError(
-                f"data.sources names {file_id}, which has been deleted; upload the file again",
-                field="data.sources",
-                value=file_id,
-            )
+            message = f"data.sources names {file_id}, which has been deleted; upload the file again"
+            raise InvalidInputError(message, field="data.sources", value=file_id)
 
 
 def _used_bytes(session: Session, tenant: str) -> int:

@@ -84,17 +84,13 @@ class FileService:
             self.check_room(caller, path.stat().st_size)
             found = check_upload(path, filename, field="file", max_rows=limits.max_rows)
             file = File(
+                **vars(found),
                 id=new_file_id(),
                 tenant=caller.tenant,
                 created_by=caller.name,
                 created_at=now,
                 filename=filename,
                 purpose=purpose,
-                size=found.size,
-                rows=found.rows,
-                sha256=found.sha256,
-                format=found.format,
-                columns=found.columns,
                 expires_at=None if expires_after_s is None else now + expires_after_s,
             )
             self.objects.upload_file(path, file.key)

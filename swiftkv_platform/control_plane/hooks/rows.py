@@ -105,16 +105,9 @@ def _is_at(origin: str) -> ColumnElement[bool]:
 
 
 def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
-    return Delivery(
-        sequence=row.sequence,
-        webhook=WebhookSpec.model_validate(row.webhook),
-        event=value_of(Event, event),
-        tenant=job.tenant,
-        job_name=job.spec["name"],
-        metadata=job.labels,
-        created_at=row.created_at,
-        attempts=row.attempts,
-    )
+    webhook, told = WebhookSpec.model_validate(row.webhook), value_of(Event, event)
+    of_job = {"tenant": job.tenant, "job_name": job.spec["name"], "metadata": job.labels}
+    return value_of(Delivery, row, webhook=webhook, event=told, **of_job)
 
 
 _POINTS = "points"

@@ -53,19 +53,13 @@ class SecretFiles:
         value."""
         where = f"tenant {tenant!r} has no secret {name!r}"
         if self.directory is None:
-            raise InvalidInputError(
-                f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)",
-                field="webhook.secret_ref",
-                value=name,
-            )
+            message = f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)"
+            raise InvalidInputError(message, field="webhook.secret_ref", value=name)
         try:
             text = (self.directory / tenant / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInputError(
-                f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR",
-                field="webhook.secret_ref",
-                value=name,
-            ) from error
+            message = f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR"
+            raise InvalidInputError(message, field="webhook.secret_ref", value=name) from error
         return Secret.parse(text, name=name)
 
 
@@ -82,10 +76,8 @@ class WebhookRules:
         secret."""
         if not any(_is_within(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
-            raise InvalidInputError(
-                f"webhook.url is {webhook.url!r}, on a host that the operator has not allowed; allowed are: {opened}",
-                field="webhook.url",
-                value=webhook.url,
+            raise InvalidInputError.of(
+                "webhook.url", webhook.url, f", on a host that the operator has not allowed; allowed are: {opened}"
             )
         return self.secrets.read(tenant, webhook.secret_ref)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -32,7 +33,10 @@ class ListAnswer(Answer, Generic[Item]):
 
 
 def list_answer(
-    found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
+    found: Slice[T],
+    make: Callable[[T], Item],
+    cursor: Callable[[Item], str] = attrgetter("id"),
+    order: Literal["asc", "desc"] = "asc",
 ) -> ListAnswer[Item]:
     """Return the answer of a list. Its first and last id, in `order`, may be those of rows that are left out."""
     data = [make(item) for item in found.items]

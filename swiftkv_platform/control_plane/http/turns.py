@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -16,14 +16,8 @@ Kind = Literal["reading", "changing", "submitting", "fetching", "following", "as
 streams that look for what is new; and look-ups of the deployment that is asked. A kind waits only for others of its own
 kind."""
 
-_AT_ONCE: Mapping[Kind, int] = {
-    "reading": 1,
-    "changing": 1,
-    "submitting": 1,
-    "fetching": 4,
-    "following": 1,
-    "asking": 1,
-}
+_FETCHES_AT_ONCE = 4
+"""Requests of a tenant that ask a store or a cluster at a time; of any other kind it has one at a time."""
 SPARED_S = 0.001
 """Seconds of a turn for which no rest is due."""
 RESTS = 2.0
@@ -54,7 +48,7 @@ class Turns:
                 "send fewer at a time",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        turns = self._places.setdefault(place, asyncio.Semaphore(_AT_ONCE[kind]))
+        turns = self._places.setdefault(place, asyncio.Semaphore(_FETCHES_AT_ONCE if kind == "fetching" else 1))
         self._waiting[place] += 1
         try:
             await turns.acquire()

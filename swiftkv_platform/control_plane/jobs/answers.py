@@ -201,6 +201,15 @@ class CheckpointAnswer(Answer):
         return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]
 
 
+class AncestorAnswer(Answer):
+    """A model or checkpoint that another one was trained from."""
+
+    name: str
+    """`mdl_...` or `job_...:ckpt_...`."""
+    job_id: str | None
+    """Job that made it; null for an imported model."""
+
+
 class ArtifactFileAnswer(Answer):
     """One file of a distilled model."""
 

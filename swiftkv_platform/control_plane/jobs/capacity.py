@@ -82,8 +82,7 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
 
 def most_of(spec: JobSpec) -> Bundle:
     """Return the resources that a job holds at the most workers that its spec allows, over all trials."""
-    trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
-    return {name: amount * spec.resources.max_workers * trials for name, amount in workers_of(spec)[0].items()}
+    return {name: amount * spec.most_workers for name, amount in workers_of(spec)[0].items()}
 
 
 class ClusterPlaces:

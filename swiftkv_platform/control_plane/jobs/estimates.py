@@ -112,10 +112,7 @@ def estimate(
         "prefill_layers": spec.swiftkv.prefill_layers,
     }
     prefill = plan(
-        config,
-        **shape,
-        sequence_length=spec.data.max_length,
-        num_key_value_heads_swiftkv=_shared_heads(spec, config),
+        config, **shape, sequence_length=spec.data.max_length, num_key_value_heads_swiftkv=_shared_heads(spec, config)
     )
     training = plan_training(config, setup, **shape, num_tokens=max_tokens)
     refuse_writers_without_room(spec, config)

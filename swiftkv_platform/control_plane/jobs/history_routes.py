@@ -44,7 +44,7 @@ def list_events(
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     if not wants_events(request):
-        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate, lambda event: event.id)
+        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
@@ -107,9 +107,8 @@ async def get_logs(
     out."""
     job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
     if tail_lines is not None and (follow or offset or limit is not None):
-        raise InvalidInputError(
-            "tail_lines cannot be combined with follow, offset or limit", field="tail_lines", value=tail_lines
-        )
+        message = "tail_lines cannot be combined with follow, offset or limit"
+        raise InvalidInputError(message, field="tail_lines", value=tail_lines)
     if follow and limit is not None:
         raise InvalidInputError("limit cannot be combined with follow", field="limit", value=limit)
     if follow:

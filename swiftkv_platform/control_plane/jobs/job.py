@@ -297,11 +297,8 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
     """
     if status not in TRANSITIONS[job.status]:
         allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "no other: it is final"
-        raise IllegalTransitionError(
-            f"job {job.id} is {job.status} and cannot become {status}; the statuses that can follow: {allowed}",
-            field="status",
-            value=job.status.value,
-        )
+        message = f"job {job.id} is {job.status} and cannot become {status}; the statuses that can follow: {allowed}"
+        raise IllegalTransitionError(message, field="status", value=job.status.value)
     changed = replace(job, status=status, status_reason=reason, waiting_since=None)
     if job.status.holds_cluster and not status.holds_cluster:
         changed = replace(changed, earlier_seconds=job.seconds_on_cluster(now))

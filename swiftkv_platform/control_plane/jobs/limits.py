@@ -27,21 +27,17 @@ class JobLimits:
 
     def check(self, spec: JobSpec) -> None:
         """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit."""
-        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
         training = spec.training
         asked = (
-            ("resources.num_workers", spec.resources.max_workers * trials, self.max_workers),
+            ("resources.num_workers", spec.most_workers, self.max_workers),
             ("training.batch_size", training.batch_size, self.max_batch_size),
             ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
             ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),
         )
         for field, value, most in asked:
             if value is not None and most is not None and value > most:
-                raise InvalidInputError(
-                    f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less",
-                    field=field,
-                    value=value,
-                )
+                message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
+                raise InvalidInputError(message, field=field, value=value)
 
 
 def check_spec_bytes(spec: JobSpec) -> None:

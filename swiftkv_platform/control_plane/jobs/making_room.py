@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.contract.events import ReasonCode, phase_of
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus, replica_needs
 from swiftkv_platform.control_plane.jobs.capacity import WHOLE, Admission, most_of, workers_of
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
@@ -86,8 +85,7 @@ class MakingRoom:
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
         for item in waiting:
-            resources = replica_resources(item.spec.engine)
-            needs = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+            needs = replica_needs(item.spec)
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
             if told is None or fit([node.free for node in told], [needs]):
                 continue

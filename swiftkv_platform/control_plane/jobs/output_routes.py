@@ -34,7 +34,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFir
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     found = CheckpointAnswer.all_of(job, parts.attempts.list_checkpoints(job_id))
     kept = page_of(found, lambda checkpoint: checkpoint.id, page)
-    return list_answer(kept, lambda checkpoint: checkpoint, lambda checkpoint: checkpoint.id)
+    return list_answer(kept, lambda checkpoint: checkpoint)
 
 
 @router.get("/artifacts")

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import Parent
+from swiftkv_platform.control_plane.jobs.answers import AncestorAnswer
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
@@ -62,15 +63,6 @@ class FoundParent:
 
 
 @dataclass(frozen=True)
-class Ancestor:
-    """A model or checkpoint that another one was trained from."""
-
-    name: str
-    job_id: str | None
-    """Job that made it; None for an imported model."""
-
-
-@dataclass(frozen=True)
 class Parents:
     """Looks up parents in database and store."""
 
@@ -87,9 +79,9 @@ class Parents:
         name = ParentName.parse(reference)
         return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
 
-    def ancestors(self, job_id: str | None, tenant: str) -> list[Ancestor]:
+    def ancestors(self, job_id: str | None, tenant: str) -> list[AncestorAnswer]:
         """List a job's parent, the parent of that parent's job, and so on, as far as jobs are stored."""
-        found: list[Ancestor] = []
+        found: list[AncestorAnswer] = []
         while job_id is not None and len(found) < _MOST_ANCESTORS:
             try:
                 name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
@@ -99,7 +91,7 @@ class Parents:
                 job_id = parsed.job or self.models.get_model(name, tenant=tenant).job_id
             except NotFoundError:  # deleted since
                 break
-            found.append(Ancestor(name, job_id))
+            found.append(AncestorAnswer(name=name, job_id=job_id))
         return found
 
     def _model(self, model_id: str, tenant: str) -> FoundParent:
@@ -153,11 +145,8 @@ def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
     """
     parent, theirs = found.parent, found.spec
     if parent.kind == "model":
-        raise InvalidInputError(
-            f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)",
-            field="from_checkpoint",
-            value=parent.name,
-        )
+        message = f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)"
+        raise InvalidInputError(message, field="from_checkpoint", value=parent.name)
     document = theirs.model_dump(mode="json")
     document["name"] = f"{theirs.name[:_LONGEST_STEM]}-step-{parent.step}"
     document["training"] |= {"from": parent.name, "max_steps": 0, "load_optimizer_state": False}
@@ -269,11 +258,8 @@ def _refused(name: str, problem: str) -> InvalidInputError:
 
 
 def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
-    return InvalidInputError(
-        f"{field} is {ours!r}, and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}"
-        f"{unless}",
-        field=field,
-        value=ours,
+    return InvalidInputError.of(
+        field, ours, f", and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}{unless}"
     )
 
 

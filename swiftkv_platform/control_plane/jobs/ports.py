@@ -14,6 +14,7 @@ from typing import Protocol
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import LIVE, WAITING, JobStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError
@@ -49,35 +50,21 @@ class Idempotency:
             )
 
 
-@dataclass(frozen=True)
-class StoredJobs:
-    """Most jobs that a tenant may have, a new one included; None is no limit."""
-
-    waiting: int | None = None
-    """Jobs that are queued or paused."""
-    unfinished: int | None = None
-    stored: int | None = None
-    """All jobs, including those that have ended."""
-
-    def check(self, tenant: str, count: Callable[[Sequence[str] | None], int]) -> None:
-        """Raise `QuotaExceededError` if the tenant is at a limit. `count`: counts its jobs in given statuses; None: in
-        any."""
-        kinds = (
-            ("max_queued_jobs", self.waiting, WAITING, "that wait or are paused", "when one has started, or cancel"),
-            ("max_unfinished_jobs", self.unfinished, LIVE, "that have not ended", "when one has ended, or cancel"),
-            ("max_stored_jobs", self.stored, None, "that are stored, including ended ones", "when you have deleted"),
-        )
-        for field_name, most, statuses, which, then in kinds:
-            if most is not None and (number := count(statuses)) >= most:
-                raise QuotaExceededError(
-                    f"tenant {tenant!r} has {number} jobs {which}; its quota {field_name} is {most}; submit again "
-                    f"{then} one",
-                    field=field_name,
-                    value=number,
-                )
-
-
-UNLIMITED = StoredJobs()
+def check_stored(tenant: str, policy: TenantPolicy, count: Callable[[Sequence[str] | None], int]) -> None:
+    """Raise `QuotaExceededError` if the tenant has as many jobs as it may. `count`: counts its jobs in given statuses;
+    None: in any."""
+    kinds = (
+        ("max_queued_jobs", WAITING, "that wait or are paused", "when one has started, or cancel"),
+        ("max_unfinished_jobs", LIVE, "that have not ended", "when one has ended, or cancel"),
+        ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
+    )
+    for name, statuses, which, then in kinds:
+        most = getattr(policy, name)
+        if most is not None and (number := count(statuses)) >= most:
+            message = (
+                f"tenant {tenant!r} has {number} jobs {which}; its quota {name} is {most}; submit again {then} one"
+            )
+            raise QuotaExceededError(message, field=name, value=number)
 
 
 @dataclass(frozen=True)

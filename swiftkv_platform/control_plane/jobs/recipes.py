@@ -50,4 +50,4 @@ def _recipe(name: str, text: str) -> RecipeAnswer:
 @router.get("/recipes")
 def list_recipes(_caller: Reader) -> ListAnswer[RecipeAnswer]:
     """List the job specs that ship with the platform, by id."""
-    return list_answer(Slice(recipes(), has_more=False), lambda recipe: recipe, lambda recipe: recipe.id)
+    return list_answer(Slice(recipes(), has_more=False), lambda recipe: recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Annotated
 
@@ -165,29 +165,26 @@ def list_jobs(
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
 ) -> ListAnswer[JobAnswer]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
-    where = JobFilter(status, model, _metadata_asked_for(request))
+    where = JobFilter(status, model, metadata_asked_for(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, present, lambda job: job.id, page.order)
+    return list_answer(found, present, order=page.order)
 
 
-def _metadata_asked_for(request: Request) -> dict[str, str]:
+def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[str, str]:
+    """Return the metadata of a query, whose names stand between `before` and `after`. Raises `InvalidInputError` for a
+    name that cannot be a key of a job's metadata."""
     asked = {
-        name.removeprefix(_METADATA): value
+        name.removeprefix(before).removesuffix(after): value
         for name, value in request.query_params.items()
-        if name.startswith(_METADATA)
+        if name.startswith(before) and name.endswith(after)
     }
-    check_metadata_keys(asked)
-    return asked
-
-
-def check_metadata_keys(keys: Iterable[str]) -> None:
-    """Raise `InvalidInputError` for a name that cannot be a key of a job's metadata."""
-    for key in keys:
+    for key in asked:
         try:
             _LABEL.validate_python(key)
         except ValidationError as error:
             message = f"this cannot be a key of metadata: {error.errors()[0]['msg']}"
             raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
+    return asked
 
 
 @router.get("/{job_id}")

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
     Store,
@@ -32,7 +32,7 @@ from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import delivery_rows, with_points, without_points
 from swiftkv_platform.control_plane.hooks.webhooks import Recipients, recipients
 from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING, Event, Job, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, UNLIMITED, Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, Idempotency, JobFilter, check_stored
 from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Claim, Placed, Standing, Usage, Waiting
 from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
 from swiftkv_platform.control_plane.loops.rows import check_fence, holds
@@ -71,12 +71,12 @@ class JobRepository(Store):
         self._recipients = recipients
 
     def create(
-        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, limits: StoredJobs = UNLIMITED
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, policy: TenantPolicy | None = None
     ) -> Job:
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
         Args:
-            limits: most jobs that the tenant may have.
+            policy: says how many jobs the tenant may have, this one included; None sets no limit.
 
         Raises:
             IdempotencyConflictError: the key was used with another body.
@@ -88,7 +88,7 @@ class JobRepository(Store):
             return known
         try:
             with self._database.writing() as session:
-                self._check_room(session, job.tenant, limits)
+                self._check_room(session, job.tenant, policy)
                 if ids := file_ids(job.spec):
                     take_turn(self._database, session, job.tenant)
                     check_present(session, ids, job.tenant)
@@ -283,11 +283,8 @@ class JobRepository(Store):
             changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
                 check_fence(session, fence)
-                raise StaleVersionError(
-                    f"job {job.id} has been changed since version {job.version} was read; read it again",
-                    field="version",
-                    value=job.version,
-                )
+                message = f"job {job.id} has been changed since version {job.version} was read; read it again"
+                raise StaleVersionError(message, field="version", value=job.version)
             steps = {point.step for point in points}
             self._add_events(session, updated, [without_points(event, steps) for event in events])
             _replace_points(session, job.id, points)
@@ -306,7 +303,9 @@ class JobRepository(Store):
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
             rows = fetch(session, query, EventRow.sequence, page, after=after)
-            return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
+            # The data of a damaged row is no object.
+            events = [value_of(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items]
+            return Slice(with_points(session, job_id, events), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
@@ -322,9 +321,9 @@ class JobRepository(Store):
             session.flush()
             session.add_all(deliveries)
 
-    def _check_room(self, session: Session, tenant: str, limits: StoredJobs) -> None:
-        """Raise as `StoredJobs.check`; concurrent submissions of the tenant wait."""
-        if limits == UNLIMITED:
+    def _check_room(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
+        """Raise as `check_stored`; concurrent submissions of the tenant wait."""
+        if policy is None:
             return
         self._database.take_turns(session, f"jobs of {tenant}")
 
@@ -332,7 +331,7 @@ class JobRepository(Store):
             query = select(func.count()).where(JobRow.tenant == tenant)
             return session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
 
-        limits.check(tenant, count)
+        check_stored(tenant, policy, count)
 
 
 def _columns(job: Job) -> dict[str, Any]:
@@ -387,10 +386,6 @@ def _step(cursor: str) -> int:
     if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
         raise unknown_cursor(cursor)
     return int(cursor)
-
-
-def _event(row: EventRow) -> Event:
-    return value_of(Event, row, data=row.data if isinstance(row.data, dict) else {})
 
 
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:

@@ -29,7 +29,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
@@ -179,8 +179,7 @@ class JobService:
         )
         self.rehearse(job)
         policy = self.policies.policy(caller.tenant)
-        limits = StoredJobs(policy.max_queued_jobs, policy.max_unfinished_jobs, policy.max_stored_jobs)
-        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, limits=limits)
+        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
         self.groups.check(spec)

@@ -62,9 +62,7 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
     others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
     if session.scalar(others.where(UseRow.used == place, JobRow.tenant != tenant).limit(1)) is not None:
         to = spec["publish"]["to"]
-        raise ConflictError(
-            f"publish.to is {to!r}, where another tenant publishes; use another name", field="publish.to", value=to
-        )
+        raise ConflictError.of("publish.to", to, ", where another tenant publishes; use another name")
 
 
 def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:

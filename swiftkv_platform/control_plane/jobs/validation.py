@@ -69,7 +69,13 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     fitting: list[JobSpec] = []
     for trial in expand(spec):
         try:
-            _check_layers(trial.spec, num_hidden_layers)
+            student_layer_map(
+                num_hidden_layers,
+                num_key_value_layers=trial.spec.swiftkv.num_key_value_layers,
+                prefill_reduction=trial.spec.swiftkv.prefill_reduction,
+                key_value_group_size=trial.spec.swiftkv.key_value_group_size,
+                prefill_layers=trial.spec.swiftkv.prefill_layers,
+            )
             fitting.append(trial.spec)
         except InvalidInputError as error:
             if error.field != GROUP_SIZE_FIELD:
@@ -79,16 +85,6 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
         assert refused is not None, "a spec has a trial"
         raise refused
     return fitting[0]
-
-
-def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
-    student_layer_map(
-        num_hidden_layers,
-        num_key_value_layers=spec.swiftkv.num_key_value_layers,
-        prefill_reduction=spec.swiftkv.prefill_reduction,
-        key_value_group_size=spec.swiftkv.key_value_group_size,
-        prefill_layers=spec.swiftkv.prefill_layers,
-    )
 
 
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
@@ -120,18 +116,12 @@ def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> 
         raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
     if is_builtin and BUILTIN_TASKS[name] and data_dir is None:
         wanted = " and ".join(BUILTIN_TASKS[name])
-        raise InvalidInputError(
-            f"{field} is {name!r} without data_dir; use a directory that holds {wanted}",
-            field=f"{field}.data_dir",
-            value=None,
-        )
+        message = f"{field} is {name!r} without data_dir; use a directory that holds {wanted}"
+        raise InvalidInputError(message, field=f"{field}.data_dir", value=None)
     file = parse_location(name, field=field) if names_file else None
     if isinstance(file, PathSource) and not os.path.isfile(file.path):  # noqa: PTH113 (which raises for some)
-        raise InvalidInputError(
-            f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows",
-            field=field,
-            value=name,
-        )
+        message = f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows"
+        raise InvalidInputError(message, field=field, value=name)
     if (is_builtin or names_file) and data_dir is not None:
         _check_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
 

@@ -63,8 +63,5 @@ def check_fence(session: Session, fence: Fence | None) -> None:
 
 
 def lease_lost(name: str) -> LeaseLostError:
-    return LeaseLostError(
-        f"the lease {name!r} is no longer held by this control plane; another one may hold it now",
-        field="lease",
-        value=name,
-    )
+    message = f"the lease {name!r} is no longer held by this control plane; another one may hold it now"
+    return LeaseLostError(message, field="lease", value=name)

@@ -1,8 +1,8 @@
-"""The JSON of models, deployments, aliases, lineage and comparisons. Knows no route and no database."""
+"""The JSON of models, deployments, aliases and lineage. Knows no route and no database."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -10,8 +10,7 @@ from pydantic import Field
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.jobs.parents import Ancestor
-from swiftkv_platform.control_plane.models.comparison import ModelComparison
+from swiftkv_platform.control_plane.jobs.answers import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
@@ -138,15 +137,6 @@ class LineageDeployment(Answer):
     status: DeploymentStatus
 
 
-class AncestorAnswer(Answer):
-    """A model or checkpoint that another one was trained from."""
-
-    name: str
-    """`mdl_...` or `job_...:ckpt_...`."""
-    job_id: str | None
-    """Job that made it; null for an imported model."""
-
-
 class LineageAnswer(Answer):
     """Lineage from data and teacher to deployments."""
 
@@ -178,7 +168,7 @@ class LineageAnswer(Answer):
         model: Model,
         deployments: Sequence[Deployment],
         history: Sequence[Promotion],
-        ancestors: Sequence[Ancestor],
+        ancestors: Sequence[AncestorAnswer],
     ) -> Self:
         newest = {item.alias: item.model for item in history}
         origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec", "imported_from")
@@ -193,46 +183,3 @@ class LineageAnswer(Answer):
                 "deployments": [{**dict(item.spec), "status": item.state.status} for item in deployments],
             }
         )
-
-
-class FigureAnswer(Answer):
-    name: str
-    """Path in `evaluation.json`."""
-    a: float | None
-    b: float | None
-    better: Literal["a", "b"] | None
-
-
-class DifferenceAnswer(Answer):
-    name: str
-    a: Any
-    b: Any
-
-
-class ComparisonAnswer(Answer):
-    """Two models side by side."""
-
-    object: Literal["comparison"] = "comparison"
-    a: str
-    b: str
-    figures: list[FigureAnswer]
-    differences: list[DifferenceAnswer]
-    """Differences of teacher, revision and data; if there are any, quality was not measured on equal terms."""
-    spec_differences: list[DifferenceAnswer]
-    """Differences by dotted path of the spec."""
-
-    @classmethod
-    def of(cls, found: ModelComparison) -> Self:
-        return cls.model_validate(
-            {
-                "a": found.a.id,
-                "b": found.b.id,
-                "figures": found.figures,
-                "differences": _listed(found.differences),
-                "spec_differences": _listed(found.spec_differences),
-            }
-        )
-
-
-def _listed(differences: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
-    return [{"name": name, "a": a, "b": b} for name, (a, b) in differences.items()]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.models.model import Model
 
 _STUDENT = ".student"
@@ -22,41 +22,45 @@ _SAME = ("teacher", "revision", "data_fingerprint")
 """Keys of the lineage that must agree for quality to be comparable."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One figure of two models."""
-
+class FigureAnswer(Answer):
     name: str
+    """Path in `evaluation.json`."""
     a: float | None
     b: float | None
     better: Literal["a", "b"] | None
-    """Side with the better value; None if they are equal or one is missing."""
 
 
-@dataclass(frozen=True)
-class ModelComparison:
-    a: Model
-    b: Model
-    figures: Sequence[Figure]
-    differences: Mapping[str, tuple[Any, Any]]
-    """Differences of lineage; if teacher, revision or data differ, quality was not measured on equal terms."""
-    spec_differences: Mapping[str, tuple[Any, Any]]
-    """Differences of the specs, by dotted path."""
+class DifferenceAnswer(Answer):
+    name: str
+    a: Any
+    b: Any
 
 
-def compare(a: Model, b: Model) -> ModelComparison:
+class ComparisonAnswer(Answer):
+    """Two models side by side."""
+
+    object: Literal["comparison"] = "comparison"
+    a: str
+    b: str
+    figures: list[FigureAnswer]
+    differences: list[DifferenceAnswer]
+    """Differences of teacher, revision and data; if there are any, quality was not measured on equal terms."""
+    spec_differences: list[DifferenceAnswer]
+    """Differences by dotted path of the spec."""
+
+
+def compare(a: Model, b: Model) -> ComparisonAnswer:
     """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from."""
-    specs = [_flat(model.lineage.get("spec") or {}) for model in (a, b)]
-    return ModelComparison(
-        a,
-        b,
-        [_figure(name, a, b) for name in [*_BETTER, *_task_scores(a, b)]],
-        _different({name: a.lineage.get(name) for name in _SAME}, {name: b.lineage.get(name) for name in _SAME}),
-        _different(*specs),
+    return ComparisonAnswer(
+        a=a.id,
+        b=b.id,
+        figures=[_figure(name, a, b) for name in [*_BETTER, *_task_scores(a, b)]],
+        differences=_different(*({name: model.lineage.get(name) for name in _SAME} for model in (a, b))),
+        spec_differences=_different(*(_flat(model.lineage.get("spec") or {}) for model in (a, b))),
     )
 
 
-def _figure(name: str, a: Model, b: Model) -> Figure:
+def _figure(name: str, a: Model, b: Model) -> FigureAnswer:
     figures = _flat(a.metrics)
     first, second = _number(figures.get(name)), _number(_flat(b.metrics).get(name))
     less_is_better = (
@@ -65,7 +69,7 @@ def _figure(name: str, a: Model, b: Model) -> Figure:
     better: Literal["a", "b"] | None = None
     if first is not None and second is not None and first != second:
         better = "a" if (first < second) == less_is_better else "b"
-    return Figure(name, first, second, better)
+    return FigureAnswer(name=name, a=first, b=second, better=better)
 
 
 def _task_scores(a: Model, b: Model) -> list[str]:
@@ -90,5 +94,6 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a.get(name), b.get(name)) for name in sorted({*a, *b}) if a.get(name) != b.get(name)}
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferenceAnswer]:
+    pairs = ((name, a.get(name), b.get(name)) for name in sorted({*a, *b}))
+    return [DifferenceAnswer(name=name, a=ours, b=theirs) for name, ours, theirs in pairs if ours != theirs]

@@ -178,9 +178,8 @@ def _name(known: Manifest, source: str) -> str:
     try:
         return _NAME.validate_python(name)
     except ValidationError as error:
-        raise InvalidInputError(
-            f"name is missing, and {str(name)[:64]!r} is not a valid name; give one", field="name", value=name
-        ) from error
+        message = f"name is missing, and {str(name)[:64]!r} is not a valid name; give one"
+        raise InvalidInputError(message, field="name", value=name) from error
 
 
 def _unusable(source: str, why: str) -> InvalidInputError:

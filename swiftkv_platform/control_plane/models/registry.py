@@ -6,7 +6,7 @@ A deployment made of an alias follows it: a promotion or a rollback swaps its mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.verdicts import undecided
@@ -109,7 +109,7 @@ class RegistryService:
             version = _version(history) + 1
             return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
 
-        return self._store(alias, tenant, decide)
+        return self.registry.promote(decide, alias, tenant, _swap)
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
         """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
@@ -123,25 +123,12 @@ class RegistryService:
                 expected.check(f"alias {alias!r}", _version(history))
             stack = _stack(history)
             if len(stack) < 2:
-                raise ConflictError(
-                    f"alias {alias!r} stood for no model before {stack[-1]}; promote another one",
-                    field="alias",
-                    value=alias,
-                )
+                message = f"alias {alias!r} stood for no model before {stack[-1]}; promote another one"
+                raise ConflictError(message, field="alias", value=alias)
             model, previous, version = stack[-2], stack[-1], _version(history) + 1
             return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
 
-        return self._store(alias, tenant, decide)
-
-    def _store(self, alias: str, tenant: str, decide: Callable[[Sequence[Promotion]], Promotion]) -> Promotion:
-        made: list[Promotion] = []
-
-        def remember(history: Sequence[Promotion]) -> Promotion:
-            made.append(decide(history))
-            return made[-1]
-
-        self.registry.promote(remember, alias, tenant, _swap)
-        return made[-1]
+        return self.registry.promote(decide, alias, tenant, _swap)
 
 
 def _check_gates(model: Model, *, accept_undecided: bool) -> None:

@@ -20,7 +20,6 @@ from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing
 from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
 from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
-    ComparisonAnswer,
     CreateModel,
     ImportModel,
     LineageAnswer,
@@ -29,7 +28,7 @@ from swiftkv_platform.control_plane.models.answers import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.control_plane.models.comparison import compare
+from swiftkv_platform.control_plane.models.comparison import ComparisonAnswer, compare
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.control_plane.parts import Deletions, Parts, TheParents, TheSettings
@@ -56,7 +55,7 @@ _NEWEST_CHANGES = 20
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
-    return list_answer(found, ModelAnswer.of, lambda model: model.id)
+    return list_answer(found, ModelAnswer.of)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
@@ -118,7 +117,7 @@ def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader
 def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonAnswer:
     """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
     a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
-    return ComparisonAnswer.of(compare(a, b))
+    return compare(a, b)
 
 
 @router.post("/models/{model_id}/publish", status_code=status.HTTP_201_CREATED)
@@ -179,7 +178,7 @@ def list_aliases(
 ) -> ListAnswer[AliasAnswer]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
-    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)
+    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history))
 
 
 @router.get("/aliases/{alias}")

@@ -10,9 +10,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.deployments.deployment import (
-    DeploymentStatus,
-)
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
 from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
@@ -89,15 +87,15 @@ class Registry(DeploymentRepository):
 
     def promote(
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
-    ) -> None:
-        """Store the promotion that `decide` returns for the alias's history, and change the deployments that follow the
-        alias, in one transaction. If the history already has that promotion, nothing changes."""
+    ) -> Promotion:
+        """Store and return the promotion that `decide` returns for the alias's history, and change the deployments that
+        follow the alias, in one transaction. If the history already has that promotion, nothing changes."""
         with self._database.writing() as session:
             self._await_turn(session, tenant)
             history = promotions_of(session, tenant, alias)
             promotion = decide(history)
             if promotion in history:
-                return
+                return promotion
             session.add(PromotionRow(**vars(promotion)))
             model = value_of(Model, session.get_one(ModelRow, promotion.model))
             following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
@@ -106,6 +104,7 @@ class Registry(DeploymentRepository):
                 row = rows[deployment.spec.id]
                 if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
                     write_deployment(row, *change(deployment, model))
+        return promotion
 
 
 def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:

@@ -1,13 +1,11 @@
-"""Rules on how long the data of jobs is kept, and on what protects a job or model from deletion. No I/O."""
+"""Rules on how long the data of jobs is kept. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.settings import Settings
 
 DAY_S = 86400.0
@@ -81,45 +79,6 @@ class Counts:
     objects: Mapping[str, int] = field(default_factory=dict)
     """By kind of object."""
     bytes: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Users of a job's objects or its model."""
-
-    status: JobStatus
-    model: str | None = None
-    """Model of the job, if it has one."""
-    deployments: Sequence[str] = ()
-    """Deployments that serve the model, or have it as a candidate."""
-    aliases: Sequence[str] = ()
-    """Aliases in whose history the model is."""
-    children: Sequence[str] = ()
-    """Jobs that have not ended and read the model, or another object of the job."""
-
-
-def check_unheld(what: str, held: Holders, *, field: str) -> None:
-    """Raise `ConflictError`, which names the holder, if the job or model `what` is in use."""
-    message = _hold(held)
-    if message is not None:
-        raise ConflictError(f"{what} cannot be deleted: {message}", field=field, value=what)
-
-
-def _hold(held: Holders) -> str | None:
-    if held.status is JobStatus.PAUSED:
-        return "its job is paused and can be resumed; cancel it first"
-    if not held.status.is_terminal:
-        return f"its job is {held.status}; cancel it, and delete it when it has ended"
-    if held.deployments:
-        return f"deployment {held.deployments[0]} serves {held.model}; delete that deployment, or give it another model"
-    if held.aliases:
-        return (
-            f"{held.model} is in the history of alias {held.aliases[0]!r}, which stands for it or can be rolled back "
-            "to it; promote other models until retention has trimmed that history"
-        )
-    if held.children:
-        return f"job {held.children[0]} reads it; wait for that job's end, or cancel it"
-    return None
 
 
 @dataclass(frozen=True)

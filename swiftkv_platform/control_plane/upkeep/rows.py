@@ -31,7 +31,8 @@ from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
-from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
+from swiftkv_platform.control_plane.upkeep.retention import Kind
+from swiftkv_platform.errors import ConflictError
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
 _PARENT = JobRow.spec["training"]["from"].as_string()
@@ -150,24 +151,19 @@ class RetainedRows(Store):
         has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
         return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
 
-    def count_job(self, job_id: str) -> int:
-        """Return the number of rows that deleting a job removes."""
-        return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
-
-    def model_prefix(self, model_id: str) -> str:
-        """Prefix of a model's objects. Raises `NotFoundError`."""
-        with self._database.reading() as session:
-            return value_of(Model, owned(session, ModelRow, model_id, None)).prefix
-
-    def check_model(self, model_id: str) -> None:
-        """Raise `ConflictError`, which names the holder, if the model is in use, and `NotFoundError`."""
-        with self._database.reading() as session:
-            _check_model(session, owned(session, ModelRow, model_id, None))
-
-    def check_job(self, job_id: str) -> None:
-        """Raise `ConflictError`, which names the holder, if the job is in use, and `NotFoundError`."""
+    def foresee_job(self, job_id: str) -> tuple[int, str]:
+        """Return the number of rows that deleting a job removes, and the prefix of its objects. Raises as
+        `delete_job`."""
         with self._database.reading() as session:
             _check_job(session, owned(session, JobRow, job_id, None))
+        return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB), f"jobs/{job_id}"
+
+    def foresee_model(self, model_id: str) -> tuple[int, str]:
+        """Return the same for a model."""
+        with self._database.reading() as session:
+            model = owned(session, ModelRow, model_id, None)
+            _check_model(session, model)
+            return 1, value_of(Model, model).prefix
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         """Delete a job with its model and all their rows, and record that its objects are to be deleted. Returns the
@@ -274,21 +270,37 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
 
 def _check_job(session: Session, job: JobRow) -> None:
     model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
-    check_unheld(f"job {job.id}", _holders(session, job, model), field="job_id")
+    _check_unheld(f"job {job.id}", _hold(session, job, model), field="job_id")
 
 
 def _check_model(session: Session, model: ModelRow) -> None:
     job = None if model.job_id is None else session.get_one(JobRow, model.job_id)
-    check_unheld(f"model {model.id}", _holders(session, job, model.id), field="model")
+    _check_unheld(f"model {model.id}", _hold(session, job, model.id), field="model")
 
 
-def _holders(session: Session, job: JobRow | None, model: str | None) -> Holders:
-    """Return the users of a job or model. `job`: None for an imported model, which needs no ended job."""
+def _check_unheld(what: str, hold: str | None, *, field: str) -> None:
+    if hold is not None:
+        raise ConflictError(f"{what} cannot be deleted: {hold}", field=field, value=what)
+
+
+def _hold(session: Session, job: JobRow | None, model: str | None) -> str | None:
+    """Return what protects a job or model from deletion; None if nothing does. `job`: None for an imported model, which
+    needs no ended job."""
     job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
+    if status is JobStatus.PAUSED:
+        return "its job is paused and can be resumed; cancel it first"
+    if not status.is_terminal:
+        return f"its job is {status}; cancel it, and delete it when it has ended"
+    if model is not None:
+        serves = or_(DeploymentRow.model == model, cast(DeploymentRow.spec, String).contains(model))  # as its candidate
+        deployment = session.scalar(select(DeploymentRow.id).where(serves).limit(1))
+        if deployment is not None:
+            return f"deployment {deployment} serves {model}; delete that deployment, or give it another model"
+        alias = session.scalar(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
+        if alias is not None:
+            return (
+                f"{model} is in the history of alias {alias!r}, which stands for it or can be rolled back to it; "
+                "promote other models until retention has trimmed that history"
+            )
     children = live_users(session, [name for name in (job_id, model) if name], limit=1, without=job_id)
-    if model is None:
-        return Holders(status, children=children)
-    serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate
-    deployments = session.scalars(select(DeploymentRow.id).where(or_(DeploymentRow.model == model, serves)).limit(1))
-    aliases = session.scalars(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
-    return Holders(status, model, deployments.all(), aliases.all(), children)
+    return f"job {children[0]} reads it; wait for that job's end, or cancel it" if children else None

@@ -78,10 +78,8 @@ def _tables() -> list[Table]:
 def _check_empty(session: Session, table: Table) -> None:
     number = session.scalar(select(func.count()).select_from(table)) or 0
     if number:
-        raise ConflictError(
-            f"the database is not empty, it has {number} rows in {table.name}; restore into an empty one",
-            field="database_url",
-        )
+        message = f"the database is not empty, it has {number} rows in {table.name}; restore into an empty one"
+        raise ConflictError(message, field="database_url")
 
 
 def _continue_numbers(session: Session, table: Table) -> None:

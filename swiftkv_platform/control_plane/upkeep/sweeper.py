@@ -14,17 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import chain
 
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
-from swiftkv_platform.control_plane.upkeep.retention import (
-    DAY_S,
-    SWEEPER,
-    Counts,
-    Kind,
-    Retention,
-    Swept,
-)
+from swiftkv_platform.control_plane.upkeep.retention import DAY_S, SWEEPER, Counts, Kind, Retention, Swept
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
@@ -72,7 +66,7 @@ class Sweeper:
         if self._round is None:
             if not is_due(self._next_round, self.clock(), within=self.interval_s):
                 return
-            self._round = self._round_and_counts()
+            self._round = chain(self.round(), self._count())
         until = self.monotonic() + _TICK_S
         try:
             for swept in self._round:
@@ -85,15 +79,11 @@ class Sweeper:
         self._round = None
         self._next_round = self.clock() + self.interval_s
 
-    def _round_and_counts(self) -> Iterator[Swept]:
-        yield from self.round()
-        yield from self._count()
-
     def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
         """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.
         `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
-        now, kept = self.clock(), self.retention
+        now, rows, kept = self.clock(), self.rows, self.retention
         self._failures = 0
         yield from self._deleted(dry_run=dry_run)
         for kind in Kind:
@@ -101,9 +91,11 @@ class Sweeper:
                 yield from self._of_ended_jobs(kind, now - kept.days(kind) * DAY_S, dry_run=dry_run)
         yield from self._old_rows(now, dry_run=dry_run)
         if kept.models:
-            yield from self._superseded_models(now - kept.models * DAY_S, dry_run=dry_run)
+            superseded = _all(partial(rows.superseded_models, before=now - kept.models * DAY_S))
+            yield from self._unused("model", superseded, rows.foresee_model, rows.delete_model, dry_run=dry_run)
         if kept.jobs:
-            yield from self._expired_jobs(now - kept.jobs * DAY_S, dry_run=dry_run)
+            expired = _all(partial(rows.expired_jobs, before=now - kept.jobs * DAY_S))
+            yield from self._unused("job", expired, rows.foresee_job, rows.delete_job, dry_run=dry_run)
         if not dry_run:
             yield from self._deleted(dry_run=False)
 
@@ -171,29 +163,27 @@ class Sweeper:
                 if dry_run:
                     break
 
-    def _superseded_models(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        for model_id in _all(partial(self.rows.superseded_models, before=before)):
+    def _unused(
+        self,
+        what: str,
+        ids: Iterator[str],
+        foresee: Callable[[str], tuple[int, str]],
+        remove: Callable[..., int],
+        *,
+        dry_run: bool,
+    ) -> Iterator[Swept]:
+        """Remove those of these jobs or models that nothing uses."""
+        kind = f"{what}s"
+        for each in ids:
             try:
                 if dry_run:
-                    self.rows.check_model(model_id)
-                    yield Swept("models", rows=1)
-                    yield from self._at(self.rows.model_prefix(model_id), "models", dry_run=True)
+                    number, prefix = foresee(each)
+                    yield Swept(kind, rows=number)
+                    yield from self._at(prefix, kind, dry_run=True)
                 else:
-                    yield Swept("models", rows=self.rows.delete_model(model_id, by=SWEEPER, now=self.clock()))
+                    yield Swept(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
-                get_logger(loop=SWEEPER).debug("model stays", model_id=model_id, reason=error.message)
-
-    def _expired_jobs(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        for job_id in _all(partial(self.rows.expired_jobs, before=before)):
-            try:
-                if dry_run:
-                    self.rows.check_job(job_id)
-                    yield Swept("jobs", rows=self.rows.count_job(job_id))
-                    yield from self._at(f"jobs/{job_id}", "jobs", dry_run=True)
-                else:
-                    yield Swept("jobs", rows=self.rows.delete_job(job_id, by=SWEEPER, now=self.clock()))
-            except (ConflictError, NotFoundError) as error:
-                get_logger(loop=SWEEPER).debug("job stays", job_id=job_id, reason=error.message)
+                get_logger(loop=SWEEPER).debug(f"{what} stays", **{f"{what}_id": each}, reason=error.message)
 
     def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
         """Remove the objects of deleted jobs and models. A prefix whose objects cannot be removed is tried again in the

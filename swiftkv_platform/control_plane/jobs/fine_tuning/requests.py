@@ -148,11 +148,8 @@ def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: st
     present = inner.setdefault(path[-1], value)
     if present != value:
         there = f"{place}.{'.'.join(path)}"
-        raise InvalidInputError(
-            f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both",
-            field=there,
-            value=present,
-        )
+        message = f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both"
+        raise InvalidInputError(message, field=there, value=present)
 
 
 def _put_training_file(document: dict[str, Any], name: str) -> None:

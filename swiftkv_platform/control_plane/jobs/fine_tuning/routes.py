@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
 from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineTuningJob, job_spec
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.ports import JobFilter
-from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, check_metadata_keys
+from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, metadata_asked_for
 from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
@@ -49,18 +49,9 @@ def list_fine_tuning_jobs(
     request: Request, parts: Parts, caller: Reader, show: Show, page: NewestFirst
 ) -> ListAnswer[FineTuningJobAnswer]:
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
-    found = parts.jobs.list(page, tenant=caller.tenant, where=JobFilter(metadata=_metadata(request)))
-    return list_answer(found, show, lambda job: job.id, page.order)
-
-
-def _metadata(request: Request) -> dict[str, str]:
-    asked = {
-        name.removeprefix("metadata[").removesuffix("]"): value
-        for name, value in request.query_params.items()
-        if name.startswith("metadata[") and name.endswith("]")
-    }
-    check_metadata_keys(asked)
-    return asked
+    where = JobFilter(metadata=metadata_asked_for(request, "metadata[", "]"))
+    found = parts.jobs.list(page, tenant=caller.tenant, where=where)
+    return list_answer(found, show, order=page.order)
 
 
 @router.get("/{job_id}")
@@ -93,7 +84,7 @@ def list_fine_tuning_events(
 ) -> ListAnswer[FineTuningEventAnswer]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of, lambda event: event.id)
+    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
 
 
 @router.get("/{job_id}/checkpoints")
@@ -103,7 +94,7 @@ def list_fine_tuning_checkpoints(
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
-    return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)
+    return list_answer(found, lambda each: _checkpoint(parts, job_id, each))
 
 
 def _checkpoint(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:

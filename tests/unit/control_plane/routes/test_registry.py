@@ -8,7 +8,7 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.models.comparison import Figure, compare
+from swiftkv_platform.control_plane.models.comparison import compare
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
@@ -183,17 +183,18 @@ def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
         return described(metrics, teacher="t", data_fingerprint=fingerprint, spec=spec)
 
     found = compare(model(0.1, 0.9, 0.75, 60.0, "x", 2), model(0.2, 0.8, 0.5, 61.0, "y", 4))
-    figures = {figure.name: figure for figure in found.figures}
-    assert figures["distilled.kl"] == Figure("distilled.kl", 0.1, 0.2, "a")
-    assert figures["distilled.top1_agreement"].better == "a"
-    assert figures["kv_bytes_ratio"].better == "b"
-    assert figures["tasks.mmlu.student"] == Figure("tasks.mmlu.student", 60.0, 61.0, "b")
-    assert figures["distilled.perplexity"] == Figure("distilled.perplexity", None, None, None)
+    figures = {figure.name: (figure.a, figure.b, figure.better) for figure in found.figures}
+    assert figures["distilled.kl"] == (0.1, 0.2, "a")
+    assert figures["distilled.top1_agreement"][2] == "a"
+    assert figures["kv_bytes_ratio"][2] == "b"
+    assert figures["tasks.mmlu.student"] == (60.0, 61.0, "b")
+    assert figures["distilled.perplexity"] == (None, None, None)
     less = {"task": "wikitext", "student": 9.0, "higher_is_better": False}
-    perplexities = compare(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures
-    assert perplexities[-1] == Figure("tasks.wikitext.student", 9.0, 8.0, "b")
-    assert found.differences == {"data_fingerprint": ("x", "y")}
-    assert found.spec_differences == {"swiftkv.key_value_group_size": (2, 4)}
+    perplexity = compare(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures[-1]
+    assert dict(perplexity) == {"name": "tasks.wikitext.student", "a": 9.0, "b": 8.0, "better": "b"}
+    assert [dict(each) for each in found.differences] == [{"name": "data_fingerprint", "a": "x", "b": "y"}]
+    groups = {"name": "swiftkv.key_value_group_size", "a": 2, "b": 4}
+    assert [dict(each) for each in found.spec_differences] == [groups]
 
 
 PLACE = "s3://models/default/one"

@@ -8,8 +8,6 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 _DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
 _SEQUENCE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

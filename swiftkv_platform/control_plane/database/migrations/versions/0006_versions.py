@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0006"
 down_revision = "0005"
-branch_labels = None
-depends_on = None
 
 _NUMBER_PROMOTIONS = """
 UPDATE promotions SET version = (

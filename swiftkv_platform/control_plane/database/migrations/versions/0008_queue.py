@@ -10,8 +10,6 @@ from alembic import op
 
 revision = "0008"
 down_revision = "0007"
-branch_labels = None
-depends_on = None
 
 _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 _SWEPT = ("num_key_value_layers", "key_value_group_size", "learning_rate")

@@ -8,8 +8,6 @@ from sqlalchemy.dialects import postgresql
 
 revision = "0010"
 down_revision = "0009"
-branch_labels = None
-depends_on = None
 
 _DOCUMENT = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 

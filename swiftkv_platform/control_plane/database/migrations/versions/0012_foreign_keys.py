@@ -6,8 +6,6 @@ from alembic import op
 
 revision = "0012"
 down_revision = "0011"
-branch_labels = None
-depends_on = None
 
 _INDEXES = (
     ("deliveries", "event_id"),

@@ -12,8 +12,6 @@ from alembic import op
 
 revision = "0013"
 down_revision = "0012"
-branch_labels = None
-depends_on = None
 
 _FINAL = ("succeeded", "failed", "cancelled")
 _JOBS = sa.table("jobs", sa.column("id", sa.String()), sa.column("status", sa.String()), sa.column("spec", sa.JSON()))

@@ -107,7 +107,7 @@ class ControlPlaneMetrics:
     orphans: Orphans
     deployments: DeploymentReconciler
     checks: Mapping[str, Kept[str | None]]
-    """What is wrong with each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
+    """Complaint about each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
 
     def __post_init__(self) -> None:
         kept = partial(Kept, clock=self.parts.clock, keep_s=_KEEP_COUNTS_S)

@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -71,7 +69,6 @@ def main(argv: list[str] | None = None) -> None:
         kv_cache_bytes=caches(args) * KV_CACHE_BYTES,
         enable_prefix_caching=False,
         seed=0,
-        native_kernels=args.native_kernels,
     )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -109,8 +106,6 @@ def main(argv: list[str] | None = None) -> None:
             "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
         }
         report["speedups"] = {}
-        for _ in range(args.busy_programs):
-            stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
         for name in args.loads:
             shape, num_output, rounds = loads[name]
             results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
@@ -139,13 +134,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
-    parser.add_argument("--busy-programs", type=int, default=0, help="programs that keep one core busy each")
-    parser.add_argument(
-        "--native-kernels",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use them instead of PyTorch's operators",
-    )
     add_vllm_python(parser)
     parser.add_argument(
         "--openvino-python", type=Path, metavar="PATH", help="an interpreter that has openvino-genai (`make peers-env`)"

@@ -290,13 +290,18 @@ def _packed_flops(x: Sequence[int], packed: Sequence[int], *_: Any, **__: Any) -
     return 2 * math.prod(x[:-1]) * math.prod(packed)
 
 
-def _paged_flops(query: torch.Tensor, *tables: Any, **_: Any) -> int:
-    """Count attention FLOPs over all keys that each query sees, without a window."""
-    positions = tables[3]
-    return 4 * query.shape[1] * query.shape[3] * int((positions + 1).sum())
+def _layers_flops(
+    x: torch.Tensor, weights: Sequence[torch.Tensor | None], sizes: Sequence[int], *others: Any, **_: Any
+) -> int:
+    """Count the FLOPs of packed weights, the only ones of four dimensions, and of attention over all keys that each
+    query sees, without a window."""
+    keys, positions = others[3], others[6]
+    products = sum(_packed_flops(x.shape, one.shape) for one in weights if one is not None and one.dim() == 4)
+    heads = sum(count * rows.shape[2] for count, rows in zip(sizes[4::8], keys, strict=True))
+    return products + 4 * heads * int((positions + 1).sum())
 
 
-_paged_flops._get_raw = True  # type: ignore[attr-defined]  # torch passes tensors, not their shapes
+_layers_flops._get_raw = True  # type: ignore[attr-defined]  # torch passes tensors, not their shapes
 
 
 def counted() -> dict[Any, Any]:
@@ -307,7 +312,7 @@ def counted() -> dict[Any, Any]:
     }
     if kernels.available():
         own = torch.ops.swiftkv_cpu
-        formulas |= {own.linear: _packed_flops, own.gated_linear: _packed_flops, own.attend: _paged_flops}
+        formulas |= {own.linear: _packed_flops, own.gated_linear: _packed_flops, own.layers: _layers_flops}
     return formulas
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
 from swiftkv_platform.distillation.sequence_parallel import ATTENTION, SequenceGroup
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import (
     SAMPLES,

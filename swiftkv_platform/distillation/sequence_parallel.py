@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples
 
 ATTENTION = "sequence_parallel"

@@ -19,7 +19,7 @@ from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.kv_cache import KVCache, Run
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.varlen import Pages, VarlenArguments, consecutive_runs
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.masks import Masks
 from swiftkv_platform.model.selection import TokenSelection
 

@@ -14,7 +14,7 @@ import torch
 from swiftkv_platform.engine.batch import index_tensor, take
 from swiftkv_platform.engine.kv_cache import StepCache
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
 
 
@@ -49,10 +49,12 @@ class BypassRows:
         """Rows, ascending, that run through every layer."""
         self._parts: tuple[_Rows | None, _Rows | None] | None = None
 
+    @classmethod
+    def of(cls, decoder: Any, deep: Sequence[int], num_rows: int) -> BypassRows | None:
+        """None: no row of the step bypasses a layer."""
+        return cls(deep) if decoder.layer_map.bypassed and len(deep) < num_rows else None
+
     def __call__(self, decoder: Any, i: int, hidden: torch.Tensor, context: DecoderContext) -> torch.Tensor:
-        if len(self.deep) == hidden.shape[1]:
-            output: torch.Tensor = decoder.run_layer(i, hidden, context)
-            return output
         if self._parts is None:
             rest = sorted(set(range(hidden.shape[1])).difference(self.deep))
             nothing_attends = replace(context, layer_arguments={"paged": None})

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.attention import PAGED
 from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
 from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.native_modules import NativeLayer
+from swiftkv_platform.engine.native_layers import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.ranks import LeadingDecoder
 from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
@@ -36,7 +36,7 @@ from swiftkv_platform.engine.speculative import (
     exiting,
     sampling_row,
 )
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ModelRunner:
     def _run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
-        bypass = BypassRows(batch.written_rows) if self._decoder.layer_map.bypassed else None
+        bypass = BypassRows.of(self._decoder, batch.written_rows, context.num_tokens)
         x = self._decoder.lower(context, bypass)  # [1, num_tokens, hidden_size]
         exits = exiting(self._model, x, scheduled, batch)
         rows = batch.upper_rows(exits.at)

@@ -1,13 +1,12 @@
 """Modules on the engine's kernels, in the place of a family's; for one row of tokens, on a CPU in bfloat16.
 
-`NativeLayer` computes a layer of a step in five operators, where the layer is of the usual shape; the others are
-what layers of any shape are put together from. Knows no request.
+Layers of any shape are put together from them; those of the usual shape run several at once (`native_layers.py`). Knows
+no request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -17,12 +16,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.arena import Arena
-from swiftkv_platform.engine.deep_rows import DeepRows
 from swiftkv_platform.engine.integer_weights import common_weights
 from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.kv_cache import PagedTensor
 from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
-from swiftkv_platform.model.deep_tokens import DeepGroup
 from swiftkv_platform.model.embeddings import ScaledEmbedding
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
@@ -48,9 +45,9 @@ class NativeLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         return kernels.linear(x, self.weight, self.bias, self.out_features)
 
-    def rows(self, x: torch.Tensor, **around: Any) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features]. `around`: a norm before and a residual behind."""
-        return kernels.linear_rows(x, self.weight, self.bias, self.out_features, **around)
+    def rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
+        """[num_tokens, in_features], before its norm -> [num_tokens, out_features]."""
+        return kernels.linear_rows(x, self.weight, self.bias, self.out_features, norm=norm)
 
 
 class NativeHead(NativeLinear):
@@ -97,7 +94,7 @@ class NativeMLP(nn.Module):
         fused = getattr(mlp, "gate_up_proj", None)
         separate = fused is None
         gate, up = common_weights([mlp.gate_proj, mlp.up_proj]) if separate else common_weights([fused])[0].chunk(2)
-        self.gate_up = _GatedLinear(gate, up, arena)
+        self.gate_up = GatedLinear(gate, up, arena)
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,22 +103,18 @@ class NativeMLP(nn.Module):
         return y
 
 
-class _GatedLinear(nn.Module):
+class GatedLinear(nn.Module):
     """silu(x G^T) * x U^T."""
 
     def __init__(self, gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight, arena: Arena) -> None:
         super().__init__()
-        self._size, self.in_features = gate.shape
-        self.out_features = 2 * self._size  # of its products
+        self.size, self.in_features = gate.shape
+        self.out_features = 2 * self.size  # of its products
         self.weight = packing.pack_gated(gate, up).moved_into(arena)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., intermediate_size]."""
-        return kernels.gated_linear(x, self.weight, self._size)
-
-    def rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
-        """[num_tokens, in_features], before its norm -> [num_tokens, intermediate_size]."""
-        return kernels.gated_linear_rows(x, self.weight, self._size, norm)
+        return kernels.gated_linear(x, self.weight, self.size)
 
 
 class NativeAttention(nn.Module):
@@ -178,43 +171,6 @@ class NativeAttention(nn.Module):
         return parts
 
 
-def output_projection(attention: Any) -> Any:
-    """Projection that a layer's heads leave through."""
-    student = isinstance(attention, HeadAttentionMixin)
-    return attention.output_projection if student else attention.o_proj
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Where a layer's queries, keys and values come from: one product of its normalised input."""
-
-    linear: NativeLinear
-    query_at: int
-    """First output that is a query's."""
-    key_at: int = -1
-    """First output that is a key's, which those of the values follow; -1: the layer reads another's."""
-
-    @classmethod
-    def of(cls, attention: Any) -> Self | None:
-        """None: they are not one product of ours."""
-        if isinstance(attention, NativeAttention):
-            if isinstance(linear := getattr(attention, "qkv_proj", None), NativeLinear):
-                return cls(linear, 0, attention.config.num_attention_heads * attention.head_dim)
-            names, query, key = ("q_proj", "k_proj", "v_proj"), 0, 1
-        elif isinstance(linear := attention.q_proj_swiftkv, NativeLinear):
-            return cls(linear, 0)
-        else:
-            names, query, key = ("k_proj_decode_swiftkv", "v_proj_decode_swiftkv", "q_proj_swiftkv"), 2, 0
-        parts = [getattr(attention, name, None) for name in names]
-        fused = getattr(parts[0], "fused", None)
-        if not isinstance(linear := getattr(fused, "linear", None), NativeLinear):
-            return None
-        assert fused is not None
-        assert all(getattr(part, "fused", None) is fused for part in parts), "parts of one product"
-        first = [sum(fused.sizes[:at]) for at in range(len(fused.sizes))]
-        return cls(linear, first[query], first[key])
-
-
 class SharedKeyValues:
     """K and V of all groups from x, written in one operator for all of them: one each takes a fifteenth of a prompt's
     time in a student."""
@@ -251,7 +207,7 @@ class SharedKeyValues:
         if any(one[0] is not rotations[0][0] or one[0].dtype != x.dtype for one in rotations):
             return False
         kernels.write_projected(
-            self._linear.rows(x[0], norm=self._norm),
+            self._linear.rows(x[0], self._norm),
             cache.slots,
             [(keys.rows, values.rows) for keys, values in layers],
             norms=self._head_norms,
@@ -259,114 +215,3 @@ class SharedKeyValues:
             payload=keys.payload,
         )
         return True
-
-
-class NativeLayer(nn.Module):
-    """A layer of a step: x + attention(norm(x)), then x + MLP(norm(x)).
-
-    What lies between two products is one operator: what PyTorch and Python take for a token of each layer adds up to a
-    fifth of a step otherwise. All but steps over the engine's own cache go through the family's layer.
-    """
-
-    family_layer: Any
-    attention: Any
-    heads: _Heads
-    output: NativeLinear
-    gate_up: _GatedLinear
-    down: NativeLinear
-    norms: tuple[NativeRMSNorm, NativeRMSNorm]
-    num_heads: int
-    head_norms: list[NativeRMSNorm | None]
-    window: int | None
-    reads_shared: bool
-    rotates: bool
-    scaling: float
-
-    def __init__(self, layer: Any, heads: _Heads) -> None:
-        super().__init__()
-        self._modules.update(layer._modules)
-        attention = layer.self_attn
-        output, head_norms = output_projection(attention), (attention.q_norm, attention.k_norm)
-        # Found without the detour that modules of modules take.
-        self.__dict__.update(
-            family_layer=layer,
-            attention=attention,
-            heads=heads,
-            output=output,
-            gate_up=layer.mlp.gate_up,
-            down=layer.mlp.down_proj,
-            norms=(layer.input_layernorm, layer.post_attention_layernorm),
-            num_heads=output.in_features // attention.head_dim,
-            head_norms=[norm if isinstance(norm, NativeRMSNorm) else None for norm in head_norms],
-            window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
-            reads_shared=isinstance(attention, HeadAttentionMixin),
-            rotates=attention.rotates,
-            scaling=attention.scaling,
-        )
-
-    @classmethod
-    def of(cls, layer: Any) -> Self | None:
-        """None: the layer is of another shape."""
-        attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
-        if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.normalises_all_heads:
-            return None
-        family, config = attention.config.family, attention.config
-        if family.norms != "before" or family.multiplier(config, "residual_multiplier") != 1.0:
-            return None
-        if not (isinstance(mlp, NativeMLP) and isinstance(mlp.down_proj, NativeLinear)):
-            return None
-        if not isinstance(output_projection(attention), NativeLinear):
-            return None  # its rank's part of a sum
-        if not all(
-            isinstance(norm, NativeRMSNorm | nn.Identity | None) for norm in (attention.q_norm, attention.k_norm)
-        ):
-            return None
-        heads = _Heads.of(attention)
-        return None if heads is None else cls(layer, heads)
-
-    def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """[1, num_tokens, hidden_size] -> the same. `arguments`: a decoder layer's."""
-        paged, rotation = arguments.get("paged"), arguments["position_embeddings"]
-        fits = paged is not None and rotation[0].dtype == hidden_states.dtype
-        stored = self._stored(arguments) if fits else None
-        if paged is None or stored is None:
-            output: torch.Tensor = self.family_layer(hidden_states, **arguments)
-            return output
-        x, (keys, values, slots) = hidden_states[0], stored
-        before_attention, before_mlp = self.norms
-        attended = kernels.attend_projected(
-            self.heads.linear.rows(x, norm=before_attention),
-            keys.rows,
-            values.rows,
-            slots,
-            paged.tables,
-            num_heads=self.num_heads,
-            query_at=self.heads.query_at,
-            key_at=self.heads.key_at,
-            norms=self.head_norms,
-            rotation=rotation if self.rotates else None,
-            scaling=self.scaling,
-            window=self.window,
-            payload=keys.payload,
-        )
-        x = self.output.rows(attended, residual=x)
-        return self.down.rows(self.gate_up.rows(x, before_mlp), residual=x)[None]
-
-    def _stored(self, arguments: dict[str, Any]) -> tuple[PagedTensor, PagedTensor, torch.Tensor | None] | None:
-        """The cache that the layer attends to, and the slots that it writes to; None: kernels cannot."""
-        shared, cache, slots = arguments.get("shared_key_value"), arguments["past_key_values"], None
-        if shared is None and self.reads_shared:
-            return None  # the teacher's layer
-        if shared is None:
-            key_value, slots = cache.read(self.attention.layer_idx), cache.slots
-        elif not isinstance(shared, DeepGroup):
-            key_value = shared
-        elif self.heads.key_at < 0:
-            key_value = shared.key_value
-        elif isinstance(shared.writer, DeepRows) and shared.writer.deep is None:
-            key_value, slots = shared.writer.place(shared.group)
-            shared.key_value = key_value
-        else:
-            return None
-        keys, values = key_value
-        return (keys, values, slots) if isinstance(keys, PagedTensor) and keys.native else None

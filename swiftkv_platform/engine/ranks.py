@@ -27,7 +27,7 @@ import torch.distributed as dist
 from swiftkv_platform.engine.batch import PagedAttention, begin_pass, place
 from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -248,7 +248,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
             shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]
             decoder.student_upper(hidden, context, kept=kept, shared=shared)
         else:
-            x = decoder.lower(context, BypassRows(message.deep))
+            x = decoder.lower(context, BypassRows.of(decoder, message.deep, context.num_tokens))
             if not keeps_own:
                 share(decoder, x, context)
 

@@ -18,11 +18,11 @@ from transformers.activations import SiLUActivation
 
 from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.integer_weights import common_weights, integers_of
+from swiftkv_platform.engine.native_layers import NativeLayer, NativeLayers
 from swiftkv_platform.engine.native_modules import (
     NativeAttention,
     NativeEmbedding,
     NativeHead,
-    NativeLayer,
     NativeLinear,
     NativeMLP,
     NativeRMSNorm,
@@ -143,6 +143,7 @@ def use_kernels(model: Any) -> None:
     layers = model.model.layers
     for i, layer in enumerate(layers):
         layers[i] = NativeLayer.of(layer) or layer
+    model.model.together = NativeLayers(layers)
     model.model.shared_writer = SharedKeyValues.of(model.model)
 
 

@@ -21,7 +21,8 @@ from swiftkv_platform.model.activations import ActivationStore, KeptTensor
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.calibration import TokenBatch, decoder_inputs
 from swiftkv_platform.model.calibration_stream import LayerSource
-from swiftkv_platform.model.decoder import DecoderContext, SwiftKVDecoderMixin
+from swiftkv_platform.model.context import DecoderContext
+from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
 from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import sample_lengths

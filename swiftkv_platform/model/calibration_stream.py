@@ -35,7 +35,7 @@ from swiftkv_platform.model.calibration_statistics import (
     Regression,
     refit_output,
 )
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 

@@ -10,8 +10,7 @@ the other layers below l as well, and only its K and V are computed there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,42 +25,13 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, attention_input
 from swiftkv_platform.model.bypass import Bypass, bypass_before
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
 from swiftkv_platform.model.embeddings import ScaledEmbedding
-from swiftkv_platform.model.masks import Masks, make_masks, select_queries
+from swiftkv_platform.model.masks import Masks, make_masks
 from swiftkv_platform.model.rotations import LayerRotations
-from swiftkv_platform.model.selection import TokenSelection, select_arguments
+from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning import LayerMap
-
-
-@dataclass(frozen=True)
-class DecoderContext:
-    """The data on the tokens of a forward pass that every layer needs."""
-
-    hidden: torch.Tensor
-    """Embeddings, [batch, num_tokens, hidden_size]."""
-    position_ids: torch.Tensor
-    """[batch or 1, num_tokens]."""
-    rotation: Rotation
-    masks: Masks
-    past_key_values: Cache | None
-    layer_arguments: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.hidden.shape[1]
-
-    def select(self, kept: TokenSelection) -> DecoderContext:
-        """Return a new context for the kept tokens, for the upper layers; this one is unchanged."""
-        rotation = self.rotation
-        return DecoderContext(
-            hidden=kept.take(self.hidden),
-            position_ids=kept.take(self.position_ids),
-            rotation=tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation),
-            masks=select_queries(self.masks, kept, self.num_tokens, self.hidden.device),
-            past_key_values=self.past_key_values,
-            layer_arguments=select_arguments(self.layer_arguments, kept),
-        )
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):
@@ -104,6 +74,8 @@ class SwiftKVDecoderMixin(nn.Module):
         self.swiftkv_enabled = True
         self.teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
         """Teacher's layers < l, if the student has trained its own and both are compared; None: they are the same."""
+        self.together: Callable[..., torch.Tensor | None] | None = None
+        """An engine's way to run several layers at once, with the arguments of `run_layers`; None: one by one."""
         self.post_init()
 
     def begin(
@@ -152,13 +124,11 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def run_layer(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
         """Run layer i over `hidden` [batch, num_tokens, hidden_size]; without a `shared_key_value`, the teacher's."""
-        # A group shares its keys, so its queries are rotated as its first layer's.
-        rotated_as = self.layer_map.leader(i) if "shared_key_value" in arguments else i
         output: torch.Tensor = self.layers[i](
             hidden,
             attention_mask=context.masks.by_layer[i],
             position_ids=context.position_ids,
-            position_embeddings=self.layer_rotations.of(rotated_as, context.rotation),
+            position_embeddings=self.rotation_of(i, context, shared="shared_key_value" in arguments),
             past_key_values=context.past_key_values,
             use_cache=context.past_key_values is not None,
             **context.layer_arguments,
@@ -166,15 +136,49 @@ class SwiftKVDecoderMixin(nn.Module):
         )
         return output
 
+    def rotation_of(self, i: int, context: DecoderContext, *, shared: bool) -> Rotation:
+        """Return layer i's rotation. A group shares its keys, so its queries are rotated as its first layer's."""
+        return self.layer_rotations.of(self.layer_map.leader(i) if shared else i, context.rotation)
+
+    def run_layers(
+        self,
+        layers: range,
+        hidden: torch.Tensor,
+        context: DecoderContext,
+        shared: Iterable[KeyValue | DeepGroup] | None = None,
+        *,
+        record: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Run consecutive layers over `hidden` [batch, num_tokens, hidden_size].
+
+        Args:
+            shared: each layer's `shared_key_value`, which may be made as it is asked for; None: they have none.
+            record: receives the output of each layer.
+        """
+        if self.together is not None and record is None:
+            shared = None if shared is None else list(shared)
+            if (output := self.together(self, layers, hidden, context, shared)) is not None:
+                return output
+        each = None if shared is None else iter(shared)
+        for i in layers:
+            given = {} if each is None else {"shared_key_value": next(each)}
+            hidden = self.run_layer(i, hidden, context, **given)
+            if record is not None:
+                record.append(hidden)
+        return hidden
+
     def lower(self, context: DecoderContext, bypass: Bypass | None = None) -> torch.Tensor:
         """Return x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size].
 
         `bypass` runs the layers that skipped tokens bypass, if the student has such; None: all tokens run through every
         layer, as in the teacher.
         """
+        layers = range(self.layer_map.num_key_value_layers)
+        if bypass is None:
+            return self.run_layers(layers, context.hidden, context)
         hidden = context.hidden
-        for i in range(self.layer_map.num_key_value_layers):
-            if bypass is not None and i in self.layer_map.bypassed:
+        for i in layers:
+            if i in self.layer_map.bypassed:
                 hidden = bypass(self, i, hidden, context)
             else:
                 hidden = self.run_layer(i, hidden, context)
@@ -206,12 +210,8 @@ class SwiftKVDecoderMixin(nn.Module):
                 field="swiftkv",
                 value=False,
             )
-        hidden = x
-        for i in range(self.layer_map.num_key_value_layers, len(self.layers)):
-            hidden = self.run_layer(i, hidden, context)
-            if record is not None:
-                record.append(hidden)
-        return self.normalise(hidden)
+        upper = range(self.layer_map.num_key_value_layers, len(self.layers))
+        return self.normalise(self.run_layers(upper, x, context, record=record))
 
     def student_upper(
         self,
@@ -238,14 +238,24 @@ class SwiftKVDecoderMixin(nn.Module):
         assert (deep is not None) == self.config.decodes_own, "a form of its own says which tokens are deep"
         if shared is None:
             shared = self.shared_key_values(x, context) if deep is None else ()
-        leaders = self.layer_map.leaders
         if kept is not None:
             hidden, context = kept.take(x) if hidden is None else hidden, context.select(kept)
         hidden = x if hidden is None else hidden
-        if deep is not None and not hidden.numel():
-            for group in range(len(leaders)):
+        if hidden.numel():
+            upper = range(self.layer_map.num_key_value_layers, len(self.layers))
+            by_layer = self._of_groups(upper, shared, kept, deep)
+            hidden = self.run_layers(upper, hidden, context, by_layer, record=record)
+        elif deep is not None:
+            for group in range(len(self.layer_map.leaders)):
                 deep.write_shared(group)
-        for i in range(self.layer_map.num_key_value_layers, len(self.layers)) if hidden.numel() else ():
+        return self.normalise(hidden)
+
+    def _of_groups(
+        self, layers: range, shared: Sequence[Stored], kept: TokenSelection | None, deep: DeepWriter | None
+    ) -> Iterator[KeyValue | DeepGroup]:
+        """Yield what each layer >= l attends to, which those of a group share."""
+        leaders = self.layer_map.leaders
+        for i in layers:
             if i in leaders:
                 group, leader = leaders.index(i), self.layers[i].self_attn
                 if deep is None:
@@ -253,10 +263,7 @@ class SwiftKVDecoderMixin(nn.Module):
                     key_value = leader.expand_key_value(read(stored))
                 else:
                     key_value = DeepGroup(group, leader, deep, kept)
-            hidden = self.run_layer(i, hidden, context, shared_key_value=key_value)
-            if record is not None:
-                record.append(hidden)
-        return self.normalise(hidden)
+            yield key_value
 
     def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final norm, and the family's factor on logits, so that it holds for every head."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.masks import Masks
 from swiftkv_platform.model.packed_attention import (
     SAMPLES,

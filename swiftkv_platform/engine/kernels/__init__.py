@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -173,17 +173,11 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out:
 
 
 def linear_rows(
-    x: torch.Tensor,
-    packed: Packed,
-    bias: torch.Tensor | None,
-    size_out: int,
-    *,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int, *, norm: Norm | None = None
 ) -> torch.Tensor:
-    """`linear` of x [num_tokens, size_in], which `norm` normalises, added to `residual` [num_tokens, size_out]."""
+    """`linear` of x [num_tokens, size_in], which `norm` normalises."""
     weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    y: torch.Tensor = torch.ops.swiftkv_cpu.linear.default(x, *packed, bias, size_out, weight, epsilon, residual)
+    y: torch.Tensor = torch.ops.swiftkv_cpu.linear.default(x, *packed, bias, size_out, weight, epsilon)
     return y
 
 
@@ -195,14 +189,8 @@ def logits(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out:
 
 def gated_linear(x: torch.Tensor, packed: Packed, size_out: int) -> torch.Tensor:
     """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
-    return torch.unflatten(gated_linear_rows(x.flatten(0, -2), packed, size_out), 0, x.shape[:-1])
-
-
-def gated_linear_rows(x: torch.Tensor, packed: Packed, size_out: int, norm: Norm | None = None) -> torch.Tensor:
-    """`gated_linear` of x [num_tokens, size_in], which `norm` normalises."""
-    weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    y: torch.Tensor = torch.ops.swiftkv_cpu.gated_linear.default(x, *packed, size_out, weight, epsilon)
-    return y
+    y = torch.ops.swiftkv_cpu.gated_linear.default(x.flatten(0, -2), *packed, size_out)
+    return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -234,7 +222,7 @@ def write_projected(
         slots: int64 [num_tokens].
         layers: `rows` of `write` for keys and for values of each.
         norms: of each layer's heads of keys; none: heads stay.
-        rotation: as in `attend_projected`.
+        rotation: cosines and sines [1, num_tokens, size] for a head's first dimensions; None: heads stay.
     """
     torch.ops.swiftkv_cpu.write_projected.default(
         projected,
@@ -288,54 +276,38 @@ def attend(
     return y
 
 
-def attend_projected(
-    projected: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor | None,
+class LayerOperands(NamedTuple):
+    """Operands of `layers`, those of one layer after those of another."""
+
+    weights: list[torch.Tensor | None]
+    """Each layer's `Packed` and bias of its four products (queries, keys and values; output; gate and up; down), norms
+    before attention and MLP, and of the heads of queries and keys."""
+    sizes: list[int]
+    """Each layer's outputs of the products, number of heads of queries, where in the first product's outputs they begin
+    and where those of keys do, which values follow (-1: another layer's are read), and the window of `attend`."""
+    factors: list[float]
+    """Each layer's epsilons of the norms before attention and MLP and of heads, and the scaling of `attend`."""
+
+
+def layers(
+    x: torch.Tensor,
+    operands: LayerOperands,
+    rotations: list[torch.Tensor | None],
+    slots: list[torch.Tensor | None],
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    *,
-    num_heads: int,
-    query_at: int,
-    key_at: int,
-    norms: Sequence[Norm | None],
-    rotation: Sequence[torch.Tensor] | None,
-    scaling: float,
-    window: int | None,
     payload: torch.dtype | None,
 ) -> torch.Tensor:
-    """Attention by what a step's tokens are projected to: norms, RoPE, `write`, and `attend`.
+    """Decoder layers over x [num_tokens, hidden_size]: each adds attention(norm(x)), then MLP(norm(x)).
 
     Args:
-        projected: queries, keys and values of all heads, [num_tokens, size].
-        keys: as in `attend`; values likewise.
-        slots: where the tokens' keys and values go, int64 [num_tokens]; None: they are there.
+        rotations: of each layer, cosines and sines as in `write_projected`, or None twice.
+        slots: of each, where the tokens' keys and values go, int64 [num_tokens]; None: they are there.
+        keys: of each, as in `attend`; values likewise.
         tables: sequences, positions and runs of `attend`.
-        num_heads: of the queries.
-        query_at: first number of a row that is a query's.
-        key_at: likewise for keys; values follow.
-        norms: those of each head of the queries, and of the keys.
-        rotation: cosines and sines [1, num_tokens, size] for a head's first dimensions; None: heads stay.
-
-    Returns:
-        [num_tokens, num_heads * head_dim].
     """
-    of_queries, of_keys = norms
-    y: torch.Tensor = torch.ops.swiftkv_cpu.attend_projected.default(
-        projected,
-        num_heads,
-        query_at,
-        key_at,
-        None if of_queries is None else of_queries.weight,
-        None if of_keys is None else of_keys.weight,
-        0.0 if of_queries is None else of_queries.variance_epsilon,
-        *(rotation or (None, None)),
-        slots,
-        keys,
-        values,
-        *tables,
-        scaling,
-        NO_WINDOW if window is None else window,
-        _FORMATS[payload],
+    y: torch.Tensor = torch.ops.swiftkv_cpu.layers.default(
+        x, *operands, rotations, slots, keys, values, *tables, _FORMATS[payload]
     )
     return y

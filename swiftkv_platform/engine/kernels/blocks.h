@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t kColumns = 32;            // outputs of a block of packed weights
+constexpr int64_t kTogether = 2;            // blocks that the fewest rows are multiplied by at once, two streams of memory
 constexpr int64_t kFewRows = 32;            // products of this many rows, or fewer, are multiplied as the weights come
 constexpr int64_t kFewRowsBesideTiles = 4;  // the same where the processor has units for tiles of matrices (AMX)
 constexpr int64_t kFewRowsWidened = 8;      // and there in int4, which is widened for tiles
@@ -24,6 +25,14 @@ bool has_tiles() {
   return has;
 }
 
+// Calls use.operator()<count>() for a count of 1 to kMost.
+template <int kMost, typename Use>
+void with_count(int64_t count, const Use& use) {
+  [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+    ((count == kLess + 1 ? use.template operator()<kLess + 1>() : void()), ...);
+  }(std::make_integer_sequence<int, kMost>());
+}
+
 // Divides rows: product(first row, number of rows) takes them as brgemm has kernels for, few.operator()<rows>(first row) at
 // most kMost at a time, as the weights come. `few_beside_tiles`: up to which number all are few, where there are tiles.
 template <int kMost, typename Product, typename Few>
@@ -34,18 +43,9 @@ void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& prod
     const int64_t left = (num_rows - row) / kSmallRowStep * kSmallRowStep;
     if (has_tiles() && left) product(row, left), row += left;
   }
-  const auto call = [&]<int... kLess>(std::integer_sequence<int, kLess...>, int64_t count) {
-    ((count == kLess + 1 ? few.template operator()<kLess + 1>(row) : void()), ...);
-  };
   for (; row < num_rows; row += kMost) {
-    call(std::make_integer_sequence<int, kMost>(), std::min<int64_t>(kMost, num_rows - row));
+    with_count<kMost>(std::min<int64_t>(kMost, num_rows - row), [&]<int kRows>() { few.template operator()<kRows>(row); });
   }
-}
-
-// Asks memory for the block behind one that is in use: a product of many rows takes as long as that.
-void fetch_block(const void* block, int64_t num_bytes) {
-  const char* next = static_cast<const char*>(block) + num_bytes;
-  for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
 }
 
 // Weights in bfloat16 [num_blocks, size_in / 2, kColumns, 2].
@@ -54,6 +54,7 @@ class Weights16 {
   using Sum = float;
   static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(BFloat16);
+  static constexpr int64_t kRowsTogether = 4;  // as many as there are registers for
   struct Scratch {};
 
   Weights16(const Tensor& x, const Tensor& packed)
@@ -67,37 +68,46 @@ class Weights16 {
                 Scratch&) const {
     const BFloat16 *rows = x_ + first * stride_, *of_block = weights_ + block * size_in_ * kColumns;
     const auto product = [&](int64_t row, int64_t count) {
-      fetch_block(of_block, size_in_ * kColumns * sizeof(BFloat16));
       at::native::cpublas::brgemm(count, kColumns, size_in_, stride_, kColumns, sums_stride, false, rows + row * stride_,
                                   of_block, sums + row * sums_stride);
     };
     divide_rows<8>(num_rows, kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
-      few<kRows>(rows + row * stride_, of_block, sums + row * sums_stride, sums_stride);
+      few<kRows, 1>(rows + row * stride_, of_block, sums + row * sums_stride, sums_stride);
+    });
+  }
+
+  // At most kRowsTogether rows times kTogether blocks, as float32 [num_rows, kTogether, kColumns].
+  void multiply_together(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t) const {
+    with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
+      few<kRows, kTogether>(x_ + first * stride_, weights_ + block * size_in_ * kColumns, sums, kTogether * kColumns);
     });
   }
 
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
 
  private:
-  // The block is fetched from memory ahead of its use: what a decode step waits for.
-  template <int kRows>
+  // Blocks are fetched from memory ahead of their use: what a decode step waits for.
+  template <int kRows, int kBlocks>
   void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride) const {
-    __m512 low[kRows], high[kRows];
-    for (int r = 0; r < kRows; ++r) low[r] = high[r] = _mm512_setzero_ps();
+    constexpr int kVectors = 2 * kBlocks;
+    __m512 products[kRows][kVectors];
+    for (auto& of_row : products) {
+      for (auto& product : of_row) product = _mm512_setzero_ps();
+    }
     for (int64_t k = 0; k < size_in_; k += 2, block += 2 * kColumns) {
-      fetch(block);
-      fetch(block + kColumns);
-      const auto weights_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block));
-      const auto weights_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block + kColumns));
+      __m512bh weights[kVectors];
+      for (int i = 0; i < kVectors; ++i) {
+        const BFloat16* here = block + i / 2 * size_in_ * kColumns + i % 2 * kColumns;
+        fetch<kBlocks>(here);
+        weights[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(here));
+      }
       for (int r = 0; r < kRows; ++r) {
         const auto inputs = reinterpret_cast<__m512bh>(broadcast(rows + r * stride_ + k));
-        low[r] = _mm512_dpbf16_ps(low[r], weights_low, inputs);
-        high[r] = _mm512_dpbf16_ps(high[r], weights_high, inputs);
+        for (int i = 0; i < kVectors; ++i) products[r][i] = _mm512_dpbf16_ps(products[r][i], weights[i], inputs);
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      _mm512_storeu_ps(sums + r * sums_stride, low[r]);
-      _mm512_storeu_ps(sums + r * sums_stride + kFloats, high[r]);
+      for (int i = 0; i < kVectors; ++i) _mm512_storeu_ps(sums + r * sums_stride + i * kFloats, products[r][i]);
     }
   }
 

@@ -524,6 +524,47 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
       .view({num_tokens, num_heads * dim});
 }
 
+using Optionals = c10::List<std::optional<Tensor>>;
+
+// Consecutive layers, each y = x + attention(norm(x)), then y + MLP(norm(y)). Products fill the caches that Python is in; so
+// a decode step runs none between them.
+//   weights    of each layer: packed weight, scales, offsets, multipliers and bias of its products (queries, keys and values;
+//              output; gate and up; down); norms before attention and MLP, and of the heads of queries and keys
+//   sizes      of each: outputs of the products, heads of queries, `query_at`, `key_at` and `window`
+//   factors    of each: epsilons of the norms before attention and MLP and of heads, `scaling`
+//   rotations  of each: cosines and sines, or neither
+//   slots, keys, values  of each, as in `attend_projected`
+// -> [num_tokens, hidden_size]
+Tensor layers(const Tensor& x, const Optionals& weights, at::IntArrayRef sizes, at::ArrayRef<double> factors,
+              const Optionals& rotations, const Optionals& slots, at::TensorList keys, at::TensorList values,
+              const Tensor& sequences, const Tensor& positions, const Tensor& runs, int64_t format) {
+  constexpr int64_t kProduct = 5, kWeights = 4 * kProduct + 4, kSizes = 8, kFactors = 4;
+  const auto count = static_cast<int64_t>(keys.size());
+  Tensor hidden = x;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto of = [&](int64_t at) { return weights.get(i * kWeights + at); };
+    const int64_t* size = sizes.data() + i * kSizes;
+    const double* factor = factors.data() + i * kFactors;
+    const auto product = [&](const Tensor& input, int64_t at, const std::optional<Tensor>& norm, double epsilon,
+                             const std::optional<Tensor>& residual) {
+      const int64_t first = at * kProduct;
+      return linear(input, *of(first), of(first + 1), of(first + 2), of(first + 3), of(first + 4), size[at], norm, epsilon,
+                    residual);
+    };
+    const int64_t norms = 4 * kProduct, gated = 2 * kProduct;
+    const Tensor projected = product(hidden, 0, of(norms), factor[0], std::nullopt);
+    const Tensor attended =
+        attend_projected(projected, size[4], size[5], size[6], of(norms + 2), of(norms + 3), factor[2], rotations.get(2 * i),
+                         rotations.get(2 * i + 1), slots.get(i), keys[i], values[i], sequences, positions, runs, factor[3],
+                         size[7], format);
+    hidden = product(attended, 1, std::nullopt, 0.0, hidden);
+    const Tensor inner = gated_linear(rms_norm(hidden, *of(norms + 1), factor[1]), *of(gated), of(gated + 1), of(gated + 2),
+                                      of(gated + 3), size[2]);
+    hidden = product(inner, 3, std::nullopt, 0.0, hidden);
+  }
+  return hidden;
+}
+
 void use_threads(int64_t count) {
   threads_of_kernels = count;
 }
@@ -538,8 +579,7 @@ TORCH_LIBRARY(swiftkv_cpu, library) {
       "logits(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out) -> "
       "Tensor");
   library.def(
-      "gated_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, int size_out, "
-      "Tensor? norm=None, float epsilon=0.0) -> Tensor");
+      "gated_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, int size_out) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("write(Tensor(a!) rows, Tensor slots, Tensor x, int format) -> ()");
   library.def(
@@ -549,9 +589,8 @@ TORCH_LIBRARY(swiftkv_cpu, library) {
       "attend(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor positions, Tensor runs, float scaling, "
       "int window, int format) -> Tensor");
   library.def(
-      "attend_projected(Tensor projected, int num_heads, int query_at, int key_at, Tensor? query_norm, Tensor? key_norm, "
-      "float epsilon, Tensor? cos, Tensor? sin, Tensor? slots, Tensor(a!) keys, Tensor(b!) values, Tensor sequences, "
-      "Tensor positions, Tensor runs, float scaling, int window, int format) -> Tensor");
+      "layers(Tensor x, Tensor?[] weights, int[] sizes, float[] factors, Tensor?[] rotations, Tensor?[] slots, "
+      "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor sequences, Tensor positions, Tensor runs, int format) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {
@@ -563,7 +602,7 @@ TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {
   library.impl("write", write);
   library.impl("write_projected", write_projected);
   library.impl("attend", attend);
-  library.impl("attend_projected", attend_projected);
+  library.impl("layers", layers);
 }
 
 }  // namespace

@@ -103,6 +103,7 @@ class WeightsInteger {
   using Sum = int32_t;
   static constexpr int64_t kPlanes = 2;  // sums of products by low bytes, and by high ones
   static constexpr int64_t kCachedInputs = kCachedBytes / kPlanes;
+  static constexpr int64_t kRowsTogether = 2;  // as many as there are registers for
   using Scratch = Numbers<int8_t>;
 
   WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
@@ -127,7 +128,14 @@ class WeightsInteger {
       }
     };
     divide_rows<4>(num_rows, kFourBits ? kFewRowsWidened : kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
-      few<kRows>(first + row, block, sums + row * sums_stride, sums_stride, plane);
+      few<kRows, 1>(first + row, block, sums + row * sums_stride, sums_stride, plane);
+    });
+  }
+
+  // At most kRowsTogether rows times kTogether blocks, as int32 [num_rows, kTogether, kColumns].
+  void multiply_together(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t plane) const {
+    with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
+      few<kRows, kTogether>(first, block, sums, kTogether * kColumns, plane);
     });
   }
 
@@ -143,71 +151,86 @@ class WeightsInteger {
  private:
   int64_t size_in() const { return inputs_.size_in; }
 
-  template <int kRows>
+  template <int kRows, int kBlocks>
   void few(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
-    if constexpr (kFourBits) return few_by_groups<kRows>(first, block, sums, sums_stride, plane);
+    if constexpr (kFourBits) return few_by_groups<kRows, kBlocks>(first, block, sums, sums_stride, plane);
+    constexpr int kVectors = 2 * kBlocks;
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
-    __m512i products[kRows][2][2];  // by low and high bytes, of outputs 0 to 15 and 16 to 31
-    for (auto& of_row : products) of_row[0][0] = of_row[0][1] = of_row[1][0] = of_row[1][1] = _mm512_setzero_si512();
-    each_four(block, [&](int64_t k, __m512i first_outputs, __m512i others) {
+    const uint8_t* weights = weights_ + block * size_in() * kColumns;
+    __m512i products[kRows][2][kVectors];  // by low and high bytes
+    for (auto& of_row : products) {
+      for (auto& of_byte : of_row) {
+        for (auto& product : of_byte) product = _mm512_setzero_si512();
+      }
+    }
+    for (int64_t k = 0; k < size_in(); k += 4, weights += 4 * kColumns) {
+      __m512i of_outputs[kVectors];
+      for (int i = 0; i < kVectors; ++i) {
+        const uint8_t* here = weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns;
+        fetch<kBlocks>(here);
+        of_outputs[i] = _mm512_loadu_si512(here);
+      }
       for (int r = 0; r < kRows; ++r) {
         const __m512i inputs[] = {broadcast(low + r * size_in() + k), broadcast(high + r * size_in() + k)};
         for (int byte = 0; byte < 2; ++byte) {
-          products[r][byte][0] = _mm512_dpbusd_epi32(products[r][byte][0], inputs[byte], first_outputs);
-          products[r][byte][1] = _mm512_dpbusd_epi32(products[r][byte][1], inputs[byte], others);
+          for (int i = 0; i < kVectors; ++i) {
+            products[r][byte][i] = _mm512_dpbusd_epi32(products[r][byte][i], inputs[byte], of_outputs[i]);
+          }
         }
       }
-    });
+    }
     for (int r = 0; r < kRows; ++r) {
       for (int byte = 0; byte < 2; ++byte) {
         int32_t* to = sums + r * sums_stride + byte * plane;
-        _mm512_storeu_si512(to, products[r][byte][0]);
-        _mm512_storeu_si512(to + kFloats, products[r][byte][1]);
+        for (int i = 0; i < kVectors; ++i) _mm512_storeu_si512(to + i * kFloats, products[r][byte][i]);
       }
     }
   }
 
   // In int4: sums of a group are multiplied, not each of its weights; 8 times the inputs goes from them, which the weights
   // have too much.
-  template <int kRows>
+  template <int kRows, int kBlocks>
   void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
+    constexpr int kVectors = 2 * kBlocks;
     const uint8_t* weights = weights_ + block * size_in() * kColumns / 2;
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
     const __m512i four_bits = _mm512_set1_epi8(0x0f);
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
     for (int64_t k = 0, group = 0; k < size_in(); ++group, multipliers += kColumns) {
-      __m512i products[kRows][2][2];  // by low and high bytes, of outputs 0 to 15 and 16 to 31
+      __m512i products[kRows][2][kVectors];  // by low and high bytes
       for (int r = 0; r < kRows; ++r) {
         for (int byte = 0; byte < 2; ++byte) {
-          products[r][byte][0] = products[r][byte][1] =
-              _mm512_set1_epi32(-8 * inputs_.sums(first + r)[2 * group + byte]);
+          const __m512i start = _mm512_set1_epi32(-8 * inputs_.sums(first + r)[2 * group + byte]);
+          for (auto& product : products[r][byte]) product = start;
         }
       }
       for (const int64_t end = k + group_; k < end; k += 8, weights += 4 * kColumns) {
-        fetch(weights);
-        fetch(weights + 2 * kColumns);
-        const __m512i some[] = {_mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 2 * kColumns)};
+        __m512i some[kVectors];
+        for (int i = 0; i < kVectors; ++i) {
+          const uint8_t* here = weights + i / 2 * size_in() * kColumns / 2 + i % 2 * 2 * kColumns;
+          fetch<kBlocks>(here);
+          some[i] = _mm512_loadu_si512(here);
+        }
         for (int half = 0; half < 2; ++half) {  // inputs k to k + 3, and k + 4 to k + 7
           for (int r = 0; r < kRows; ++r) {
             const int64_t at = r * size_in() + k + 4 * half;
             const __m512i inputs[] = {broadcast(low + at), broadcast(high + at)};
-            for (int outputs = 0; outputs < 2; ++outputs) {
-              const __m512i bits = half ? _mm512_srli_epi16(some[outputs], 4) : some[outputs];
+            for (int i = 0; i < kVectors; ++i) {
+              const __m512i of_outputs = _mm512_and_si512(half ? _mm512_srli_epi16(some[i], 4) : some[i], four_bits);
               for (int byte = 0; byte < 2; ++byte) {
-                products[r][byte][outputs] = _mm512_dpbusd_epi32(products[r][byte][outputs], inputs[byte],
-                                                                 _mm512_and_si512(bits, four_bits));
+                products[r][byte][i] = _mm512_dpbusd_epi32(products[r][byte][i], inputs[byte], of_outputs);
               }
             }
           }
         }
       }
-      for (int outputs = 0; outputs < 2; ++outputs) {
-        const __m512i by = _mm512_cvtepu8_epi32(
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(multipliers + outputs * kFloats)));
+      for (int i = 0; i < kVectors; ++i) {
+        const uint8_t* here = multipliers + i / 2 * size_in() / group_ * kColumns + i % 2 * kFloats;
+        const __m512i by = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(here)));
         for (int r = 0; r < kRows; ++r) {
           for (int byte = 0; byte < 2; ++byte) {
-            int32_t* to = sums + r * sums_stride + byte * plane + outputs * kFloats;
-            const __m512i product = _mm512_mullo_epi32(products[r][byte][outputs], by);
+            int32_t* to = sums + r * sums_stride + byte * plane + i * kFloats;
+            const __m512i product = _mm512_mullo_epi32(products[r][byte][i], by);
             _mm512_storeu_si512(to, group ? _mm512_add_epi32(_mm512_loadu_si512(to), product) : product);
           }
         }
@@ -215,32 +238,11 @@ class WeightsInteger {
     }
   }
 
+  // Weights of a block in int8; of int4 in `scratch`.
   const int8_t* in_int8(int64_t block, Scratch& scratch) const {
-    if constexpr (!kFourBits) {
-      const auto* weights = reinterpret_cast<const int8_t*>(weights_ + block * size_in() * kColumns);
-      fetch_block(weights, size_in() * kColumns);
-      return weights;
-    }
-    scratch.resize(size_in() * kColumns);
-    each_four(block, [&](int64_t k, __m512i of_low, __m512i of_high) {
-      _mm512_storeu_si512(scratch.data() + k * kColumns, of_low);
-      _mm512_storeu_si512(scratch.data() + (k + 2) * kColumns, of_high);
-    });
-    return scratch.data();
-  }
-
-  // Calls use(k, weights of the inputs k to k + 3 of outputs 0 to 15, and 16 to 31) for all inputs of a block, in int8.
-  template <typename Use>
-  void each_four(int64_t block, const Use& use) const {
     const uint8_t* weights = weights_ + block * size_in() * kColumns / (kFourBits ? 2 : 1);
-    if constexpr (!kFourBits) {
-      for (int64_t k = 0; k < size_in(); k += 4, weights += 4 * kColumns) {
-        fetch(weights);
-        fetch(weights + 2 * kColumns);
-        use(k, _mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 2 * kColumns));
-      }
-      return;
-    }
+    if constexpr (!kFourBits) return reinterpret_cast<const int8_t*>(weights);
+    scratch.resize(size_in() * kColumns);
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
     const __m512i four_bits = _mm512_set1_epi8(0x0f);
     // Two bytes of at most 15 times 15 are multiplied at once: neither carries into the other.
@@ -253,10 +255,14 @@ class WeightsInteger {
         fetch(weights);
         fetch(weights + 2 * kColumns);
         const __m512i low = _mm512_loadu_si512(weights), high = _mm512_loadu_si512(weights + 2 * kColumns);
-        use(k, times(low, by_low), times(high, by_high));
-        use(k + 4, times(_mm512_srli_epi16(low, 4), by_low), times(_mm512_srli_epi16(high, 4), by_high));
+        int8_t* to = scratch.data() + k * kColumns;  // inputs k to k + 3 of outputs 0 to 15, of the others; k + 4 to k + 7
+        _mm512_storeu_si512(to, times(low, by_low));
+        _mm512_storeu_si512(to + 2 * kColumns, times(high, by_high));
+        _mm512_storeu_si512(to + 4 * kColumns, times(_mm512_srli_epi16(low, 4), by_low));
+        _mm512_storeu_si512(to + 6 * kColumns, times(_mm512_srli_epi16(high, 4), by_high));
       }
     }
+    return scratch.data();
   }
 
   // Those of 16 outputs, beside the bytes of their four inputs.

@@ -28,20 +28,30 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
   const int64_t row_parts = (num_tokens + most - 1) / most, parts = kPartsOfThread * num_threads();
   const int64_t block_parts = row_parts >= parts ? 1 : std::min(num_blocks, parts);
   Threads::shared().run(row_parts * block_parts, [&](int64_t task) {
-    const int64_t plane = std::min(most, num_tokens) * kJoined * kColumns;
+    const int64_t plane = std::min(most, num_tokens) * std::max<int64_t>(kJoined, kTogether) * kColumns;
     Numbers<typename Weights::Sum> sums(plane * Weights::kPlanes);
     typename Weights::Scratch scratch;
     const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
     const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
-    for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
-      for (int64_t joined = 0; joined < kJoined; ++joined) {
-        weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, kJoined * kColumns,
-                         plane, scratch);
+    // kTogether blocks at a time where that is faster, else as many as are joined.
+    constexpr int64_t kMostBlocks = std::max<int64_t>(kTogether / kJoined, 1);
+    for (int64_t block = part * num_blocks / block_parts, count; block < last_block; block += count) {
+      const bool together = num_rows <= Weights::kRowsTogether && block + kMostBlocks <= last_block;
+      count = together ? kMostBlocks : 1;
+      const int64_t stride = count * kJoined * kColumns;
+      if (together) {
+        weights.multiply_together(first, num_rows, block * kJoined, sums.data(), plane);
+      } else {
+        for (int64_t joined = 0; joined < kJoined; ++joined) {
+          weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, stride, plane, scratch);
+        }
       }
-      for (int64_t row = 0; row < num_rows; ++row) {
-        finish(first + row, block, [&, own = sums.data() + row * kJoined * kColumns](int64_t i) {
-          return weights.result(own, plane, first + row, block * kJoined, i);
-        });
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+          finish(first + row, block + i, [&, own = sums.data() + row * stride + i * kJoined * kColumns](int64_t at) {
+            return weights.result(own, plane, first + row, (block + i) * kJoined, at);
+          });
+        }
       }
     }
     at::native::cpublas::brgemm_release();
@@ -123,14 +133,12 @@ Tensor logits(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return output;
 }
 
-// silu(gate) * up of x [num_tokens, size_in], normalised before as in `linear`; blocks of packed weights are gate and up in
-// turn -> [num_tokens, size_out].
+// silu(gate) * up of x [num_tokens, size_in]; blocks of packed weights are gate and up in turn -> [num_tokens, size_out].
 Tensor gated_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
-                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers, int64_t size_out,
-                    const std::optional<Tensor>& norm, double epsilon) {
+                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers, int64_t size_out) {
   Tensor output = at::empty({x.size(0), size_out}, x.options());
   auto* out = output.data_ptr<BFloat16>();
-  multiply_any<2>(norm ? rms_norm(x, *norm, epsilon) : x, packed, scales, offsets, multipliers, [&](int64_t row, int64_t block, const auto& result) {
+  multiply_any<2>(x, packed, scales, offsets, multipliers, [&](int64_t row, int64_t block, const auto& result) {
     const int64_t first = block * kColumns;
     for (int64_t i = 0; i < std::min(kColumns, size_out - first); i += kHalves) {
       store(out + row * size_out + first + i, silu(result(i)) * result(kColumns + i),

@@ -23,7 +23,7 @@ TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
 WIDTHS = {1280: 900, 390: 844}
 
 
-@pytest.mark.slow("a dozen pages under axe-core")
+@pytest.mark.soak("a dozen pages under axe-core")
 @pytest.mark.parametrize(
     ("scheme", "widths"),
     [("light", (1280,)), *(pytest.param(each, WIDTHS, marks=pytest.mark.soak("twice")) for each in ("light", "dark"))],

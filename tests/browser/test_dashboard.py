@@ -129,6 +129,7 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
         link.focus()
 
 
+@pytest.mark.soak("a long scene")
 def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: Path, empty_database: Path) -> None:
     path = tmp_path / "keys.json"
     token = create_key(path, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))

@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+import pytest
+
 from tests.browser.scenes import Page, address, editor, expect
 from tests.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
@@ -87,6 +89,7 @@ def test_files_are_uploaded_described_refused_and_deleted(server: Server, page: 
     assert files(server) == []
 
 
+@pytest.mark.soak("a long scene")
 def test_an_upload_tells_how_far_it_is_and_can_be_stopped(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/files")
     network = page.context.new_cdp_session(page)
@@ -103,6 +106,7 @@ def test_an_upload_tells_how_far_it_is_and_can_be_stopped(server: Server, page: 
     assert files(server) == []
 
 
+@pytest.mark.soak("a long scene")
 def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/submit?recipe=builtin-python-5m-teacher-written")
     page.get_by_label("Name").fill("on-mine")

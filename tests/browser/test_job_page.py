@@ -30,6 +30,7 @@ def seconds(text: str, before: str, after: str) -> float:
     return float(sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+) (\w+)", found)))
 
 
+@pytest.mark.soak("a long scene")
 def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, page: Page) -> None:
     """Events from before the page opened are replayed at once, and must not count as speed."""
     job = server.submit(name="timed")["id"]

@@ -25,6 +25,7 @@ def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page
         expect(page.get_by_role("region", name=f"{language} snippet")).to_contain_text(f"{url}/v1")
 
 
+@pytest.mark.soak("a long scene")
 def test_what_is_away_is_told_and_an_exit_that_is_not_there_is_not_offered(server: Server, page: Page) -> None:
     deploy(server)
     models = server.get("/models")
@@ -82,6 +83,7 @@ def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Pag
     assert (share.input_value(), most.input_value()) == ("10", "3")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Page) -> None:
     first, second = (trained(server, name) for name in ("first", "second"))
     server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best"}).raise_for_status()

@@ -122,6 +122,7 @@ def read_pages(url: str, stop: threading.Event) -> int:
     return walks
 
 
+@pytest.mark.soak("waits until a leader is given up")
 def test_leadership_passes_on_when_a_control_plane_stops(ground: Ground) -> None:
     """The remaining control plane continues the jobs of both; a key that is sent to both makes one job."""
     with ground.plane() as second, Client(second) as client:

@@ -86,6 +86,7 @@ def uninterrupted(undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFac
     return final_weights(undisturbed.store, tmp_path_factory.mktemp("uninterrupted"))
 
 
+@pytest.mark.soak("a job more; tests/numerics/test_phases.py divides both")
 def test_calibration_and_evaluation_are_divided_among_workers(
     undisturbed: Undisturbed, tiny_teacher: Path, tmp_path: Path
 ) -> None:

@@ -296,7 +296,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", few(GOOD, list(GOOD)[::4]))
 def test_every_way_comes_to_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     GOOD[name](tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -327,7 +327,7 @@ def test_every_way_refuses_ids_that_are_not_embedded(name: str, tmp_path: Path) 
             pytest.fail(f"{way} took {load(tmp_path / 'model')}")
 
 
-@pytest.mark.parametrize("family", few(FUZZED, FUZZED[:3]))
+@pytest.mark.parametrize("family", few(FUZZED, FUZZED[:1]))
 def test_odd_values_of_a_configuration_are_refused_in_a_sentence(family: str, tmp_path: Path) -> None:
     """A model with an odd value loads and runs, or an error names the file."""
     family_teacher(family).save_pretrained(tmp_path)

@@ -84,7 +84,7 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
     assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()
 
 
-@pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, ["int8", "int4", "mixed"]))
+@pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, ["int8", "int4", "mixed"], KINDS))
 def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, tmp_path: Path) -> None:
     """Compare a student with integer weights to the same weights converted back to floats."""
     student = disturb(convert(family_teacher(name, head_dim=32), num_key_value_layers=2, key_value_group_size=2))

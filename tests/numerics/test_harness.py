@@ -206,7 +206,7 @@ def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
 
 
-@pytest.mark.slow("the index of the harness's tasks takes seconds to read")
+@pytest.mark.soak("the index of the harness's tasks takes seconds to read")
 def test_the_papers_tasks_are_table_b1_and_known_to_the_harness() -> None:
     """The released harness computes every metric of the preset for the task or group of that name."""
     tasks = resolve_tasks(["paper"])

@@ -47,7 +47,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     return dict(zip(runs, run_spawned(list(runs.values()), WORKERS, path), strict=True))
 
 
-@pytest.mark.slow("two processes")
+@pytest.mark.soak("two processes")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str, str], Outcome]) -> None:
     """With ZeRO a worker holds one unit at a time."""

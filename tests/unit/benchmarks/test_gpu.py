@@ -51,7 +51,7 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")
 
 
-@pytest.mark.slow  # runs thirteen models, and scores their answers twice in PyTorch
+@pytest.mark.soak("thirteen models, whose answers are scored twice in PyTorch")
 def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None:
     main(["--device", "cpu", "--tiny", "--agreement", "--output-dir", str(tmp_path)])
     rows = json.loads((tmp_path / "agreement.json").read_text())["own"]
@@ -86,8 +86,8 @@ def upstream_fault() -> Iterator[set[Call]]:
         yield calls
 
 
-@pytest.mark.slow  # runs six small models
 @pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.soak("six small models")
 def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp_path: Path) -> None:
     """With the engine's rule all rows agree and without it none does, in every kind of step that the fault affects."""
     few = patch.object(steps, "NUM_TOKENS", 12)

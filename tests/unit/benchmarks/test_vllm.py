@@ -98,6 +98,7 @@ def test_a_worker_that_is_killed_is_noticed(fake_python: Path) -> None:
         worker.generate([[DIES]], [1])
 
 
+@pytest.mark.soak("waits for what does not come")
 def test_a_silent_worker_is_stopped(fake_python: Path) -> None:
     with started(fake_python) as worker:
         worker._answer_seconds = 0.5
@@ -116,6 +117,7 @@ def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         started(bare)
 
 
+@pytest.mark.soak("four interpreters")
 def test_forms_of_weights_take_turns(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--tiny", "--rounds", "2", "--weights", "bfloat16", "fp8", "int8"]
     weights.main([*options, "--vllm-python", str(fake_python), "--output", str(tmp_path / "weights.json")])

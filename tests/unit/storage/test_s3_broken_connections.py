@@ -58,6 +58,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(front: Front) -> None:
     assert first == b"a" * 50_000
 
 
+@pytest.mark.soak("waits until it is given up")
 def test_a_download_that_never_gets_on_ends_with_an_error(front: Front) -> None:
     store = open_store(URI, patient=False)
     store.put_bytes("big", b"a" * 5_000_000)
@@ -67,6 +68,7 @@ def test_a_download_that_never_gets_on_ends_with_an_error(front: Front) -> None:
     assert rule.seen < 100
 
 
+@pytest.mark.soak("waits until it is given up")
 def test_a_failed_upload_leaves_no_parts_behind(front: Front, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(20 << 20))
     arrived: list[int] = []

@@ -24,7 +24,7 @@ from tests.wandb_server import WandbServer, wandb_server
 
 required_module("wandb")
 
-pytestmark = [pytest.mark.slow("each run starts wandb's process"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak("outages of minutes; each run starts wandb's process"), pytest.mark.timeout(900)]
 
 PROGRAM = """
 import json, sys

@@ -97,6 +97,7 @@ print(tracker.info, tracker.files, sep="\\n")
 """Program of an attempt: a process, since W&B's file is complete only once it has ended."""
 
 
+@pytest.mark.soak("waits for a dead server")
 def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def _as_before() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+@pytest.mark.soak("loads an application twice")
 def test_what_was_loaded_is_no_collections_work_until_it_is_replaced() -> None:
     one, other = Node(), Node()
     one.other, other.other = other, one

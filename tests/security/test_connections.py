@@ -30,6 +30,8 @@ from swiftkv_platform.settings import Settings
 from tests.servers import serving
 from tests.unit.control_plane.routes.conftest import Start
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 PATIENCE_S = 30.0
 ENDED = threading.Event()
 

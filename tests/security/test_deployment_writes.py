@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import pytest
 
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
@@ -12,6 +13,8 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.conftest import DeploymentPlane
 from tests.threads import at_once
 from tests.unit.control_plane.routes.conftest import refusal
+
+pytestmark = pytest.mark.slow("starts an application for each test")
 
 FIELDS: list[dict[str, Any]] = [
     {"model": ""},

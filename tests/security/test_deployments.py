@@ -17,6 +17,8 @@ from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.threads import at_once
 from tests.unit.control_plane.routes.conftest import refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 
 def test_a_tenants_routes_live_below_its_own(plane: DeploymentPlane) -> None:
     for asked, given in (

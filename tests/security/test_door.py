@@ -23,6 +23,8 @@ from swiftkv_platform.web.bodies import Bodies, BodyRoute
 from swiftkv_platform.web.places import Places, Share
 from tests.unit.control_plane.routes.conftest import Start, StillClock
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 JSON = {"Content-Type": "application/json"}
 MANY_LISTS = b"[" + b"[]," * 340_000 + b"[]]"
 

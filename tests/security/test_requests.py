@@ -20,6 +20,8 @@ from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Versio
 from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 MODEL = "mdl_1"

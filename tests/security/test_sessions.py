@@ -15,6 +15,8 @@ from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
 from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 URL = "https://swiftkv.example"
 
 LIFETIME_S = 3600

@@ -21,6 +21,8 @@ from swiftkv_platform.jobs.worker.prepare import write_answers
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
 from tests.training_text import CHAT, Write, turns
 
+pytestmark = pytest.mark.slow("writes with models")
+
 TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
 SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}

@@ -22,6 +22,8 @@ from tests.engine_schedules import free_drafts
 from tests.fakes.cuda import ALLOCATED_MEMORY, DEVICE, FREE_MEMORY, PEAK_MEMORY, TOTAL_MEMORY, DeviceLog, fake_cuda
 from tests.tiny_models import FAMILY_CONFIGS
 
+pytestmark = pytest.mark.slow("runs models on fake devices")
+
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 wide = pytest.mark.soak("every family")
 SUBJECTS = [

@@ -22,6 +22,8 @@ from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
 from tests.recipes import RECIPES, TEACHERS, teacher_config
 from tests.unit.control_plane.routes.conftest import control_plane, make_parts
 
+pytestmark = pytest.mark.slow("reads and plans every recipe")
+
 LAYERS = {
     "builtin-python-5m": (6, 9),
     "builtin-python-5m-recovery": (6, 12),

@@ -34,6 +34,8 @@ from tests.parameters import WIDE
 from tests.tiny_models import save_teacher
 from tests.unit.jobs.attempts import COPIED, Job, request, said
 
+pytestmark = pytest.mark.slow("trains and measures")
+
 ARTIFACT = AttemptId("job", 1).artifact_prefix
 WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
 

@@ -11,6 +11,8 @@ from swiftkv_platform.serve.openai.schemas import ChatRequest
 from tests.surface.conversations import *  # noqa: F403
 from tests.surface.conversations import BRIEF, RESULT, USE, said
 
+pytestmark = pytest.mark.slow("loads models")
+
 
 def laid_out(chat: ChatRequest) -> list[Any]:
     return [message.for_template() for message in chat.messages]

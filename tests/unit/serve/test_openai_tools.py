@@ -1,3 +1,7 @@
 """Tools over OpenAI's routes, on the native engine."""
 
+import pytest
+
 from tests.surface.openai_tools import *  # noqa: F403
+
+pytestmark = pytest.mark.slow("loads models")

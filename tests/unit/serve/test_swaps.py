@@ -26,6 +26,8 @@ from tests.parameters import few
 from tests.surface.replicas import asgi_client, version_of
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
+pytestmark = pytest.mark.slow("loads models")
+
 ARGS = ReplicaArgs(id="dep_1")
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 LONG = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)

@@ -11,6 +11,8 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.web.promptness import SWITCH_INTERVAL_S, answer_promptly, answering_promptly
 
+pytestmark = pytest.mark.slow("loads an application")
+
 
 class Node:
     other: "Node"

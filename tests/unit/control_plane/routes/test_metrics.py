@@ -20,6 +20,8 @@ from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 DEADLINE_S = 60.0
 
 

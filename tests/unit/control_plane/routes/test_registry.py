@@ -16,6 +16,8 @@ from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 
 @pytest.fixture
 def models(server: Server) -> list[str]:

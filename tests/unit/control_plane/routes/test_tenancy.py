@@ -17,6 +17,8 @@ from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 OPEN = {"/healthz", "/readyz", "/readyz/{check}", "/metrics"}
 """Routes without a key, which tell nothing of any tenant."""
 

@@ -43,8 +43,7 @@ test-with-ray: install  # one test at a time, alone on the machine
 	$(BIN)/python -m pytest tests/integration
 
 quick: install  # tests that need no service and no seconds; without the fuzz tests, whose library takes seconds to import
-	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' \
-	  tests/unit tests/contract tests/security
+	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' tests/unit tests/contract
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import Result
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+
+pytestmark = pytest.mark.slow("converts models")
 
 
 def run(*arguments: str | Path) -> Result:

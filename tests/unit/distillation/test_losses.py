@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
 from tests.parameters import pairwise
 
+pytestmark = pytest.mark.slow("measures memory")
+
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 
 

@@ -17,6 +17,8 @@ from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 
+pytestmark = pytest.mark.slow("compiles grammars until they are ended")
+
 COSTLY = "b(a{1000}){1000}"
 """A regex that llguidance gives up on after its first letter."""
 

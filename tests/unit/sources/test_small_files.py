@@ -25,6 +25,8 @@ from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.model_configs import llama_config
 
+pytestmark = pytest.mark.slow("reads models")
+
 SPARSE = 3 << 29
 """Size of a sparse file, which takes no disk space."""
 MOST_MEMORY = 64 << 20

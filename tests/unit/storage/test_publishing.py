@@ -18,6 +18,8 @@ from tests.fakes.hub_server import TOKEN, Hub, run_hub
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.s3_servers import run_moto
 
+pytestmark = pytest.mark.slow("writes models")
+
 ONE = {"config.json": b"{}", "model.safetensors": b"weights" * 100, "tokenizer/vocab.txt": b"a\nb\n"}
 OTHER = {"config.json": b'{"a": 1}', "model-00001-of-00002.safetensors": b"more" * 100}
 

@@ -13,6 +13,8 @@ from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
 
 

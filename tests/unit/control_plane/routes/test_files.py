@@ -24,6 +24,8 @@ from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 ROWS = "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(3)).encode()
 
 

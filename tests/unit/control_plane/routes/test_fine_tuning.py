@@ -12,6 +12,8 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
 
 JOBS = "/v1/fine_tuning/jobs"

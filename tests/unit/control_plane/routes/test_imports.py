@@ -21,6 +21,8 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 from tests.unit.control_plane.routes.test_registry import post, promote, sweep
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 REPORT = {"perplexity_ratio": 1.05, "tasks": [], "distilled": {"kl": 0.1}}
 
 

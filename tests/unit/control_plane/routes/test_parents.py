@@ -7,6 +7,8 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from tests.unit.control_plane.routes.conftest import SPEC, Server, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 
 def continuing(parent: str, **sections: Any) -> dict[str, Any]:
     training = {"from": parent, **sections.pop("training", {})}

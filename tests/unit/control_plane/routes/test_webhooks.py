@@ -17,6 +17,8 @@ from tests.fakes.scripted_server import Answer, Request, Script, serve
 from tests.rays import free_port
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 SECRET = "a secret that signs webhooks"
 
 

@@ -18,6 +18,8 @@ from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.errors import StorageError, UnreadableRowError
 from tests.unit.control_plane.rules.conftest import Plane
 
+pytestmark = pytest.mark.slow("starts an application for each test")
+
 SLOTS = 4
 
 

@@ -312,7 +312,7 @@ def counted() -> dict[Any, Any]:
     }
     if kernels.available():
         own = torch.ops.swiftkv_cpu
-        formulas |= {own.linear: _packed_flops, own.gated_linear: _packed_flops, own.layers: _layers_flops}
+        formulas |= {own.linear: _packed_flops, own.logits: _packed_flops, own.layers: _layers_flops}
     return formulas
 
 

@@ -159,7 +159,7 @@ print(anonymous_mib() - before, flush=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library is glibc on Linux alone")
-@pytest.mark.soak("gigabytes")
+@pytest.mark.soak("processes that import torch")
 def test_freed_tensors_are_given_back_to_the_system() -> None:
     """256 MiB of tensors are freed between small ones that stay; by default, glibc would keep all of that memory."""
     done = subprocess.run([sys.executable, "-c", KEEP_AND_FREE], capture_output=True, text=True, check=True)

@@ -162,7 +162,7 @@ async def test_fields_of_the_door_count_at_once_and_load_nothing(
     assert current.swap.status == "refused"
 
 
-@pytest.mark.soak("four versions")
+@pytest.mark.soak("loads several versions")
 async def test_the_last_wanted_version_wins(current: Current, loader: Loader, swaps: Swaps) -> None:
     loader.may_load.clear()
     for model in ("two", "three", "bad", "four"):
@@ -188,7 +188,7 @@ async def ask(current: Current) -> httpx.Response:
     return await client_of(current).post("/v1/chat/completions", json=body)
 
 
-@pytest.mark.soak("four versions")
+@pytest.mark.soak("loads several versions")
 async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
     current: Current, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -98,7 +98,6 @@ def test_a_server_that_comes_back_has_all_steps_and_the_next_attempt_goes_on(
     assert (server.runs["job-1"].steps, server.runs["job-1"].starts) == (list(range(9)), 2)
 
 
-@pytest.mark.soak("a minute of outages")
 def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
     server: WandbServer, tmp_path: Path
 ) -> None:
@@ -121,7 +120,6 @@ def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
         assert server.runs["job-1"].steps == list(range(70))
 
 
-@pytest.mark.soak("records and uploads thousands of steps")
 def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp_path: Path) -> None:
     server.outage = "refuses"
     *_, files = Attempt(tmp_path, 0, 3000, timeout_s=2).end()

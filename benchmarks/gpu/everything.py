@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/gpu"
-VLLM_TESTS = f"{TESTS}/test_vllm.py"
+VLLM_TESTS = [f"{TESTS}/test_vllm.py", f"{TESTS}/test_vllm_servers.py"]
 _PROBE = """
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -59,11 +59,19 @@ def parts(vllm_python: Path) -> list[Part]:
     return [
         Part(
             "tests of engine and training",
-            [*ours, "pytest", "--override-ini", "addopts=", *plain, "--ignore", VLLM_TESTS, TESTS],
+            [
+                *ours,
+                "pytest",
+                "--override-ini",
+                "addopts=",
+                *plain,
+                *(f"--ignore={path}" for path in VLLM_TESTS),
+                TESTS,
+            ],
         ),
         Part(
             "tests of vLLM with the plugin",
-            [str(vllm_python), "-m", "pytest", "--noconftest", "-c", os.devnull, *plain, VLLM_TESTS],
+            [str(vllm_python), "-m", "pytest", "--noconftest", "-c", os.devnull, *plain, *VLLM_TESTS],
             {"VLLM_USE_FLASHINFER_SAMPLER": "0"},  # it compiles with nvcc, which few machines have
             missing,
         ),

@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the tests look into the scheduler
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +42,8 @@ from tests.outside.vllm.engines import (
     serving,
 )
 from tests.outside.vllm.quantize import quantize
+from tests.outside.vllm.test_connectors import BLOCK
+from tests.outside.vllm.test_connectors import options as stored_in
 from tests.outside.vllm.test_quantized import BATCH, error
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher
 
@@ -56,9 +58,8 @@ EAGER: dict[str, Any] = {
 GRAPHS = EAGER | {"enforce_eager": False, "max_num_batched_tokens": 64}
 """Compiled, with CUDA graphs: full ones for decode steps, piecewise ones for other steps."""
 FORMS = {"shared": SHAPE, "own": OWN, "own-g1": OWN | {"key_value_group_size": 1}}
-SERVED = [
-    name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0]) and "moe" not in name and name != "mixtral"
-]
+EXPERTS = [name for name in FAMILY_CONFIGS if "moe" in name or name == "mixtral"]
+SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0]) and name not in EXPERTS]
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -155,39 +156,79 @@ def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
     assert found["agrees"], found
 
 
-@pytest.fixture(params=["fp8", "int8"])
-def weights(request: pytest.FixtureRequest) -> str:
-    """FP8, to which vLLM quantises any checkpoint while loading, or W8A8 as compressed-tensors stores it."""
-    form: str = request.param
-    return form
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("form", ["shared", "own"])
+def test_experts_in_bfloat16(name: str, form: str, tmp_path: Path) -> None:
+    """By vLLM's own kernels for routed experts."""
+    make_student(tmp_path, name, shape=FORMS[form], head_dim=64)
+    batch = prompts((100, 3, 41, 17, 5))
+    with serving(tmp_path, **EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}) as llm:
+        answers = answered(llm, batch)
+    found = judge(tmp_path, answers, torch.bfloat16, "cuda")
+    assert found["agrees"], found
 
 
-def quantized(directory: Path, weights: str) -> tuple[Path, dict[str, Any]]:
-    """Return a checkpoint with these weights, and the options that serve it with vLLM's own GPU kernels."""
-    options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "max_logprobs": VOCAB}
-    options |= {"enable_prefix_caching": False}  # each prompt is answered three times
-    if weights == "fp8":
-        return directory, options | {"quantization": "fp8"}
-    return quantize(directory, directory.with_name(f"{directory.name}-{weights}"), weights)[0], options
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("form", ["shared", "own"])
+def test_text_from_a_stored_cache(form: str, graphs: bool, tmp_path: Path) -> None:
+    """The second engine reads the caches that the first one stored."""
+    make_student(tmp_path / "student", shape=FORMS[form], **HEAD_DIM)
+    batch = prompts((70, 41, 100))
+    wanted = expected(tmp_path / "student", batch)
+    engine = (GRAPHS if graphs else EAGER) | stored_in(tmp_path / "stored") | {"max_num_batched_tokens": 256}
+    computed = []
+    for _ in range(2):
+        with serving(tmp_path / "student", **engine) as llm, recorded_sizes(llm) as sizes:
+            assert complete(llm, batch) == wanted
+            computed.append(sizes[0][0])
+    needed = [sum(map(len, batch)), sum(len(ids) - (len(ids) - 2) // BLOCK * BLOCK for ids in batch)]
+    assert computed == needed or graphs  # graphs pad the number of tokens
+    assert computed[1] < needed[0]
 
 
-def test_quantised_logits_are_as_near_as_a_dense_models(weights: str, tmp_path: Path) -> None:
-    family_teacher("llama", head_dim=64).save_pretrained(tmp_path / "dense")
-    directory, options = quantized(tmp_path / "dense", weights)
+BFLOAT16 = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "max_logprobs": VOCAB}
+BFLOAT16 |= {"enable_prefix_caching": False}  # each prompt is answered three times
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+"""A shape that GPU kernels for 4-bit weights take."""
+
+
+def as_near_as_dense(tmp_path: Path, form: Callable[[Path], tuple[Path, dict[str, Any]]]) -> None:
+    """Check that `form`, which gives the checkpoint and options to serve a model's quantised form, moves a student's
+    log-probabilities no further than those of vLLM's own Llama, that prompts skip layers, and that CUDA graphs give the
+    same text."""
+    family_teacher("llama", **WIDE).save_pretrained(tmp_path / "dense")
+    directory, options = form(tmp_path / "dense")
     with serving(directory, **options) as llm:
         of_dense = error(next_logprobs(llm, BATCH), tmp_path / "dense")
-    for form, shape in FORMS.items():
-        make_student(tmp_path / form, shape=shape, head_dim=64)
-        directory, options = quantized(tmp_path / form, weights)
+    for name, shape in FORMS.items():
+        make_student(tmp_path / name, shape=shape, **WIDE)
+        directory, options = form(tmp_path / name)
         with serving(directory, **options) as llm:
-            of_student = error(next_logprobs(llm, BATCH), tmp_path / form)
+            of_student = error(next_logprobs(llm, BATCH), tmp_path / name)
             with recorded_sizes(llm) as sizes:
                 text = complete(llm, BATCH[:3])
-        assert 0 < of_student <= 1.2 * of_dense, form
+        assert 0 < of_student <= 1.2 * of_dense, name
         assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "only a prompt's last token enters the upper half"
         with serving(directory, **options | {"enforce_eager": False}) as llm:
             alike = [one == other for one, other in zip(complete(llm, BATCH[:3]), text, strict=True)]
         assert sum(alike) >= 2, "in bfloat16 one answer may differ at a near tie"
+
+
+def test_fp8_weights(tmp_path: Path) -> None:
+    """vLLM quantises any checkpoint while it loads."""
+    as_near_as_dense(tmp_path, lambda directory: (directory, BFLOAT16 | {"quantization": "fp8"}))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "gptq", "awq", "fp8-rows", "fp8"])
+def test_quantised_checkpoints(weights: str, tmp_path: Path) -> None:
+    def form(directory: Path) -> tuple[Path, dict[str, Any]]:
+        return quantize(directory, directory.with_name(f"{directory.name}-{weights}"), weights)[0], BFLOAT16
+
+    as_near_as_dense(tmp_path, form)
+
+
+def test_fp8_cache(tmp_path: Path) -> None:
+    as_near_as_dense(tmp_path, lambda directory: (directory, BFLOAT16 | {"kv_cache_dtype": "fp8"}))
 
 
 def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:

@@ -194,8 +194,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 
 def as_near_as_dense(tmp_path: Path, form: Callable[[Path], tuple[Path, dict[str, Any]]]) -> None:
     """Check that `form`, which gives the checkpoint and options to serve a model's quantised form, moves a student's
-    log-probabilities no further than those of vLLM's own Llama, that prompts skip layers, and that CUDA graphs give the
-    same text."""
+    log-probabilities no further than those of vLLM's own Llama, also with CUDA graphs, and that prompts skip layers."""
     family_teacher("llama", **WIDE).save_pretrained(tmp_path / "dense")
     directory, options = form(tmp_path / "dense")
     with serving(directory, **options) as llm:
@@ -206,12 +205,12 @@ def as_near_as_dense(tmp_path: Path, form: Callable[[Path], tuple[Path, dict[str
         with serving(directory, **options) as llm:
             of_student = error(next_logprobs(llm, BATCH), tmp_path / name)
             with recorded_sizes(llm) as sizes:
-                text = complete(llm, BATCH[:3])
+                complete(llm, BATCH[:3])
         assert 0 < of_student <= 1.2 * of_dense, name
         assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "only a prompt's last token enters the upper half"
         with serving(directory, **options | {"enforce_eager": False}) as llm:
-            alike = [one == other for one, other in zip(complete(llm, BATCH[:3]), text, strict=True)]
-        assert sum(alike) >= 2, "in bfloat16 one answer may differ at a near tie"
+            assert error(next_logprobs(llm, BATCH), tmp_path / name) <= 1.2 * of_dense, f"{name}, with CUDA graphs"
+            complete(llm, BATCH[:3])
 
 
 def test_fp8_weights(tmp_path: Path) -> None:

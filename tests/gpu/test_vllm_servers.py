@@ -30,7 +30,7 @@ def loaded_bytes(log: Path) -> float:
 
 @pytest.mark.parametrize("form", ["shared", "own"])
 def test_half_a_model_reads_prompts_for_another_server(form: str, tmp_path: Path) -> None:
-    student = make_student(tmp_path / "student", shape=FORMS[form] | LAYERS, **WIDE)
+    student = make_student(tmp_path / "student", shape=FORMS[form] | LAYERS, **WIDE, head_dim=64)
     byte_tokenizer().save_pretrained(student)
     batch = prompts((70, 41, 100, 5, 130, 33, 64, 97))
     with pair(student, tmp_path, *OPTIONS, buffer="cuda") as servers, ThreadPoolExecutor(4) as threads:

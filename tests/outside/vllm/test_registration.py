@@ -63,7 +63,7 @@ def test_a_newer_version_serves_with_a_warning_if_it_has_what_the_plugin_uses(
     for _ in range(2):
         configure(llama)
     (warned,) = [record.getMessage() for record in logged if "not been tested" in record.getMessage()]
-    assert "vLLM 0.99.0, only with 0.29, 0.30, 0.32" in warned
+    assert "vLLM 0.99.0, only with 0.29, 0.30, 0.32, 0.33" in warned
 
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"

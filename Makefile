@@ -32,9 +32,13 @@ demo-llm: real-model  # a real LLM end to end; an interrupted run resumes. 20 mi
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder  # in order of files: those with few, long tests do not come last
 
-test: install
-	$(MAKE) --no-print-directory test-without-ray
-	$(MAKE) --no-print-directory test-with-ray
+test: install  # tests with Ray wait a third of their time; those without Ray fill it, at a lower priority
+	@echo "Tests without Ray run in the background; their output follows."; \
+	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	nice $(MAKE) --no-print-directory test-without-ray > "$$log" 2>&1 & \
+	$(MAKE) --no-print-directory test-with-ray; with=$$?; \
+	wait $$!; without=$$?; cat "$$log"; \
+	echo "Exit status with Ray (above): $$with; without: $$without"; test $$with -eq 0 -a $$without -eq 0
 
 test-without-ray: install
 	$(PYTEST) -m "not integration"

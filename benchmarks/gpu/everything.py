@@ -59,15 +59,7 @@ def parts(vllm_python: Path) -> list[Part]:
     return [
         Part(
             "tests of engine and training",
-            [
-                *ours,
-                "pytest",
-                "--override-ini",
-                "addopts=",
-                *plain,
-                *(f"--ignore={path}" for path in VLLM_TESTS),
-                TESTS,
-            ],
+            [*ours, "pytest", "--override-ini", "addopts=", *plain, *(f"--ignore={one}" for one in VLLM_TESTS), TESTS],
         ),
         Part(
             "tests of vLLM with the plugin",

@@ -121,7 +121,7 @@ def read_keys(issuer: Issuer) -> Keys:
         if key is not None:
             found.setdefault(str(key.key_id), key)
     if not found:
-        raise ValueError("its key set has no key that could be used: RSA of 2048 bits, P-256 or Ed25519, with a `kid`")
+        raise ValueError("its key set has no usable key; use RSA of at least 2048 bits, P-256 or Ed25519, with a `kid`")
     return found
 
 

@@ -370,7 +370,11 @@ def _check_names(manifest: Manifest) -> None:
     for name in manifest.files:
         validate_key(name)
         if name == MANIFEST:
-            raise InvalidInputError(f"a manifest does not name itself ({MANIFEST!r})", field="files", value=name)
+            raise InvalidInputError(
+                f"{MANIFEST!r} is the manifest's own name; a manifest lists only the other files",
+                field="files",
+                value=name,
+            )
 
 
 def canonical(manifest: Manifest) -> bytes:

@@ -127,15 +127,23 @@ class WeightsInteger {
                                     sums_of);
       }
     };
-    divide_rows<4>(num_rows, kFourBits ? kFewRowsWidened : kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
-      few<kRows, 1>(first + row, block, sums + row * sums_stride, sums_stride, plane);
+    divide_rows<4>(num_rows, kFourBits ? kFewRowsByGroups : kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
+      int32_t* to = sums + row * sums_stride;
+      if (kFourBits && num_rows <= kFewRowsByGroups) return few_by_groups<kRows, 1>(first + row, block, to, sums_stride, plane);
+      if (!widened) widened = in_int8(block, scratch);
+      few<kRows, 1>(first + row, widened, to, sums_stride, plane);
     });
   }
 
   // At most kRowsTogether rows times kTogether blocks, as int32 [num_rows, kTogether, kColumns].
   void multiply_together(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t plane) const {
     with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
-      few<kRows, kTogether>(first, block, sums, kTogether * kColumns, plane);
+      if constexpr (kFourBits) {
+        few_by_groups<kRows, kTogether>(first, block, sums, kTogether * kColumns, plane);
+      } else {
+        const auto* weights = reinterpret_cast<const int8_t*>(weights_) + block * size_in() * kColumns;
+        few<kRows, kTogether>(first, weights, sums, kTogether * kColumns, plane);
+      }
     });
   }
 
@@ -151,12 +159,11 @@ class WeightsInteger {
  private:
   int64_t size_in() const { return inputs_.size_in; }
 
+  // `weights`: blocks in int8.
   template <int kRows, int kBlocks>
-  void few(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
-    if constexpr (kFourBits) return few_by_groups<kRows, kBlocks>(first, block, sums, sums_stride, plane);
+  void few(int64_t first, const int8_t* weights, int32_t* sums, int64_t sums_stride, int64_t plane) const {
     constexpr int kVectors = 2 * kBlocks;
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
-    const uint8_t* weights = weights_ + block * size_in() * kColumns;
     __m512i products[kRows][2][kVectors];  // by low and high bytes
     for (auto& of_row : products) {
       for (auto& of_byte : of_row) {
@@ -166,7 +173,7 @@ class WeightsInteger {
     for (int64_t k = 0; k < size_in(); k += 4, weights += 4 * kColumns) {
       __m512i of_outputs[kVectors];
       for (int i = 0; i < kVectors; ++i) {
-        const uint8_t* here = weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns;
+        const int8_t* here = weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns;
         fetch<kBlocks>(here);
         of_outputs[i] = _mm512_loadu_si512(here);
       }

@@ -15,7 +15,7 @@ from typing import Any
 
 from swiftkv_platform.errors import ModelError
 
-TESTED_VERSIONS = ("0.29", "0.30", "0.32", "0.33")
+TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Minor versions that the plugin's tests ran with, the oldest first; 0.33 ran only on a GPU."""
 
 _MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler", "swiftkv_platform.vllm.model_state")

@@ -52,7 +52,7 @@ def test_importing_the_entry_point_imports_no_framework() -> None:
 
 
 def test_versions_are_tested_or_newer_or_refused() -> None:
-    for version in ("0.29.0", "0.29.1+cpu", "0.30.1rc1", "0.32.0", "0.33.0"):
+    for version in ("0.29.0", "0.29.1+cpu", "0.30.1rc1", "0.31.0", "0.32.0", "0.33.0"):
         assert is_tested(version)
     for version in ("0.34.0", "0.300.0", "1.29.0", "dev"):
         assert not is_tested(version)

@@ -31,19 +31,21 @@ demo-llm: real-model  # a real LLM end to end; an interrupted run resumes. 20 mi
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder  # in order of files: those with few, long tests do not come last
+WITHOUT_RAY := $(PYTEST) -m "not integration"
 
 test: install  # tests with Ray wait a third of their time; those without Ray fill it, at a lower priority
 	@echo "Tests without Ray run in the background; their output follows."; \
-	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	nice $(MAKE) --no-print-directory test-without-ray > "$$log" 2>&1 & \
+	log=$$(mktemp); \
+	nice $(WITHOUT_RAY) > "$$log" 2>&1 & behind=$$!; \
+	trap 'kill $$behind 2> /dev/null; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
 	$(MAKE) --no-print-directory test-with-ray; with=$$?; \
-	wait $$!; without=$$?; cat "$$log"; \
+	wait $$behind; without=$$?; cat "$$log"; \
 	echo "Exit status with Ray (above): $$with; without: $$without"; test $$with -eq 0 -a $$without -eq 0
 
 test-without-ray: install
-	$(PYTEST) -m "not integration"
+	$(WITHOUT_RAY)
 
-test-with-ray: install  # one test at a time, alone on the machine
+test-with-ray: install  # one test at a time
 	$(BIN)/python -m pytest tests/integration
 
 quick: install  # tests that need no service and no seconds; without the fuzz tests, whose library takes seconds to import

@@ -194,7 +194,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 
 def as_near_as_dense(tmp_path: Path, form: Callable[[Path], tuple[Path, dict[str, Any]]]) -> None:
     """Check that `form`, which gives the checkpoint and options to serve a model's quantised form, moves a student's
-    log-probabilities no further than those of vLLM's own Llama, also with CUDA graphs, and that prompts skip layers."""
+    log-probabilities no further than those of vLLM's own Llama, also with CUDA graphs, and that prompts skip layers.
+    Decode steps run with graphs, and their text is not compared."""
     family_teacher("llama", **WIDE).save_pretrained(tmp_path / "dense")
     directory, options = form(tmp_path / "dense")
     with serving(directory, **options) as llm:

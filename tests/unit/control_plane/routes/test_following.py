@@ -164,9 +164,10 @@ async def test_every_follower_hears_everything_in_order_and_others_are_still_ans
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
             job_id = (await client.post("/jobs", json=SPEC)).json()["id"]
             connected = asyncio.Semaphore(0)
-            followers = [asyncio.create_task(follow(client, job_id, connected)) for _ in range(number)]
-            for _ in followers:
-                await connected.acquire()
+            followers = []
+            for _ in range(number):  # one after the other: a tenant's many requests at once are refused
+                followers.append(asyncio.create_task(follow(client, job_id, connected)))
+                await asyncio.wait_for(connected.acquire(), 60)
             job = parts.jobs.get(job_id, tenant="default")
             sent = [Event(new_id("evt"), job_id, 1000, "message", f"number {each}") for each in range(EVENTS)]
             for event in sent:

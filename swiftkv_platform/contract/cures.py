@@ -30,6 +30,7 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import is_index
 
 Instead = Callable[[Any, JobSpec], str | None]
 """Takes a field's value and the spec; returns what to use instead, or None if another value does not help."""
@@ -192,7 +193,7 @@ def _value_at(spec: JobSpec, path: str) -> tuple[Any, bool]:
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict) and key in value:
             value = value[key]
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, list) and is_index(key, value):
             value = value[int(key)]
         else:
             return None, False

@@ -171,5 +171,6 @@ class StoredWeights:
         return read
 
 
-def _natural(name: str) -> list[tuple[bool, str | int]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+def _natural(name: str) -> list[tuple[int, str]]:
+    # By the number of its digits, since `int` refuses thousands of them.
+    return [(len(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

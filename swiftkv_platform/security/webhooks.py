@@ -66,7 +66,7 @@ def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, 
     if missing:
         raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])
     stamp = headers[TIMESTAMP_HEADER]
-    if not stamp.isdecimal() or abs(now - int(stamp)) > tolerance_s:
+    if not stamp.isdecimal() or len(stamp) > 15 or abs(now - int(stamp)) > tolerance_s:
         raise UnauthenticatedError(
             f"its time differs from this machine's by more than {tolerance_s:g} s", field=TIMESTAMP_HEADER, value=stamp
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
@@ -24,6 +24,11 @@ def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
     return changed
 
 
+def is_index(key: str, items: Sequence[Any]) -> bool:
+    """Whether a key of a path is the index of one of the items."""
+    return key.isdecimal() and len(key) < 10 and int(key) < len(items)  # `int` refuses thousands of digits
+
+
 def _inside(container: Any, key: str, path: str) -> Any:
     _check(container, key, path)
     if isinstance(container, list):
@@ -36,7 +41,7 @@ def _inside(container: Any, key: str, path: str) -> Any:
 def _check(container: Any, key: str, path: str) -> None:
     """Raise `InvalidInputError` unless `key` can be set in the container."""
     match container:
-        case list() if key.isdecimal() and int(key) < len(container):
+        case list() if is_index(key, container):
             return
         case list():
             why = f"the list has {len(container)} items, and {key!r} is not an index from 0 to {len(container) - 1}"

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from swiftkv_platform.web.hostile_json import exceeds, load_json
-from swiftkv_platform.web.middleware import LARGE_BODY_BYTES
+from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, announced_bytes
 from swiftkv_platform.web.places import Place, Places, Share
 
 MAX_VALUES = 1 << 14
@@ -81,8 +81,7 @@ class Bodies:
     async def read(self, request: Request, place: Place) -> bytes:
         """Read the body, counting its bytes as they arrive. Raises `OverloadedError`, and `HTTPException` (408) if it
         does not arrive in time."""
-        announced = request.headers.get("content-length", "")
-        held = int(announced) if announced.isascii() and announced.isdecimal() else 0
+        held = announced_bytes(request.headers)
         place.grow(held)  # `BodyLimit` has refused larger announcements already
         body = bytearray()  # appending stays cheap however small the pieces are
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -125,8 +126,7 @@ class PatientRefusals(Middleware):
 def _is_large(scope: Scope) -> bool:
     """Whether a body is large, or does not announce its size."""
     headers = Headers(scope=scope)
-    announced = headers.get("content-length", "")
-    return "transfer-encoding" in headers or _exceeds(announced, LARGE_BODY_BYTES)
+    return "transfer-encoding" in headers or announced_bytes(headers) > LARGE_BODY_BYTES
 
 
 class BodyLimit(Middleware):
@@ -141,8 +141,7 @@ class BodyLimit(Middleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         most = self._max_bytes(scope["path"])
         detail = f"the body has more than {most} bytes, which is the limit"
-        announced = Headers(scope=scope).get("content-length", "")
-        if _exceeds(announced, most):
+        if announced_bytes(Headers(scope=scope)) > most:
             await self._refuse(scope["path"], detail)(scope, receive, send)
             return
         received = 0
@@ -158,7 +157,9 @@ class BodyLimit(Middleware):
         await self._app(scope, count, send)
 
 
-def _exceeds(announced: str, most: int) -> bool:
-    """Whether a `Content-Length` is above `most`; compares digits, since Python's `int` refuses thousands of them."""
-    digits, limit = announced.lstrip("0"), str(most)
-    return announced.isdecimal() and (len(digits), digits) > (len(limit), limit)
+def announced_bytes(headers: Headers) -> int:
+    """Return the size of a body by its `Content-Length`; 0 without a number there, `sys.maxsize` for larger ones."""
+    announced = headers.get("content-length", "")
+    digits = announced.lstrip("0") if announced.isascii() and announced.isdecimal() else ""
+    # Python's `int` refuses thousands of digits.
+    return min(int(digits[:20] or 0), sys.maxsize)

@@ -20,6 +20,7 @@ from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list
 from swiftkv_platform.control_plane.http.lists import paged
 from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.web.middleware import announced_bytes
 from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
@@ -126,8 +127,7 @@ async def upload_file(request: Request, service: Service, caller: Uploader) -> F
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
-    announced = request.headers.get("content-length", "")
-    at_least = int(announced) - FORM_BYTES if announced.isdecimal() else 0
+    at_least = announced_bytes(request.headers) - FORM_BYTES
     places: Places = request.app.state.upload_places
     # The caller is authenticated before the body is read; a parameter for the form would read it first.
     with places.place(caller.tenant, caller.name):

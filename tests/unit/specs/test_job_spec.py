@@ -117,6 +117,7 @@ def test_what_is_named_is_changed_and_the_original_is_not() -> None:
     [
         ("data.sources.1.weight", "the list has 1 items"),
         ("data.sources.first.weight", "'first' is not an index from 0 to 0"),
+        (f"data.sources.{'9' * 5000}.weight", "is not an index from 0 to 0"),
         ("data.sources.1", "the list has 1 items"),
         ("name.first", "'n' has no field 'first'"),
         ("training.", "a key in it is empty"),

@@ -76,6 +76,8 @@ def test_every_change_is_told_signed_and_in_order(server: Server, receiver: Rece
         verify(request.headers, request.raw, SECRET, now=server.parts.clock())
         with pytest.raises(UnauthenticatedError):
             verify(request.headers, request.raw, SECRET + "!", now=server.parts.clock())
+        with pytest.raises(UnauthenticatedError, match="time differs"):
+            verify({**request.headers, "webhook-timestamp": "9" * 5000}, request.raw, SECRET, now=server.parts.clock())
         sent = (request.path, request.headers["webhook-id"], request.headers["content-type"])
         assert sent == ("/hook", event["id"], "application/json")
         assert request.body["timestamp"] == event["created_at"]

@@ -89,6 +89,7 @@ def worker_memory(
     # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
     unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
     kept = unsharded if setup.num_micro_batches > 1 else 0
+    sharded = 0 if kept else gradients  # the last micro batch's take the place of those that are kept
     during_passes = gathered + activations + max(loss, passing_back)
     if setup.strategy == "fsdp2":
         states = _STATES * narrow * model.hidden_size * setup.tokens_per_pass
@@ -97,8 +98,8 @@ def worker_memory(
         during_passes = max(
             activations + gathered + states,
             activations + gathered_weights(parameters, narrow, units=1) + loss,
-            activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + gradients,
-            narrow * parameters.root + (3 * narrow + WIDE) * shared + states + gradients,
+            activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + sharded,
+            narrow * parameters.root + (3 * narrow + WIDE) * shared + states + sharded,
         )
     # CUDA's update has buffers for all that this worker updates, the CPU's for one tensor; only DDP updates everything.
     updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)

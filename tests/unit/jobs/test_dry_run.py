@@ -38,9 +38,12 @@ def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, JobEstimate]:
     return dry_run(spec, config), estimate(spec, config, ())
 
 
-def check(found: DryRun, planned: JobEstimate) -> None:
+def check(found: DryRun, planned: JobEstimate, *, offloads: bool = False) -> None:
+    """`offloads`: weights and optimizer state are in host memory, which a dry run does not tell apart."""
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
-    assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
+    train = found.train
+    peak = train.passing if offloads else train.peak
+    assert 0.9 * peak < planned.memory_per_worker < 1.1 * peak
 
 
 def device_bytes(planned: JobEstimate) -> dict[str, int]:
@@ -149,7 +152,8 @@ def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
 @pytest.mark.parametrize(("name", "num_layers"), [(LARGEST, 8), (EXPERTS, 4), *((name, None) for name in BY_NAME)])
 def test_a_recipe_takes_what_is_planned(name: str, num_layers: int | None) -> None:
     """Large teachers run with a few of their layers, which are alike; the others with all."""
-    check(*run(load_spec(BY_NAME[name]), **({} if num_layers is None else {"num_hidden_layers": num_layers})))
+    spec, changes = load_spec(BY_NAME[name]), {} if num_layers is None else {"num_hidden_layers": num_layers}
+    check(*run(spec, **changes), offloads=spec.sharding.cpu_offload)
 
 
 @in_soak

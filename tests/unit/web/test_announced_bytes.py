@@ -1,4 +1,4 @@
-"""What a request's `Content-Length` says about its body."""
+"""The size of a request's body by its `Content-Length`."""
 
 import sys
 

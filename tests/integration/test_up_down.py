@@ -120,7 +120,7 @@ def test_a_second_up_changes_nothing(machine: Machine, state: StackState) -> Non
     result = machine.run("up", "--json")
     assert result.returncode == 0
     assert StackState.model_validate_json(result.stdout) == state
-    assert result.stderr.count("runs already") == 2
+    assert result.stderr.count("is already running") == 2
 
 
 def test_a_dead_control_plane_is_restarted_where_it_was(machine: Machine, state: StackState) -> None:

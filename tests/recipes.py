@@ -1,5 +1,6 @@
 """The recipes that ship with the package, and the shapes of their teachers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from swiftkv_platform.sources.recipes import recipes
@@ -60,3 +61,11 @@ def teacher_config(spec: JobSpec) -> dict[str, Any]:
     """Return the `config.json` of a recipe's teacher."""
     name = spec.model.name_or_path
     return read_config_file(builtin_teacher(name)) if name == BUILTIN_TEACHER else dict(TEACHERS[name])
+
+
+def device_peak(spec: JobSpec, train: Mapping[str, int]) -> int:
+    """Return the bytes on a worker's device at the peak of a dry run's training step, `Memory` as JSON.
+
+    A dry run does not tell host memory apart, in which offloaded weights and optimizer state are.
+    """
+    return train["passing"] if spec.sharding.cpu_offload else train["peak"]

@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.specs import JobSpec, load_spec
-from tests.recipes import RECIPES, teacher_config
+from tests.recipes import RECIPES, device_peak, teacher_config
 
 pytestmark = pytest.mark.slow("thousands of operators")
 in_soak = pytest.mark.soak("minutes of a core")
@@ -38,11 +38,9 @@ def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, JobEstimate]:
     return dry_run(spec, config), estimate(spec, config, ())
 
 
-def check(found: DryRun, planned: JobEstimate, *, offloads: bool = False) -> None:
-    """`offloads`: weights and optimizer state are in host memory, which a dry run does not tell apart."""
+def check(spec: JobSpec, found: DryRun, planned: JobEstimate) -> None:
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
-    train = found.train
-    peak = train.passing if offloads else train.peak
+    peak = device_peak(spec, found.train.model_dump())
     assert 0.9 * peak < planned.memory_per_worker < 1.1 * peak
 
 
@@ -89,7 +87,7 @@ def smallest(recipe: Path) -> tuple[DryRun, JobEstimate]:
 def test_the_smallest_takes_what_is_planned(
     smallest: tuple[DryRun, JobEstimate], recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(*smallest)
+    check(load_spec(BY_NAME[SMALLEST]), *smallest)
     found = smallest[0]
     monkeypatch.setattr("swiftkv_platform.jobs.dry_run.dry_run", lambda *_: found)  # what the command has just found
     table = CliRunner().invoke(app, ["plan", "--dry-run", str(recipe)])
@@ -153,7 +151,7 @@ def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
 def test_a_recipe_takes_what_is_planned(name: str, num_layers: int | None) -> None:
     """Large teachers run with a few of their layers, which are alike; the others with all."""
     spec, changes = load_spec(BY_NAME[name]), {} if num_layers is None else {"num_hidden_layers": num_layers}
-    check(*run(spec, **changes), offloads=spec.sharding.cpu_offload)
+    check(spec, *run(spec, **changes))
 
 
 @in_soak

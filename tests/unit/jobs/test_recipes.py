@@ -19,7 +19,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import phases
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
-from tests.recipes import RECIPES, TEACHERS, teacher_config
+from tests.recipes import RECIPES, TEACHERS, device_peak, teacher_config
 from tests.unit.control_plane.routes.conftest import control_plane, make_parts
 
 pytestmark = pytest.mark.slow("reads and plans every recipe")
@@ -127,9 +127,8 @@ DRY_RUNS = json.loads(Path("benchmarks/dry_runs.json").read_text())
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.stem in DRY_RUNS], ids=lambda path: path.stem)
 def test_a_recipe_is_planned_as_it_was_run_dry(path: Path) -> None:
-    spec, found = load_spec(path), DRY_RUNS[path.stem]["train"]
-    # A dry run does not tell host memory apart, in which offloaded weights and optimizer state are.
-    peak = found["passing"] if spec.sharding.cpu_offload else found["peak"]
+    spec = load_spec(path)
+    peak = device_peak(spec, DRY_RUNS[path.stem]["train"])
     assert 0.9 * peak < estimate(spec, teacher_config(spec), ()).memory_per_worker < 1.1 * peak
 
 

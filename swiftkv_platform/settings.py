@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.limits import BODY_BYTES
 
 
 def default_home() -> Path:
@@ -144,7 +145,7 @@ class Settings(BaseSettings):
     """Maximum workers of a job, over all trials of a sweep that run at the same time."""
     max_batch_size: Annotated[int, Field(ge=1)] = 65536
     """Maximum `training.batch_size`, and rows in one pass of a worker, that a job may ask for."""
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    max_request_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES.default
     """Maximum bytes of a request body; a larger one gets 413."""
     max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = 32 << 20
     """Maximum bytes of request bodies that are being read or whose requests are not answered yet. A tenant may use a

@@ -19,15 +19,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from swiftkv_platform.limits import BODY_STRINGS, BODY_VALUES
 from swiftkv_platform.web.hostile_json import exceeds, load_json
 from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, announced_bytes
 from swiftkv_platform.web.places import Place, Places, Share
 
-MAX_VALUES = 1 << 14
-"""Most numbers, strings, lists and objects of a body that is not a prompt of token ids: more than the longest job spec
-has, and few enough to report an error for each."""
-MAX_STRINGS = 1 << 14
-"""Most strings of such a body, keys included."""
 _LONGEST_READ_S = 60.0
 """Seconds within which a body must arrive."""
 
@@ -46,8 +42,10 @@ class Bodies:
     Args:
         admit: authenticates a request and counts it against rate limits. If it raises, the body is not read.
         share: bytes of bodies held at a time.
-        max_values: most values of a body; called for each body.
-        max_strings: most strings of a body.
+        max_values: max values (numbers, strings, lists, objects) of a body that is not a prompt of token ids; called
+            for each body. The default is more than the longest job spec has, and few enough to report an error for
+            each.
+        max_strings: max strings of a body, keys included.
         max_keys: see `load_json`.
         allow_nul: see `load_json`.
         until_answered: whether a body counts against `share` until its route has answered; else until it is parsed.
@@ -58,8 +56,8 @@ class Bodies:
         admit: Callable[[Request], Awaitable[Sender]],
         share: Share,
         *,
-        max_values: Callable[[], int] = lambda: MAX_VALUES,
-        max_strings: int = MAX_STRINGS,
+        max_values: Callable[[], int] = lambda: BODY_VALUES.default,
+        max_strings: int = BODY_STRINGS.default,
         max_keys: int | None = None,
         allow_nul: bool = False,
         until_answered: bool = True,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--requests 150]
 
-Each case has its own control plane with API keys, or its own replica of a small random model, in unmodified processes.
+Each case has its own control plane, or its own replica of a small random model, with API keys in unmodified processes.
 A separate process attacks at a lower CPU priority, since it would have its own
 machine. Another tenant sends `--requests` in sequence, each over a new connection, alternately without and during the
 attack, `--rounds` times; a streamed answer counts with its longest gap. A case is `stopped` if one of these requests
@@ -34,14 +34,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import benchmark_parser, random_llama, write_report
-from benchmarks.hostile_attacks import CASES, JOB, fill, pages
+from benchmarks.hostile_attacks import CASES, JOB, QUOTA, SOURCES
 from swiftkv_platform.local.ray_head import free_ports
+from swiftkv_platform.model import convert
 from swiftkv_platform.security.keys import Scope, create_key
 
 ROOT = Path(__file__).parents[1]
 
 
-async def attack(case: str, url: str, key: str) -> None:
+async def attack(case: str, url: str, key: str, sources: str) -> None:
     """Run one attack in its own process until terminated, then print the answers it got."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     os.nice(10)
@@ -51,15 +52,13 @@ async def attack(case: str, url: str, key: str) -> None:
         plain = what if isinstance(what, str) else type(what).__name__
         seen[str(what.status_code) if isinstance(what, httpx.Response) else plain] += 1
 
-    act, path, _ = CASES[case]
+    act, path = CASES[case].attack, CASES[case].path
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False) as client:
         if "{job}" in path:
             path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
-        if act is pages:
-            await fill(client)
-        acting = asyncio.ensure_future(act(client, path, count))
+        acting = asyncio.ensure_future(act(client, path.format(sources=sources), count))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, acting.cancel)
         print("begun", flush=True)
         with suppress(asyncio.CancelledError, httpx.HTTPError):
@@ -102,7 +101,7 @@ class Process:
 
 
 def save_model(directory: Path) -> None:
-    """A random Llama and its tokenizer: a token a byte, and the merges of a short text."""
+    """Save a random Llama's student and a tokenizer: a token for each byte, and the merges of a short text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,14 +110,16 @@ def save_model(directory: Path) -> None:
     tokenizer.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
     shape = {"layers": 4, "hidden_size": 256, "intermediate_size": 512, "heads": 4, "kv_heads": 2}
-    random_llama(Namespace(vocab_size=tokenizer.get_vocab_size(), **shape), 1024).save_pretrained(directory)
+    model = convert(random_llama(Namespace(vocab_size=tokenizer.get_vocab_size(), **shape), 1024))
+    model.save_pretrained(directory)
 
 
-def serve(directory: str, port: str) -> None:
-    """Serve that model in a process of its own."""
+def serve(directory: str, port: str, keys: str) -> None:
+    """Serve that model in a process of its own. `keys`: the file of API keys."""
     import uvicorn
 
     from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+    from swiftkv_platform.security.credentials import open_credentials
     from swiftkv_platform.serve.current import Current, ModelCard, Version
     from swiftkv_platform.serve.http import create_http_app
     from swiftkv_platform.web.promptness import answer_promptly
@@ -132,7 +133,7 @@ def serve(directory: str, port: str) -> None:
         swiftkv=None,
         max_model_len=engine.engine.max_model_len,
     )
-    app = create_http_app(Current(Version(engine, card, created=1)))
+    app = create_http_app(Current(Version(engine, card, created=1)), key_ring=open_credentials(Path(keys), None))
     answer_promptly()  # like a replica
     uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error")
 
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="maximum duration of those requests")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for an answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--attack", nargs=3, help="internal, starts the attacking process: case, URL, key")
+    parser.add_argument("--attack", nargs=4, help="internal, starts the attacking process: case, URL, key, sources")
     options = parser.parse_args()
     if options.attack is not None:
         asyncio.run(attack(*options.attack))
@@ -172,35 +173,47 @@ def main() -> None:
     write_report(report, options.output)
 
 
-def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
+def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
+    case = CASES[name]
     port = free_ports([0])[0]
-    attacker, other = "none", "none"
+    sources = directory / SOURCES
+    sources.mkdir()
+    save_model(sources / "student")
+    keys = directory / "keys.yaml"
+    attacker, other = (
+        create_key(keys, name=each, tenant=each, scopes=frozenset({Scope.ADMIN})) for each in ("eve", "ann")
+    )
     asks: list[tuple[str, str, Any]]
-    if CASES[case][2]:
-        keys = directory / "keys.yaml"
-        scopes = frozenset({Scope.ADMIN})
-        attacker, other = (create_key(keys, name=name, tenant=name, scopes=scopes) for name in ("eve", "ann"))
+    if case.is_replica:
+        program = "import sys; from benchmarks.hostile_callers import serve; serve(*sys.argv[1:])"
+        server = Process(["-c", program, str(sources / "student"), str(port), str(keys)], port)
+        answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+        asks = [("GET", "/health", None), ("POST", "/generate", answer)]
+        asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))
+    else:
+        tenants = directory / "tenants.yaml"
+        tenants.write_text(f"default: {{max_stored_bytes: {QUOTA}}}\n")
         server = Process(
             ["-m", "swiftkv_platform.control_plane"],
             port,
             SWIFTKV_HOME=str(directory),
             SWIFTKV_PORT=str(port),
             SWIFTKV_API_KEYS_FILE=str(keys),
+            SWIFTKV_TENANTS_FILE=str(tenants),
+            SWIFTKV_SOURCE_ROOTS=json.dumps([str(sources)]),
             SWIFTKV_RAY_DASHBOARD_URL="http://127.0.0.1:1",
         )
         asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
-    else:
-        save_model(directory)
-        program = "import sys; from benchmarks.hostile_callers import serve; serve(*sys.argv[1:])"
-        server = Process(["-c", program, str(directory), str(port)], port)
-        answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
-        asks = [("GET", "/health", None), ("POST", "/generate", answer)]
-        asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))
-    command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", case, server.url, attacker]
+    command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", name, server.url, attacker]
+    command.append(str(sources))
     phases: list[tuple[list[float | None], list[float | None]]] = []
     seen: Counter[str] = Counter()
     with closing(server):
         server.wait(asks[0][1])
+        if case.prepare is not None:
+            headers = {"authorization": f"Bearer {attacker}"}
+            with httpx.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+                case.prepare(directory, client)
         ask_for(1.0, server.url, other, asks, options)
         rss = server.mebibytes("VmRSS")
         for _ in range(options.rounds):

@@ -3,11 +3,12 @@
     python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--requests 150]
 
 Each case has its own control plane, or its own replica of a small random model, with API keys in unmodified processes.
-A separate process attacks at a lower CPU priority, since it would have its own
-machine. Another tenant sends `--requests` in sequence, each over a new connection, alternately without and during the
-attack, `--rounds` times; a streamed answer counts with its longest gap. A case is `stopped` if one of these requests
-fails or gets no answer within `--patience` seconds. There is no Ray: jobs wait, and streams of their events and logs
-stay open.
+A separate process attacks at a lower CPU priority, since it would have its own machine. Another tenant sends
+`--requests` in sequence, each over a new connection, alternately without and during the attack, `--rounds` times; a
+streamed answer counts with its longest gap. After each attack, the benchmark waits until the server is idle (`busy
+after`: a minute at most). Ratios compare the p99 during the attack to the lowest p99 of a round without it. A case is
+`stopped` if one of these requests fails or gets no answer within `--patience` seconds. There is no Ray: jobs wait, and
+streams of their events and logs stay open.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -86,6 +88,25 @@ class Process:
         """Return `VmRSS`, or its maximum `VmHWM`, in MiB."""
         status = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) >> 10 for line in status if line.startswith(field))
+
+    def settle(self, most_s: float = 60.0) -> float:
+        """Wait until the process and its children use less than a tenth of a core. Returns the seconds that took."""
+        began, used = time.perf_counter(), self._cpu_seconds()
+        while time.perf_counter() - began < most_s:
+            time.sleep(0.5)
+            used, before = self._cpu_seconds(), used
+            if used - before < 0.05:
+                break
+        return time.perf_counter() - began
+
+    def _cpu_seconds(self) -> float:
+        process = psutil.Process(self._process.pid)
+        used = 0.0
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                used += times.user + times.system
+        return used
 
     def wait(self, path: str) -> None:
         while self._process.poll() is None:
@@ -153,9 +174,9 @@ def main() -> None:
     report = {}
     print(
         "| attack | others answered (without) | median (without) | p99 (without) | ratio (of rounds) "
-        "| longest of each request (without) | RSS before, most | attacker's answers |"
+        "| longest of each request (without) | RSS before, most | busy after | attacker's answers |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as directory:
             report[case] = found = measure(case, Path(directory), options)
@@ -167,7 +188,7 @@ def main() -> None:
         shown["longest"] = ", ".join("{1} ({0}) ms".format(*each) for each in found["longest_ms"])
         columns = (
             "{answered} of {asked} ({without}) | {median} | {p99} | {ratio} ({rounds}) | {longest} "
-            "| {rss}, {most_rss} MiB | {seen}"
+            "| {rss}, {most_rss} MiB | {busy_after_s} s | {seen}"
         )
         print(f"| {case} | {columns.format(**shown)} |", flush=True)
     write_report(report, options.output)
@@ -204,10 +225,12 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
             SWIFTKV_RAY_DASHBOARD_URL="http://127.0.0.1:1",
         )
         asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
+        asks.append(("POST", "/jobs", JOB))
     command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", name, server.url, attacker]
     command.append(str(sources))
     phases: list[tuple[list[float | None], list[float | None]]] = []
     seen: Counter[str] = Counter()
+    busy_after: list[float] = []
     with closing(server):
         server.wait(asks[0][1])
         if case.prepare is not None:
@@ -215,6 +238,7 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
             with httpx.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
                 case.prepare(directory, client)
         ask_for(1.0, server.url, other, asks, options)
+        server.settle()
         rss = server.mebibytes("VmRSS")
         for _ in range(options.rounds):
             without = ask_for(options.seconds, server.url, other, asks, options)
@@ -224,9 +248,10 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
                 phases.append((without, ask_for(options.seconds, server.url, other, asks, options)))
                 process.terminate()
                 seen.update(json.loads(process.stdout.read()))
-            time.sleep(1.0)
+            busy_after.append(server.settle())
         most_rss = server.mebibytes("VmHWM")
     both = [[taken for phase in phases for taken in phase[at]] for at in (0, 1)]
+    quiet = min(quantile(without, 0.99) for without, _ in phases)
     median, p99 = ([quantile(times, share) for times in both] for share in (0.5, 0.99))
     return {
         "asked": len(both[1]),
@@ -247,10 +272,11 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
             ]
             for at in range(len(asks))
         ],
-        "ratio": ratio(*p99),
-        "rounds": [ratio(*(quantile(times, 0.99) for times in phase)) for phase in phases],
+        "ratio": ratio(quiet, p99[1]),
+        "rounds": [ratio(quiet, quantile(during, 0.99)) for _, during in phases],
         "rss": rss,
         "most_rss": most_rss,
+        "busy_after_s": [round(each, 1) for each in busy_after],
         "seen": dict(seen),
     }
 

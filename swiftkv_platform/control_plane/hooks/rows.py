@@ -31,6 +31,7 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
         DeliveryRow(
             event_id=event.id,
             job_id=job.id,
+            tenant=job.tenant,
             webhook=hook.model_dump(mode="json"),
             url=hook.url,
             status=PENDING,
@@ -42,6 +43,21 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
         for hook in recipients(job)
         if hook.wants(event.data["status"])
     ]
+
+
+def give_up_excess(session: Session, deliveries: Sequence[DeliveryRow], tenant: str, most: int | None) -> None:
+    """Mark new deliveries of a tenant as failed that would take its pending ones above `most`. None: no limit."""
+    if most is None:
+        return
+    room = max(most - _number_pending(session, tenant), 0)
+    for row in deliveries[room:]:
+        row.status = FAILED
+        row.error = f"not sent: {most} deliveries of tenant {tenant!r} are pending (max_pending_deliveries)"
+
+
+def _number_pending(session: Session, tenant: str) -> int:
+    pending = select(func.count()).where(DeliveryRow.tenant == tenant, DeliveryRow.status == PENDING)
+    return session.scalar(pending) or 0
 
 
 class Outbox(Store):
@@ -92,6 +108,11 @@ class Outbox(Store):
         with self._database.reading() as session:
             found = {row.status: row.number for row in session.execute(query)}
             return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
+
+    def count_pending(self, tenant: str) -> int:
+        """Return the number of the tenant's deliveries that wait to be sent."""
+        with self._database.reading() as session:
+            return _number_pending(session, tenant)
 
     def _set(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
@@ -292,7 +292,7 @@ def _hold(session: Session, job: JobRow | None, model: str | None) -> str | None
     if not status.is_terminal:
         return f"its job is {status}; cancel it, and delete it when it has ended"
     if model is not None:
-        serves = or_(DeploymentRow.model == model, cast(DeploymentRow.spec, String).contains(model))  # as its candidate
+        serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model)
         deployment = session.scalar(select(DeploymentRow.id).where(serves).limit(1))
         if deployment is not None:
             return f"deployment {deployment} serves {model}; delete that deployment, or give it another model"

@@ -70,7 +70,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     for deployment in (damaged, sound):
         plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
     with plane.database.writing() as session:
-        session.execute(text(f"UPDATE deployments SET {damage} WHERE id = :id"), {"id": damaged.spec.id})
+        session.execute(text(f"UPDATE deployments SET {damage}, version = 7 WHERE id = :id"), {"id": damaged.spec.id})
     if restarted:
         reconciler = DeploymentReconciler(plane.catalog, plane.serving)
     third = deploy(plane, model.id, "/third")

@@ -79,7 +79,7 @@ class Registry(DeploymentRepository):
     def newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
         """Return the last change of an alias; None if nothing was ever promoted to it."""
         with self._database.reading() as session:
-            return next(newest_first(session, tenant, alias), None)
+            return _newest(session, tenant, alias)
 
     def promotions_about(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
         """Return the last promotions that an alias's model became, or ceased to be, this one; oldest first."""
@@ -135,7 +135,7 @@ class Registry(DeploymentRepository):
         with self._database.writing() as session:
             # 1. decide  2. the promotion, and the end of its history  3. deployments
             self._await_turn(session, tenant)
-            newest = next(newest_first(session, tenant, alias), None)
+            newest = _newest(session, tenant, alias)
             promotion = decide(newest_first(session, tenant, alias))
             if promotion == newest:
                 return promotion
@@ -153,16 +153,20 @@ class Registry(DeploymentRepository):
         return promotion
 
 
-def newest_first(session: Session, tenant: str, alias: str) -> Iterator[Promotion]:
+def _newest(session: Session, tenant: str, alias: str) -> Promotion | None:
+    return next(newest_first(session, tenant, alias, part=1), None)
+
+
+def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART) -> Iterator[Promotion]:
     """Read an alias's history backwards, in parts."""
     before: int | None = None
     while before != 0:
         query = select(PromotionRow).where(PromotionRow.tenant == tenant, PromotionRow.alias == alias)
         if before is not None:
             query = query.where(PromotionRow.sequence < before)
-        rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(_PART)).all()
+        rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(part)).all()
         yield from (value_of(Promotion, row) for row in rows)
-        before = rows[-1].sequence if len(rows) == _PART else 0
+        before = rows[-1].sequence if len(rows) == part else 0
 
 
 def _check_aliases(session: Session, tenant: str, policy: TenantPolicy) -> None:

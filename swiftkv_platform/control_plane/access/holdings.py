@@ -1,4 +1,4 @@
-"""What tenants hold, summed by the database from columns. No spec is read."""
+"""Demand of the jobs and deployments that tenants have, summed by the database from columns. No spec is read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def held_by_jobs(
 def held_by_deployments(session: Session, tenant: str, *, without: str = "") -> Demand:
     """Return the summed demand of a tenant's deployments. Deployments being deleted count, since their replicas still
     run. `without`: id of a deployment that does not count."""
-    parts = (DeploymentRow.gpus, DeploymentRow.cpus, DeploymentRow.replicas)
-    query = select(*(func.coalesce(func.sum(part), 0) for part in parts))
-    gpus, cpus, replicas = session.execute(
-        query.where(DeploymentRow.tenant == tenant, DeploymentRow.id != without)
-    ).one()
-    return Demand(0, gpus, cpus, replicas)
+    sums = (func.sum(DeploymentRow.gpus), func.sum(DeploymentRow.cpus), func.sum(DeploymentRow.replicas))
+    query = select(*sums).where(DeploymentRow.tenant == tenant, DeploymentRow.id != without)
+    gpus, cpus, replicas = session.execute(query).one()
+    return Demand(0, gpus or 0.0, cpus or 0.0, replicas or 0)

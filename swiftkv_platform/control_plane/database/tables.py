@@ -114,8 +114,11 @@ class ModelRow(Base):
     lineage: Mapped[dict[str, Any]] = mapped_column(Document)
     metrics: Mapped[dict[str, Any]] = mapped_column(Document)
 
-    # Everything that a tenant's quotas read.
-    __table_args__ = (Index(None, "tenant", "job_id", "size"),)
+    __table_args__ = (
+        # Everything that a tenant's quotas read.
+        Index(None, "tenant", "job_id", "size"),
+        Index(None, "tenant", "name"),
+    )
 
 
 class DeploymentRow(Base):

@@ -201,8 +201,7 @@ class JobRepository(Store):
         waiting = stored.where(JobRow.status.in_(WAITING))
         with self._database.reading() as session:
             held = held_by_jobs(session, ON_CLUSTER, tenants=[tenant])
-            numbers = (session.scalar(each) or 0 for each in (waiting, stored))
-            return Usage(*numbers, held=held.get(tenant, Demand()))
+            return Usage(session.scalar(waiting) or 0, session.scalar(stored) or 0, held.get(tenant, Demand()))
 
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None

@@ -27,6 +27,7 @@ _INDEXES = {
     "ix_deployments_candidate": ("deployments", ["candidate"]),
     "ix_deployments_demand": ("deployments", ["tenant", "id", "replicas", "gpus", "cpus"]),
     "ix_models_tenant_job_id_size": ("models", ["tenant", "job_id", "size"]),
+    "ix_models_tenant_name": ("models", ["tenant", "name"]),
     "ix_files_tenant_size": ("files", ["tenant", "size"]),
     "ix_deliveries_tenant_status": ("deliveries", ["tenant", "status"]),
     "ix_sessions_key_name_expires_at": ("sessions", ["key_name", "expires_at"]),

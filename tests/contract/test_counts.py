@@ -375,6 +375,23 @@ def test_models_of_jobs_count_among_the_stored_bytes(
     add(database, models, TenantPolicy(max_stored_bytes=stored + 10))
 
 
+@pytest.mark.parametrize("kind", ["model", "job"])
+def test_what_is_deleted_counts_until_its_objects_are_gone(database: Database, models: list[Model], kind: str) -> None:
+    """Otherwise a tenant that imports and deletes in turn would store any number of bytes until the next sweep."""
+    files, retained, [model, *others] = FileRepository(database), RetainedRows(database), models
+    stored = files.used_bytes(TENANT)
+    options: dict[str, Any] = {"by": "ann", "now": 5.0, "tenant": TENANT}
+    assert model.job_id is not None
+    if kind == "model":
+        retained.delete_model(model.id, **options)
+    else:
+        retained.delete_job(model.job_id, **options)
+    assert files.used_bytes(TENANT) == stored
+    [prefix] = retained.deletions(now=5.0, limit=9, after=None)
+    retained.forget_deletion(prefix)
+    assert files.used_bytes(TENANT) == sum(other.size for other in others)
+
+
 def test_every_kind_is_limited_without_a_tenants_file() -> None:
     limits = {limit.setting: limit.default for limit in all_limits() if limit.scope is Scope.TENANT}
     stored = {*ADD, "max_stored_bytes", "max_alias_changes", "max_pending_deliveries"}

@@ -224,6 +224,12 @@ class DeletionRow(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     """Unix seconds from which its objects may go; of an import ahead of its time."""
     by: Mapped[str] = mapped_column(String(200))
+    tenant: Mapped[str | None] = mapped_column(String(64))
+    """Tenant whose stored bytes include its objects until they are gone; null for none."""
+    size: Mapped[int] = mapped_column(BigInteger, server_default="0", default=0)
+    """Bytes that count."""
+
+    __table_args__ = (Index(None, "tenant", "size"),)
 
 
 class FileRow(Base):

@@ -249,7 +249,8 @@ class DeploymentReconciler:
         stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
             # The states of these are older than the spec that is applied only now.
-            stale = {spec.id for spec in wanted if spec not in (self._applied or ()) and spec.id in states}
+            applied = {spec.id: spec for spec in self._applied or ()}
+            stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
             self.cluster.apply(wanted, keep=kept)

@@ -39,7 +39,7 @@ def check_quota(tenant: str, used: int, most: int | None) -> None:
     if most is not None and used > most:
         raise QuotaExceededError(
             f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
-            "some, or ask the operator for more",
+            "some, whose bytes are free within minutes, or ask the operator for more",
             field="max_stored_bytes",
             value=used,
         )

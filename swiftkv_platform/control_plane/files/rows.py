@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import FileRow, ModelRow
+from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
 from swiftkv_platform.control_plane.files.file import File, FilesOf, check_quota
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
@@ -143,8 +143,9 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
 
 
 def used_bytes(session: Session, tenant: str) -> int:
-    """Return the bytes of the tenant's files and models, jobs' models included."""
-    tables = (FileRow, ModelRow)
+    """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
+    are gone."""
+    tables = (FileRow, ModelRow, DeletionRow)
     sums = (select(func.coalesce(func.sum(table.size), 0)).where(table.tenant == tenant) for table in tables)
     return sum(int(session.scalar(each) or 0) for each in sums)
 

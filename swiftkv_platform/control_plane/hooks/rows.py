@@ -77,21 +77,26 @@ class Outbox(Store):
             )
             .exists()
         )
+        due = (DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
+        # The search among all pending ones comes before the transaction that writes, which it would make last longer.
+        oldest = select(DeliveryRow.sequence).where(*due, *(~_is_at(origin) for origin in without))
+        with self._database.reading() as session:
+            chosen = session.scalars(oldest.order_by(DeliveryRow.sequence).limit(limit)).all()
+        if not chosen:
+            return []
         query = (
-            select(DeliveryRow, EventRow, JobRow)
+            select(DeliveryRow, EventRow, JobRow.tenant, JobRow.spec["name"].as_string(), JobRow.labels)
             .join(EventRow, EventRow.id == DeliveryRow.event_id)
             .join(JobRow, JobRow.id == DeliveryRow.job_id)
-            .where(DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
-            .where(*(~_is_at(origin) for origin in without))
+            .where(DeliveryRow.sequence.in_(chosen), *due)
             .order_by(DeliveryRow.sequence)
-            .limit(limit)
             .with_for_update(skip_locked=True, of=DeliveryRow)
         )
         with self._database.writing() as session:
             found = []
-            for row, event, job in session.execute(query):
+            for row, event, tenant, job_name, labels in session.execute(query):
                 row.not_before = until
-                found.append(_delivery(row, event, job))
+                found.append(_delivery(row, event, tenant=tenant, job_name=job_name, metadata=labels))
             return found
 
     def delivered(self, sequence: int, now: float) -> None:
@@ -125,9 +130,8 @@ def _is_at(origin: str) -> ColumnElement[bool]:
     return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
 
 
-def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
+def _delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery:
     webhook, told = WebhookSpec.model_validate(row.webhook), value_of(Event, event)
-    of_job = {"tenant": job.tenant, "job_name": job.spec["name"], "metadata": job.labels}
     return value_of(Delivery, row, webhook=webhook, event=told, **of_job)
 
 

@@ -178,9 +178,10 @@ class RetainedRows(Store):
             row = owned(session, JobRow, job_id, tenant, lock=True)
             self._await_turn(session, row.tenant)
             _check_job(session, row)
+            size = session.scalar(select(ModelRow.size).where(ModelRow.job_id == job_id)) or 0
             number += sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
             number += _delete(session, JobRow, JobRow.id == job_id)
-            _note_deletion(session, f"jobs/{job_id}", by, now)
+            _note_deletion(session, f"jobs/{job_id}", by, now, tenant=row.tenant, size=size)
             return number
 
     def _remove_history(self, job_id: str) -> int:
@@ -206,7 +207,7 @@ class RetainedRows(Store):
                 job = session.get_one(JobRow, model.job_id, with_for_update=True)
                 job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
                 job.version += 1
-            _note_deletion(session, value_of(Model, model).prefix, by, now)
+            _note_deletion(session, value_of(Model, model).prefix, by, now, tenant=model.tenant, size=model.size)
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
     def deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
@@ -282,10 +283,12 @@ def _delete(session: Session, table: type[Base], *where: ColumnElement[bool]) ->
     return session.connection().execute(delete(table).where(*where)).rowcount
 
 
-def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
+def _note_deletion(session: Session, prefix: str, by: str, now: float, *, tenant: str, size: int) -> None:
+    """Record that a prefix's objects are to be deleted. `size`: bytes that the tenant's quota counts until then."""
     known = session.get(DeletionRow, prefix)
     if known is None:
-        session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
+        values = {"prefix": prefix, "created_at": int(now), "by": by, "tenant": tenant, "size": size}
+        session.execute(insert(DeletionRow).values(values))
 
 
 def _check_job(session: Session, job: JobRow) -> None:

@@ -29,6 +29,7 @@ _INDEXES = {
     "ix_models_tenant_job_id_size": ("models", ["tenant", "job_id", "size"]),
     "ix_models_tenant_name": ("models", ["tenant", "name"]),
     "ix_files_tenant_size": ("files", ["tenant", "size"]),
+    "ix_deletions_tenant_size": ("deletions", ["tenant", "size"]),
     "ix_deliveries_tenant_status": ("deliveries", ["tenant", "status"]),
     "ix_sessions_key_name_expires_at": ("sessions", ["key_name", "expires_at"]),
 }
@@ -40,7 +41,9 @@ def upgrade() -> None:
     op.add_column("deployments", sa.Column("replicas", sa.Integer(), nullable=False, server_default="0"))
     for name in ("gpus", "cpus"):
         op.add_column("deployments", sa.Column(name, sa.Float(53), nullable=False, server_default="0"))
-    op.add_column("deliveries", sa.Column("tenant", sa.String(64), nullable=True))
+    for table in ("deliveries", "deletions"):
+        op.add_column(table, sa.Column("tenant", sa.String(64), nullable=True))
+    op.add_column("deletions", sa.Column("size", sa.BigInteger(), nullable=False, server_default="0"))
     _fill(op.get_bind())
     for name, (table, columns) in _INDEXES.items():
         op.create_index(name, table, columns)
@@ -85,6 +88,8 @@ def _within(most: int, engine: Mapping[str, Any], option: str) -> int:
 def downgrade() -> None:
     for name, (table, _) in _INDEXES.items():
         op.drop_index(name, table_name=table)
-    op.drop_column("deliveries", "tenant")
+    op.drop_column("deletions", "size")
+    for table in ("deletions", "deliveries"):
+        op.drop_column(table, "tenant")
     for name in ("cpus", "gpus", "replicas", "candidate", "alias"):
         op.drop_column("deployments", name)

@@ -40,6 +40,20 @@ BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body", MIB, "SWIFTKV_MAX_REQUEST_B
 BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a body", 1 << 14)
 BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a body", 1 << 14)
 
+# What a tenant stores
+UNFINISHED_JOBS = Limit(Scope.TENANT, "jobs that have not ended", 1000, "max_unfinished_jobs")
+STORED_JOBS = Limit(Scope.TENANT, "jobs, including ended ones", 100_000, "max_stored_jobs")
+DEPLOYMENTS = Limit(Scope.TENANT, "deployments", 100, "max_deployments")
+IMPORTED_MODELS = Limit(Scope.TENANT, "imported models", 1000, "max_imported_models")
+ALIASES = Limit(Scope.TENANT, "aliases", 100, "max_aliases")
+ALIAS_CHANGES = Limit(Scope.TENANT, "changes in the history of each alias", 1000, "max_alias_changes")
+FILES = Limit(Scope.TENANT, "uploaded files", 10_000, "max_files")
+STORED_BYTES = Limit(Scope.TENANT, "bytes of files and models", 10 << 40, "max_stored_bytes")
+PENDING_DELIVERIES = Limit(Scope.TENANT, "pending webhook deliveries", 10_000, "max_pending_deliveries")
+KEPT_CHECKPOINTS = Limit(Scope.REQUEST, "checkpoints that a job keeps (`checkpoint.keep`)", 100)
+RESUMPTIONS = Limit(Scope.REQUEST, "times that a job is resumed", 1000)
+SESSIONS = Limit(Scope.KEY, "browser sessions; the oldest one ends", 100)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

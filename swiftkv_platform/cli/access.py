@@ -238,7 +238,13 @@ def _sentences(quota: Quota) -> dict[str, str]:
         "GPUs": _held(quota, "gpus", quota.gpus, quota.max_gpus, "GPU"),
         "CPUs": _held(quota, "cpus", quota.cpus, quota.max_cpus, "CPU core"),
         "replicas": _used(quota.replicas, quota.max_replicas, "replica"),
-        "files": f"{size(quota.stored_bytes)}{', no limit' if stored is None else f' of {size(stored)}'}",
+        "stored jobs": _counted(quota.stored_jobs, quota.max_stored_jobs),
+        "deployments": _counted(quota.deployments, quota.max_deployments),
+        "files": _counted(quota.files, quota.max_files),
+        "imported models": _counted(quota.imported_models, quota.max_imported_models),
+        "aliases": _counted(quota.aliases, quota.max_aliases),
+        "pending webhooks": _counted(quota.pending_deliveries, quota.max_pending_deliveries),
+        "stored": f"{size(quota.stored_bytes)}{', no limit' if stored is None else f' of {size(stored)}'}",
         "cluster": _cluster(quota.cluster),
     }
 
@@ -252,6 +258,10 @@ def _cluster(use: ClusterUse | None) -> str:
 
 def _used(number: float, most: float | None, thing: str) -> str:
     return f"{plural(number, thing)}, no limit" if most is None else f"{number:g} of {plural(most, thing)}"
+
+
+def _counted(number: int, most: int | None) -> str:
+    return f"{number:,}, no limit" if most is None else f"{number:,} of {most:,}"
 
 
 def _held(quota: Quota, kind: str, number: float, most: float | None, thing: str) -> str:

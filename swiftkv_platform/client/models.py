@@ -178,8 +178,27 @@ class Quota(_Answer):
     """GPUs of jobs and deployments together."""
     cpus: float
     stored_bytes: int = 0
-    """Bytes of its uploaded files."""
+    """Bytes of its uploaded files and models."""
     max_stored_bytes: int | None = None
+    stored_jobs: int = 0
+    """Jobs, including ended ones."""
+    max_stored_jobs: int | None = None
+    max_unfinished_jobs: int | None = None
+    deployments: int = 0
+    """Deployments, including those that are being deleted."""
+    max_deployments: int | None = None
+    files: int = 0
+    """Uploaded files."""
+    max_files: int | None = None
+    imported_models: int = 0
+    max_imported_models: int | None = None
+    aliases: int = 0
+    max_aliases: int | None = None
+    max_alias_changes: int | None = None
+    """Most changes in the history of each alias; a further one removes the oldest."""
+    pending_deliveries: int = 0
+    """Webhook deliveries that wait to be sent."""
+    max_pending_deliveries: int | None = None
     held_by_jobs: dict[str, float] = {}
     """`gpus` and `cpus`."""
     held_by_deployments: dict[str, float] = {}

@@ -19,7 +19,6 @@ from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.following import Watches
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster
@@ -76,7 +75,7 @@ def build_components(settings: Settings) -> Components:
     objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
     return Components(
         database=database,
-        jobs=JobRepository(database, recipients(policies)),
+        jobs=JobRepository(database, policies),
         deployments=DeploymentRepository(database),
         registry=Registry(database),
         leases=Leases(database),

@@ -21,9 +21,9 @@ from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.limits import (
     STORED,
     Count,
+    KeptCheckpoints,
     Positive,
     Range,
-    Size,
     Weight,
 )
 from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
@@ -68,7 +68,7 @@ class DistillationSpec(Spec):
 
 class CheckpointSpec(Spec):
     every_steps: Count = 100
-    keep: Size = 2
+    keep: KeptCheckpoints = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     best_every_steps: Count | None = None
     """Fewest steps between checkpoints saved because held-out KL is the lowest so far, rounded up to a multiple of the

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from swiftkv_platform.limits import KEPT_CHECKPOINTS
 from swiftkv_platform.specs.base import MAX_SEED
 
 MAX_SPEC_BYTES = 256 << 10
@@ -87,6 +88,7 @@ Count = Annotated[int, Range(1, 10**12)]
 """Number of steps, tokens or samples: more than any cluster will see, and small enough to be multiplied."""
 Size = Annotated[int, Range(1, 1 << 24)]
 """Number of things held at a time: rows of a batch, prompts of a pass."""
+KeptCheckpoints = Annotated[int, Range(1, KEPT_CHECKPOINTS.default)]
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 """Layers of a model, or a part of them."""
 Weight = Annotated[float, Range(0.0, 1e6)]

@@ -1,6 +1,7 @@
 """S3 servers for a whole test session; a store and an empty database of each kind for each test."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -8,10 +9,15 @@ import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
+from tests.records import make_job, make_model
+from tests.records import store as store_job
 from tests.s3_servers import OTHERS, S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
 
 
@@ -65,3 +71,18 @@ def jobs(database: Database) -> JobRepository:
 @pytest.fixture
 def catalog(database: Database) -> DeploymentRepository:
     return DeploymentRepository(database)
+
+
+@pytest.fixture
+def registry(database: Database) -> Registry:
+    return Registry(database)
+
+
+@pytest.fixture
+def models(jobs: JobRepository) -> list[Model]:
+    made = []
+    for _ in range(3):
+        job = store_job(jobs, make_job())
+        made.append(replace(make_model(job), size=1 << 20))
+        jobs.update(replace(job, status=JobStatus.SUCCEEDED), model=made[-1])
+    return made

@@ -8,13 +8,14 @@ import pytest
 from sqlalchemy import event, text
 
 from swiftkv_platform.contract.attempts import new_file_id
+from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
-    Holdings,
 )
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.file import File
@@ -91,7 +92,7 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(
     catalog.set_deployment_state(before.id, DeploymentState(DeploymentStatus.DEPLOYING), of=before)
     seen: list[Deployment] = []
 
-    def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+    def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
         seen.append(present)
         return after, swapping
 
@@ -122,9 +123,9 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
     assert (listed.items, listed.left_out) == ([sound], [damaged.spec.id])
     with pytest.raises(UnreadableRowError, match=damaged.spec.id):
         catalog.get_deployment(damaged.spec.id, tenant=TENANT)
-    held: list[Holdings] = []
+    held: list[Demand] = []
     catalog.create_deployment(make_deployment(model, "/third"), admit=held.append)
-    assert held[0].deployments == [sound.spec]
+    assert held == [Demand(replicas=2, cpus=2.0)], "it may still be served"
 
 
 def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
@@ -138,7 +139,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
         )
     assert catalog.all_deployments().items == [stored]
 
-    def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+    def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
         return present.spec.model_copy(update={"max_replicas": 7}), present.state
 
     catalog.change_deployment(stored.spec.id, change, tenant=TENANT)
@@ -156,7 +157,7 @@ def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
     assert sum(isinstance(each, ConflictError) for each in made) == 7
 
     def change(number: int) -> Deployment:
-        def more(present: Deployment, _held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+        def more(present: Deployment, _held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             engine = {**present.spec.engine, f"option_{number}": number}
             return present.spec.model_copy(update={"engine": engine}), present.state
 
@@ -267,7 +268,8 @@ def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, j
 
 
 def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: FileRepository) -> None:
-    uploads = at_once(partial(files.add, make_file(size=10), max_bytes=35) for _ in range(6))
+    policy = TenantPolicy(max_stored_bytes=35)
+    uploads = at_once(partial(files.add, make_file(size=10), policy=policy) for _ in range(6))
     refused = [outcome.field for outcome in uploads if isinstance(outcome, QuotaExceededError)]
     assert (files.used_bytes(TENANT), refused) == (30, ["max_stored_bytes"] * 3)
     assert files.used_bytes("other") == 0

@@ -87,8 +87,8 @@ def test_points_are_thinned_evenly_however_often(rows: RetainedRows, jobs: JobRe
 
 def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: RetainedRows) -> None:
     hook = WebhookSpec(url="https://hooks.example.com/a", secret_ref="signing")
-    jobs = JobRepository(database, lambda _job: [hook])
-    job = store(jobs, make_job(), key="once")
+    jobs = JobRepository(database)
+    job = store(jobs, make_job(webhook=hook), key="once")
     outbox = Outbox(database)
     [delivery] = outbox.claim(now=101, until=102, limit=1)
     assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it is not delivered yet"

@@ -20,15 +20,24 @@ from swiftkv_platform.control_plane.database.tables import (
     KeyUseRow,
     SessionRow,
 )
+from swiftkv_platform.limits import SESSIONS
+
+_MOST_ENDED = 100
+"""Most excess sessions of a key that a new one ends; earlier versions did not limit them."""
 
 
 class SqlSessions(Store):
     """Sessions in a database that several control planes share."""
 
     def add(self, session: SessionRow, *, now: float) -> None:
-        """Store a session, and delete those that have ended."""
+        """Store a session; delete those that have ended, and the key's oldest ones beyond `SESSIONS`."""
+        of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == session.key_name)
         with self._database.writing() as transaction:
+            self._database.take_turns(transaction, f"sessions of {session.key_name}")
             transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MOST_ENDED)
+            if oldest := transaction.scalars(excess).all():
+                transaction.execute(delete(SessionRow).where(SessionRow.id_sha256.in_(oldest)))
             transaction.add(session)
 
     def get(self, id_sha256: str) -> SessionRow | None:

@@ -22,7 +22,7 @@ from swiftkv_platform.security.principals import Authenticator, Principal
 
 _ID_BYTES = 32
 _LONGEST_NAME = 64
-"""Characters of a name that are stored; the names of token holders are longer."""
+"""Characters of a stored name."""
 _SEAL = b"swiftkv session seal\0"
 
 
@@ -63,8 +63,13 @@ class Sessions:
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
         sealed = _seal(session_id, api_key.strip().encode()).hex()
-        digest, name = _digest(session_id), key.name[:_LONGEST_NAME]
-        row = SessionRow(id_sha256=digest, key_name=name, sealed_key=sealed, created_at=now, expires_at=expires_at)
+        row = SessionRow(
+            id_sha256=_digest(session_id),
+            key_name=_stored_name(key),
+            sealed_key=sealed,
+            created_at=now,
+            expires_at=expires_at,
+        )
         self._store.add(row, now=now)
         get_logger().info("signed in", tenant=key.tenant, key=key.name)
         return Session(session_id, key, authorization, now, expires_at)
@@ -86,6 +91,13 @@ class Sessions:
     def close(self, session_id: str) -> None:
         """End a session; no error if it has ended already."""
         self._store.remove(_digest(session_id))
+
+
+def _stored_name(key: Principal) -> str:
+    """Return the name by which a caller's sessions are counted: unique, or the digest of a unique name that is too
+    long, as those of token holders are."""
+    name = f"{key.tenant}/{key.name}"
+    return name if len(name) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 
 
 def _digest(session_id: str) -> str:

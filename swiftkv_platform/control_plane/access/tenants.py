@@ -13,7 +13,19 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
+from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.limits import (
+    ALIAS_CHANGES,
+    ALIASES,
+    DEPLOYMENTS,
+    FILES,
+    IMPORTED_MODELS,
+    PENDING_DELIVERIES,
+    STORED_BYTES,
+    STORED_JOBS,
+    UNFINISHED_JOBS,
+)
 from swiftkv_platform.security.operator_files import OperatorFile
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
@@ -22,15 +34,15 @@ from swiftkv_platform.specs.publish import WebhookSpec
 
 
 class TenantPolicy(FiniteModel):
-    """Grants of one tenant; None is no limit."""
+    """Grants of one tenant; None is no limit. What a tenant stores is limited by default."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of the cluster relative to other tenants that wait, or have deployments."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
     """Jobs that wait or are paused; another one is refused until one of them has started or ended."""
-    max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = 1000
+    max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = UNFINISHED_JOBS.default
     """Jobs that have not ended; another one is refused."""
-    max_stored_jobs: Annotated[int, Field(ge=0)] | None = 100_000
+    max_stored_jobs: Annotated[int, Field(ge=0)] | None = STORED_JOBS.default
     """Jobs that are kept, including those that have ended; another one is refused until some are deleted."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs on the cluster at a time; the others wait."""
@@ -44,8 +56,20 @@ class TenantPolicy(FiniteModel):
     """Bytes of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_BYTES`."""
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
-    max_stored_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of all its uploaded files and imported models; another one is refused until some are deleted."""
+    max_stored_bytes: Annotated[int, Field(ge=0)] | None = STORED_BYTES.default
+    """Bytes of all its uploaded files and models; another file, import or job is refused until some are deleted."""
+    max_files: Annotated[int, Field(ge=0)] | None = FILES.default
+    """Uploaded files; another one is refused until some are deleted."""
+    max_imported_models: Annotated[int, Field(ge=0)] | None = IMPORTED_MODELS.default
+    """Imported models; another one is refused until some are deleted. Jobs' models are limited with the jobs."""
+    max_deployments: Annotated[int, Field(ge=0)] | None = DEPLOYMENTS.default
+    """Deployments, including those that are being deleted; another one is refused."""
+    max_aliases: Annotated[int, Field(ge=0)] | None = ALIASES.default
+    """Aliases of models; another one is refused."""
+    max_alias_changes: Annotated[int, Field(ge=1)] | None = ALIAS_CHANGES.default
+    """Promotions and rollbacks in the history of each alias; a further one removes the oldest."""
+    max_pending_deliveries: Annotated[int, Field(ge=0)] | None = PENDING_DELIVERIES.default
+    """Webhook deliveries that wait to be sent; further ones count as failed."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
@@ -59,6 +83,19 @@ class TenantPolicy(FiniteModel):
     webhook: WebhookSpec | None = None
     """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
 
+    def check_number(self, limit: str, number: int, *, tenant: str, kind: str, cure: str) -> None:
+        """Raise `QuotaExceededError` if a tenant that has `number` objects may not add one.
+
+        Args:
+            limit: field of the policy.
+            kind: the objects, e.g. "deployments".
+            cure: the way to make room, e.g. "delete one".
+        """
+        most = getattr(self, limit)
+        if most is not None and number >= most:
+            message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"
+            raise QuotaExceededError(message, field=limit, value=number)
+
 
 class _TenantsFile(FiniteModel):
     default: TenantPolicy = TenantPolicy()
@@ -66,7 +103,7 @@ class _TenantsFile(FiniteModel):
 
 
 class Tenants:
-    """The policies of the last good version of a file; without a file no tenant is limited.
+    """The policies of the last good version of a file; without a file all tenants have the default policy.
 
     Raises `InvalidInputError` for a file that cannot be used from the start.
     """
@@ -78,7 +115,7 @@ class Tenants:
     def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy; fields that it leaves out are those of `default`."""
         if self._file is None:
-            return _UNLIMITED
+            return DEFAULT_POLICY
         content = self._file.content
         default, own = content.default, content.tenants.get(tenant)
         if own is None:
@@ -91,7 +128,7 @@ class Tenants:
         return self._file is None or self._file.is_usable
 
 
-_UNLIMITED = TenantPolicy()
+DEFAULT_POLICY = TenantPolicy()
 NO_LIMITS = Tenants()
 
 

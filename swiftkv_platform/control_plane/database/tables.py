@@ -114,6 +114,12 @@ class ModelRow(Base):
     lineage: Mapped[dict[str, Any]] = mapped_column(Document)
     metrics: Mapped[dict[str, Any]] = mapped_column(Document)
 
+    __table_args__ = (
+        # Everything that a tenant's quotas read.
+        Index(None, "tenant", "job_id", "size"),
+        Index(None, "tenant", "name"),
+    )
+
 
 class DeploymentRow(Base):
     __tablename__ = "deployments"
@@ -124,10 +130,25 @@ class DeploymentRow(Base):
     model: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     held_route: Mapped[str | None] = mapped_column(String(200), unique=True)
     """Route prefix, which no other deployment may have; null while it is being deleted."""
+    alias: Mapped[str | None] = mapped_column(String(32))
+    """`spec.alias`, for promotions to find the deployments that follow it."""
+    candidate: Mapped[str | None] = mapped_column(String(40), index=True)
+    """`spec.candidate.model`."""
+    replicas: Mapped[int] = mapped_column(server_default="0", default=0)
+    """`spec.max_replicas`."""
+    gpus: Mapped[float] = mapped_column(Float(53), server_default="0")
+    """GPUs of all its replicas."""
+    cpus: Mapped[float] = mapped_column(Float(53), server_default="0")
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
     version: Mapped[int]
     """Increases with every change of `spec`."""
+
+    __table_args__ = (
+        Index(None, "tenant", "alias"),
+        # Everything that a tenant's quotas read.
+        Index("ix_deployments_demand", "tenant", "id", "replicas", "gpus", "cpus"),
+    )
 
 
 class DeliveryRow(Base):
@@ -147,7 +168,14 @@ class DeliveryRow(Base):
     error: Mapped[str | None]
     delivered_at: Mapped[float | None] = mapped_column(Float(53))
 
-    __table_args__ = (Index(None, "status", "not_before"), Index(None, "job_id", "sequence"))
+    tenant: Mapped[str | None] = mapped_column(String(64))
+    """The job's tenant; null in rows of earlier versions that are finished."""
+
+    __table_args__ = (
+        Index(None, "status", "not_before"),
+        Index(None, "job_id", "sequence"),
+        Index(None, "tenant", "status"),
+    )
 
 
 class PromotionRow(Base):
@@ -177,11 +205,14 @@ class SessionRow(Base):
 
     id_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
     key_name: Mapped[str] = mapped_column(String(64))
+    """Tenant and name of the caller, or their digest."""
     sealed_key: Mapped[str]
     """The API key, sealed with the session's id."""
     created_at: Mapped[float] = mapped_column(Float(53))
     expires_at: Mapped[float] = mapped_column(Float(53), index=True)
     """Unix seconds."""
+
+    __table_args__ = (Index(None, "key_name", "expires_at"),)
 
 
 class DeletionRow(Base):
@@ -193,6 +224,12 @@ class DeletionRow(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     """Unix seconds from which its objects may go; of an import ahead of its time."""
     by: Mapped[str] = mapped_column(String(200))
+    tenant: Mapped[str | None] = mapped_column(String(64))
+    """Tenant whose stored bytes include its objects until they are gone; null for none."""
+    size: Mapped[int] = mapped_column(BigInteger, server_default="0", default=0)
+    """Bytes that count."""
+
+    __table_args__ = (Index(None, "tenant", "size"),)
 
 
 class FileRow(Base):
@@ -212,7 +249,7 @@ class FileRow(Base):
     columns: Mapped[list[str]] = mapped_column(Document)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
 
-    __table_args__ = (Index(None, "tenant", "id"),)
+    __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "size"))
 
 
 class UseRow(Base):

@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError
-from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 
@@ -60,18 +60,9 @@ def replica_needs(spec: ResolvedDeployment) -> dict[str, float]:
     return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """Jobs and deployments of a tenant, except one deployment, that hold cluster resources or may come to."""
-
-    jobs: Sequence[JobSpec]
-    """Specs of the jobs whose attempts may be on the cluster."""
-    deployments: Sequence[ResolvedDeployment]
-
-
-Admit = Callable[[Holdings], None]
-DeploymentChange = Callable[[Deployment, Holdings], tuple[ResolvedDeployment, DeploymentState]]
-"""(deployment, its tenant's other holdings) -> its new spec and state."""
+Admit = Callable[[Demand], None]
+DeploymentChange = Callable[[Deployment, Demand], tuple[ResolvedDeployment, DeploymentState]]
+"""(deployment, demand of its tenant's jobs and other deployments) -> its new spec and state."""
 
 
 LONGEST_PREFIX = 200
@@ -120,15 +111,17 @@ class RouteRules:
         return placed
 
 
-def interferes(one: str, other: str) -> bool:
-    """Whether one of two deployments with these prefixes would get requests meant for the other."""
-    return one == other or _shadows(one, other) or _shadows(other, one)
+def outer_routes(route_prefix: str) -> list[str]:
+    """Return the prefixes whose deployments would lose requests to this one, since it continues them with a path that
+    replicas answer: /a/v1/b -> [/a]."""
+    segments = route_prefix.split("/")
+    return ["/".join(segments[:end]) or "/" for end in range(1, len(segments)) if segments[end] in REPLICA_PATHS]
 
 
-def _shadows(inner: str, outer: str) -> bool:
-    """Whether `inner` continues `outer` with a path that replicas answer."""
-    start = outer.rstrip("/") + "/"
-    return inner.startswith(start) and inner.removeprefix(start).partition("/")[0] in REPLICA_PATHS
+def inner_routes(route_prefix: str) -> list[str]:
+    """Return the beginnings of prefixes that would take requests from this one: /a -> [/a/docs/, /a/generate/, ...].
+    A prefix that is followed by "/" counts as its own beginning."""
+    return [f"{route_prefix.rstrip('/')}/{path}/" for path in sorted(REPLICA_PATHS)]
 
 
 def _check_segments(route_prefix: str) -> None:

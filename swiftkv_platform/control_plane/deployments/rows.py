@@ -2,58 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, readable, unreadable
-from swiftkv_platform.control_plane.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
     Admit,
     Deployment,
     DeploymentChange,
     DeploymentState,
     DeploymentStatus,
-    Holdings,
-    interferes,
+    inner_routes,
+    outer_routes,
 )
 from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.limits import STORED
 
 _STATE = TypeAdapter(DeploymentState)
+_Parsed = tuple[int, Any, Deployment]
+"""A row's version and stored state, and the deployment that it holds."""
+_PARAMETERS = 500
+"""Most parameters of a statement, since databases limit them."""
 
 
 class DeploymentRepository(Store):
     """Deployments of all tenants. Each method is one transaction."""
 
-    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
-        """Store a deployment; concurrent changes of the tenant's deployments wait. `admit`: raises if the tenant's
-        holdings leave no room for it. Raises `ConflictError` if another deployment's route prefix interferes, naming it
-        only if it is the same tenant's."""
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self._parsed: dict[str, _Parsed] = {}
+        """Deployments by id, as `all_deployments` last read them."""
+
+    def create_deployment(
+        self, deployment: Deployment, *, policy: TenantPolicy | None = None, admit: Admit | None = None
+    ) -> Deployment:
+        """Store a deployment; concurrent changes of the tenant's deployments wait.
+
+        Args:
+            policy: says how many deployments the tenant may have, this one included; None sets no limit.
+            admit: raises if the tenant's other jobs and deployments leave no room for it.
+
+        Raises `QuotaExceededError`, and `ConflictError` if another deployment's route prefix interferes, naming it only
+        if it is the same tenant's.
+        """
         with self._database.writing() as session:
+            # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
             self._await_turn(session, deployment.tenant)
-            self._database.take_turns(session, "routes of deployments")
-            _check_route(session, deployment)
+            if policy is not None:
+                _check_number(session, deployment.tenant, policy)
             if admit is not None:
                 admit(_held_beside(session, deployment.spec.id, deployment.tenant))
+            self._database.take_turns(session, "routes of deployments")
+            _check_route(session, deployment)
             deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
             session.add(
                 DeploymentRow(
                     id=deployment.spec.id,
                     tenant=deployment.tenant,
                     created_at=deployment.created_at,
-                    model=deployment.spec.model,
                     held_route=deployment.spec.route_prefix,
                     spec=deployment.spec.model_dump(mode="json"),
                     state=_STATE.dump_python(deployment.state, mode="json"),
                     version=deployment.version,
+                    **_columns(deployment.spec),
                 )
             )
         return deployment
@@ -70,16 +95,46 @@ class DeploymentRepository(Store):
             return Slice(deployments, rows.has_more, left_out)
 
     def all_deployments(self) -> Slice[Deployment]:
-        """Return all deployments, oldest first. Ids of unreadable rows are in `left_out`: they must stay served too."""
+        """Return all deployments, oldest first. Ids of unreadable rows are in `left_out`: they must stay served too.
+
+        Only specs that were created or changed since the last call are read and parsed.
+        """
+        heads = select(DeploymentRow.id, DeploymentRow.version, DeploymentRow.state).order_by(DeploymentRow.id)
+        before, rows = self._parsed, list[DeploymentRow]()
         with self._database.reading() as session:
-            rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
-            deployments, left_out = readable(rows, read_deployment)
-            return Slice(deployments, has_more=False, left_out=left_out)
+            present = {row_id: (version, state) for row_id, version, state in session.execute(heads)}
+            parsed = {row_id: before[row_id] for row_id, head in present.items() if _is_read(before.get(row_id), head)}
+            for ids in _parts([row_id for row_id in present if row_id not in parsed]):
+                rows += session.scalars(select(DeploymentRow).where(DeploymentRow.id.in_(ids)))
+        _, left_out = readable(rows, partial(_parse, parsed))
+        self._parsed = parsed
+        for row in rows:
+            if row.id in parsed and not _has_columns(row, parsed[row.id][2].spec):
+                self._renew_columns(row.id)
+        return Slice([parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, left_out=left_out)
+
+    def _renew_columns(self, deployment_id: str) -> None:
+        """Set the columns of a row that an earlier version of this program wrote, which knows only its spec."""
+        with self._database.writing() as session:
+            row = session.get(DeploymentRow, deployment_id, with_for_update=True)
+            if row is not None:
+                _set_columns(row, read_deployment(row).spec)
+
+    def count_deployments(self, tenant: str) -> int:
+        with self._database.reading() as session:
+            return _number(session, tenant)
 
     def demand(self, tenant: str) -> Demand:
         """Return the demand of a tenant's deployments."""
         with self._database.reading() as session:
-            return deployments_demand(session, tenant)
+            return held_by_deployments(session, tenant)
+
+    def deployments_of(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
+        """Return the newest deployments that serve a model."""
+        query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
+        with self._database.reading() as session:
+            rows = session.scalars(query.order_by(DeploymentRow.id.desc()).limit(limit))
+            return readable(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
@@ -131,48 +186,40 @@ def deployments_turn(tenant: str) -> str:
     return f"deployments of {tenant}"
 
 
-def deployments_demand(session: Session, tenant: str) -> Demand:
-    """Return the summed demand of a tenant's deployments, as seen in this transaction."""
-    rows = session.scalars(select(DeploymentRow).where(DeploymentRow.tenant == tenant))
-    return sum((Demand.of_deployment(item.spec) for item in readable(rows, read_deployment)[0]), Demand())
+def _check_number(session: Session, tenant: str, policy: TenantPolicy) -> None:
+    cure = "delete one, and try again when it is gone"
+    policy.check_number("max_deployments", _number(session, tenant), tenant=tenant, kind="deployments", cure=cure)
+
+
+def _number(session: Session, tenant: str) -> int:
+    return session.scalar(select(func.count()).where(DeploymentRow.tenant == tenant)) or 0
 
 
 def _check_route(session: Session, wanted: Deployment) -> None:
     """Raise `ConflictError` if a deployment's route interferes; another tenant's is not named."""
-    route_prefix = wanted.spec.route_prefix
-    held = select(DeploymentRow.id, DeploymentRow.tenant, DeploymentRow.held_route)
-    for holder, tenant, held_route in session.execute(held):
-        if held_route is None or not interferes(route_prefix, held_route):
-            continue
-        if tenant != wanted.tenant:
-            why = "it is taken, or overlaps with a route that is; choose another prefix"
-        elif held_route == route_prefix:
-            why = f"it belongs to deployment {holder}; delete that one or choose another prefix"
-        else:
-            why = (
-                f"it overlaps with deployment {holder} at {held_route!r}, and the longest prefix wins; choose another "
-                "prefix"
-            )
-        raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
+    route_prefix, held = wanted.spec.route_prefix, DeploymentRow.held_route
+    below = (func.substr(held + "/", 1, len(inner)) == inner for inner in inner_routes(route_prefix))
+    interfering = select(held).where(or_(held.in_([route_prefix, *outer_routes(route_prefix)]), *below))
+    held_route = session.scalar(interfering.limit(1))
+    if held_route is None:
+        return
+    holder, tenant = session.execute(select(DeploymentRow.id, DeploymentRow.tenant).where(held == held_route)).one()
+    if tenant != wanted.tenant:
+        why = "it is taken, or overlaps with a route that is; choose another prefix"
+    elif held_route == route_prefix:
+        why = f"it belongs to deployment {holder}; delete that one or choose another prefix"
+    else:
+        why = (
+            f"it overlaps with deployment {holder} at {held_route!r}, and the longest prefix wins; choose another "
+            "prefix"
+        )
+    raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 
 
-def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
-    """Return the tenant's other holdings. Deployments being deleted count, since their replicas still run; unreadable
-    rows do not."""
-    jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(ON_CLUSTER))
-    deployments = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
-    return Holdings(
-        readable(session.scalars(jobs), _job_spec)[0],
-        [deployment.spec for deployment in readable(session.scalars(deployments), read_deployment)[0]],
-    )
-
-
-def _job_spec(row: JobRow) -> JobSpec:
-    """Return the row's value. Raises `UnreadableRowError`."""
-    try:
-        return JobSpec.model_validate(row.spec, context=STORED)
-    except (ValidationError, TypeError) as error:
-        raise unreadable("job", row.id, error) from error
+def _held_beside(session: Session, deployment_id: str, tenant: str) -> Demand:
+    """Return what the tenant's jobs on the cluster and its other deployments hold."""
+    jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+    return jobs + held_by_deployments(session, tenant, without=deployment_id)
 
 
 def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
@@ -183,7 +230,7 @@ def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> Res
     model_id = session.scalar(promotions.order_by(PromotionRow.sequence.desc()).limit(1))
     if model_id is None or model_id == spec.model:
         return spec
-    artifact_uri = session.get_one(ModelRow, model_id).artifact_uri
+    artifact_uri = session.scalars(select(ModelRow.artifact_uri).where(ModelRow.id == model_id)).one()
     return spec.model_copy(update={"model": model_id, "artifact_uri": artifact_uri})
 
 
@@ -196,12 +243,49 @@ def read_deployment(row: DeploymentRow) -> Deployment:
         raise unreadable("deployment", row.id, error) from error
 
 
+def _is_read(parsed: _Parsed | None, head: tuple[int, Any]) -> bool:
+    return parsed is not None and parsed[:2] == head
+
+
+def _parse(parsed: dict[str, _Parsed], row: DeploymentRow) -> None:
+    """Add the row's value to `parsed`. Raises `UnreadableRowError`."""
+    parsed[row.id] = (row.version, row.state, read_deployment(row))
+
+
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
     """Write a changed spec and state into the row. Its route prefix stays, and so do fields of newer versions."""
     newer = {name: value for name, value in row.spec.items() if name not in ResolvedDeployment.model_fields}
     document = {**newer, **spec.model_dump(mode="json")}
     if document != row.spec:
         row.version += 1
-    row.model = spec.model
+    _set_columns(row, spec)
     row.spec = document
     row.state = _STATE.dump_python(state, mode="json")
+
+
+def _columns(spec: ResolvedDeployment) -> dict[str, Any]:
+    """Return the columns that hold parts of a spec."""
+    demand = Demand.of_deployment(spec)
+    return {
+        "model": spec.model,
+        "alias": spec.alias,
+        "candidate": None if spec.candidate is None else spec.candidate.model,
+        "replicas": demand.replicas,
+        "gpus": demand.gpus,
+        "cpus": demand.cpus,
+    }
+
+
+def _has_columns(row: DeploymentRow, spec: ResolvedDeployment) -> bool:
+    return all(getattr(row, name) == value for name, value in _columns(spec).items())
+
+
+def _set_columns(row: DeploymentRow, spec: ResolvedDeployment) -> None:
+    for name, value in _columns(spec).items():
+        setattr(row, name, value)
+
+
+def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the ids in parts that fit into one statement."""
+    for start in range(0, len(ids), _PARAMETERS):
+        yield ids[start : start + _PARAMETERS]

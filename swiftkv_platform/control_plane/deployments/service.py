@@ -17,7 +17,6 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
-    Holdings,
     RouteRules,
     ServeCluster,
 )
@@ -59,8 +58,9 @@ class DeploymentService:
         Args:
             wanted: `model` is resolved by `RegistryService.resolve`; an alias is followed from then on.
 
-        Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or interferes
-        with another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
+        Raises `InvalidInputError` for an unknown model, `QuotaExceededError` if the tenant has too many deployments,
+        `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as
+        `RouteRules.placed` and `DeploymentLimits.check`.
         """
         spec = _valid(
             {
@@ -71,10 +71,12 @@ class DeploymentService:
             }
         )
 
-        def admit(held: Holdings) -> None:
-            self.limits.check(spec, caller.tenant, _demand(held))
+        def admit(held: Demand) -> None:
+            self.limits.check(spec, caller.tenant, held)
 
-        return self.deployments.create_deployment(Deployment(spec, caller.tenant, int(self.clock())), admit=admit)
+        deployment = Deployment(spec, caller.tenant, int(self.clock()))
+        policy = self.limits.policies.policy(caller.tenant)
+        return self.deployments.create_deployment(deployment, policy=policy, admit=admit)
 
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
@@ -97,13 +99,13 @@ class DeploymentService:
         seen = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
-        def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+        def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
                 _check_uncontradicted(patch, seen, present)
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
             spec = _valid(merged(present.spec.model_dump(), patch))
-            self.limits.check(spec, caller.tenant, _demand(held), before=present.spec)
+            self.limits.check(spec, caller.tenant, held, before=present.spec)
             return changed(present, spec)
 
         return self.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
@@ -140,11 +142,6 @@ class DeploymentService:
         deleting = DeploymentState(DeploymentStatus.DELETING)
         self.deployments.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
-
-
-def _demand(held: Holdings) -> Demand:
-    jobs = (Demand.of(spec) for spec in held.jobs)
-    return sum((Demand.of_deployment(spec) for spec in held.deployments), sum(jobs, Demand()))
 
 
 def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
@@ -252,7 +249,8 @@ class DeploymentReconciler:
         stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
             # The states of these are older than the spec that is applied only now.
-            stale = {spec.id for spec in wanted if spec not in (self._applied or ()) and spec.id in states}
+            applied = {spec.id: spec for spec in self._applied or ()}
+            stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
             self.cluster.apply(wanted, keep=kept)

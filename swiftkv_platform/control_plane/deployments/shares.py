@@ -25,7 +25,9 @@ class Granted:
     why: str = ""
 
     def of(self, spec: ResolvedDeployment) -> ResolvedDeployment:
-        """Return the deployment with its bounds reduced to the granted replicas."""
+        """Return the deployment with its bounds reduced to the granted replicas; the same if it gets all."""
+        if self.replicas >= spec.max_replicas:
+            return spec
         bounds = {name: min(getattr(spec, name), self.replicas) for name in ("min_replicas", "max_replicas")}
         return spec.model_copy(update=bounds)
 

@@ -33,15 +33,15 @@ class File(UploadedRows):
         return file_key(self.tenant, self.id)
 
 
-def check_quota(tenant: str, used: int, added: int, most: int) -> None:
-    """Raise `QuotaExceededError` if `added` bytes would take a tenant's files and imported models above `most`
-    bytes."""
-    if used + added > most:
+def check_quota(tenant: str, used: int, most: int | None) -> None:
+    """Raise `QuotaExceededError` if a tenant's files and models have, or would have, more than `most` bytes. None: no
+    limit."""
+    if most is not None and used > most:
         raise QuotaExceededError(
-            f"files and imported models of tenant {tenant!r} have {used} bytes, and with {added} more would exceed its "
-            f"quota max_stored_bytes, {most}; delete some, or ask the operator for more",
+            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
+            "some, whose bytes are free within minutes, or ask the operator for more",
             field="max_stored_bytes",
-            value=used + added,
+            value=used,
         )
 
 

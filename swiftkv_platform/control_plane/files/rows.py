@@ -8,10 +8,11 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import StoredFile
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import FileRow, ModelRow
+from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
 from swiftkv_platform.control_plane.files.file import File, FilesOf, check_quota
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
@@ -25,12 +26,13 @@ _NAMED_JOBS = 3
 class FileRepository(Store):
     """Rows of files. Each method is one transaction."""
 
-    def add(self, file: File, *, max_bytes: int | None = None) -> File:
-        """Store a new file. `max_bytes`: most bytes of the tenant's files and imported models, with this file. Raises
-        `QuotaExceededError`."""
+    def add(self, file: File, *, policy: TenantPolicy | None = None) -> File:
+        """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included; None
+        sets no limit. Raises `QuotaExceededError`."""
         with self._database.writing() as session:
-            if max_bytes is not None:
-                check_room(self._database, session, file.tenant, file.size, max_bytes)
+            if policy is not None:
+                check_room(self._database, session, file.tenant, file.size, policy.max_stored_bytes)
+                _check_number(session, file.tenant, policy)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
@@ -52,9 +54,19 @@ class FileRepository(Store):
             return {row.id: _file(row) for row in session.scalars(query)}
 
     def used_bytes(self, tenant: str) -> int:
-        """Return the total bytes of the tenant's files and imported models."""
+        """Return the total bytes of the tenant's files and models."""
         with self._database.reading() as session:
-            return _used_bytes(session, tenant)
+            return used_bytes(session, tenant)
+
+    def count(self, tenant: str) -> int:
+        """Return the number of the tenant's files."""
+        with self._database.reading() as session:
+            return _number(session, tenant)
+
+    def check_number(self, tenant: str, policy: TenantPolicy) -> None:
+        """Raise `QuotaExceededError` if the tenant has as many files as it may."""
+        with self._database.reading() as session:
+            _check_number(session, tenant, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
         """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
@@ -104,11 +116,21 @@ def take_turn(database: Database, session: Session, tenant: str) -> None:
     database.take_turns(session, f"files of {tenant}")
 
 
-def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int) -> None:
-    """Raise `QuotaExceededError` if `size` more bytes exceed the tenant's quota. No other transaction adds to it until
-    this one ends."""
+def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int | None) -> None:
+    """Raise `QuotaExceededError` if `size` more bytes exceed the tenant's quota. No other upload or import adds to it
+    until this transaction ends. `max_bytes`: None sets no limit."""
     take_turn(database, session, tenant)
-    check_quota(tenant, _used_bytes(session, tenant), size, max_bytes)
+    if max_bytes is not None:
+        check_quota(tenant, used_bytes(session, tenant) + size, max_bytes)
+
+
+def _check_number(session: Session, tenant: str, policy: TenantPolicy) -> None:
+    cure = "delete one (`DELETE /v1/files/{id}`), and upload again"
+    policy.check_number("max_files", _number(session, tenant), tenant=tenant, kind="files", cure=cure)
+
+
+def _number(session: Session, tenant: str) -> int:
+    return session.scalar(select(func.count()).where(FileRow.tenant == tenant)) or 0
 
 
 def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
@@ -120,12 +142,12 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
             raise InvalidInputError(message, field="data.sources", value=file_id)
 
 
-def _used_bytes(session: Session, tenant: str) -> int:
-    """Return the bytes of the tenant's files and imported models."""
-    files = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)
-    imported = (ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
-    models = select(func.coalesce(func.sum(ModelRow.size), 0)).where(*imported)
-    return sum(int(session.scalar(each) or 0) for each in (files, models))
+def used_bytes(session: Session, tenant: str) -> int:
+    """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
+    are gone."""
+    tables = (FileRow, ModelRow, DeletionRow)
+    sums = (select(func.coalesce(func.sum(table.size), 0)).where(table.tenant == tenant) for table in tables)
+    return sum(int(session.scalar(each) or 0) for each in sums)
 
 
 def _file(row: FileRow) -> File:

@@ -62,9 +62,10 @@ class FileService:
                 field="file",
                 value=announced,
             )
-        quota = self.policies.policy(caller.tenant).max_stored_bytes
-        if quota is not None:
-            check_quota(caller.tenant, self.files.used_bytes(caller.tenant), announced, quota)
+        policy = self.policies.policy(caller.tenant)
+        self.files.check_number(caller.tenant, policy)
+        if policy.max_stored_bytes is not None:
+            check_quota(caller.tenant, self.files.used_bytes(caller.tenant) + announced, policy.max_stored_bytes)
 
     def upload(
         self, content: IO[bytes], *, filename: str, purpose: Purpose, expires_after_s: int | None, caller: Caller
@@ -95,7 +96,7 @@ class FileService:
             )
             self.objects.upload_file(path, file.key)
         try:
-            return self.files.add(file, max_bytes=self.policies.policy(caller.tenant).max_stored_bytes)
+            return self.files.add(file, policy=self.policies.policy(caller.tenant))
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came; without it, the sweeper removes the object.
         except Exception:

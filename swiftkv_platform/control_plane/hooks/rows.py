@@ -31,6 +31,7 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
         DeliveryRow(
             event_id=event.id,
             job_id=job.id,
+            tenant=job.tenant,
             webhook=hook.model_dump(mode="json"),
             url=hook.url,
             status=PENDING,
@@ -42,6 +43,21 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
         for hook in recipients(job)
         if hook.wants(event.data["status"])
     ]
+
+
+def give_up_excess(session: Session, deliveries: Sequence[DeliveryRow], tenant: str, most: int | None) -> None:
+    """Mark new deliveries of a tenant as failed that would take its pending ones above `most`. None: no limit."""
+    if most is None:
+        return
+    room = max(most - _number_pending(session, tenant), 0)
+    for row in deliveries[room:]:
+        row.status = FAILED
+        row.error = f"not sent: {most} deliveries of tenant {tenant!r} are pending (max_pending_deliveries)"
+
+
+def _number_pending(session: Session, tenant: str) -> int:
+    pending = select(func.count()).where(DeliveryRow.tenant == tenant, DeliveryRow.status == PENDING)
+    return session.scalar(pending) or 0
 
 
 class Outbox(Store):
@@ -61,21 +77,26 @@ class Outbox(Store):
             )
             .exists()
         )
+        due = (DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
+        # The search among all pending ones comes before the transaction that writes, which it would make last longer.
+        oldest = select(DeliveryRow.sequence).where(*due, *(~_is_at(origin) for origin in without))
+        with self._database.reading() as session:
+            chosen = session.scalars(oldest.order_by(DeliveryRow.sequence).limit(limit)).all()
+        if not chosen:
+            return []
         query = (
-            select(DeliveryRow, EventRow, JobRow)
+            select(DeliveryRow, EventRow, JobRow.tenant, JobRow.spec["name"].as_string(), JobRow.labels)
             .join(EventRow, EventRow.id == DeliveryRow.event_id)
             .join(JobRow, JobRow.id == DeliveryRow.job_id)
-            .where(DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
-            .where(*(~_is_at(origin) for origin in without))
+            .where(DeliveryRow.sequence.in_(chosen), *due)
             .order_by(DeliveryRow.sequence)
-            .limit(limit)
             .with_for_update(skip_locked=True, of=DeliveryRow)
         )
         with self._database.writing() as session:
             found = []
-            for row, event, job in session.execute(query):
+            for row, event, tenant, job_name, labels in session.execute(query):
                 row.not_before = until
-                found.append(_delivery(row, event, job))
+                found.append(_delivery(row, event, tenant=tenant, job_name=job_name, metadata=labels))
             return found
 
     def delivered(self, sequence: int, now: float) -> None:
@@ -93,6 +114,11 @@ class Outbox(Store):
             found = {row.status: row.number for row in session.execute(query)}
             return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
 
+    def count_pending(self, tenant: str) -> int:
+        """Return the number of the tenant's deliveries that wait to be sent."""
+        with self._database.reading() as session:
+            return _number_pending(session, tenant)
+
     def _set(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
         with self._database.writing() as session:
@@ -104,9 +130,8 @@ def _is_at(origin: str) -> ColumnElement[bool]:
     return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
 
 
-def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
+def _delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery:
     webhook, told = WebhookSpec.model_validate(row.webhook), value_of(Event, event)
-    of_job = {"tenant": job.tenant, "job_name": job.spec["name"], "metadata": job.labels}
     return value_of(Delivery, row, webhook=webhook, event=told, **of_job)
 
 

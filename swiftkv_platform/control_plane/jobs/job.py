@@ -205,6 +205,8 @@ class Job:
     """Measured speed, once the job has succeeded."""
     retries: int = 0
     """Attempts that count against `fault_tolerance.max_retries`."""
+    resumptions: int = 0
+    """Number of times that it was resumed after a pause."""
     not_before: float = 0.0
     """Unix seconds before which a queued retry does not start."""
     waiting_since: int | None = None

@@ -17,7 +17,7 @@ from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import LIVE, WAITING, JobStatus
 from swiftkv_platform.control_plane.ray.places import Node
-from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError
+from swiftkv_platform.errors import IdempotencyConflictError
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,9 @@ def check_stored(tenant: str, policy: TenantPolicy, count: Callable[[Sequence[st
         ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
     )
     for name, statuses, which, then in kinds:
-        most = getattr(policy, name)
-        if most is not None and (number := count(statuses)) >= most:
-            message = (
-                f"tenant {tenant!r} has {number} jobs {which}; its quota {name} is {most}; submit again {then} one"
-            )
-            raise QuotaExceededError(message, field=name, value=number)
+        if getattr(policy, name) is not None:
+            number, cure = count(statuses), f"submit again {then} one"
+            policy.check_number(name, number, tenant=tenant, kind=f"jobs {which}", cure=cure)
 
 
 @dataclass(frozen=True)

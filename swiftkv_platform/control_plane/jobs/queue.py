@@ -153,10 +153,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Usage:
-    """Jobs of one tenant that have not ended."""
+    """Jobs of one tenant."""
 
     waiting: int
     """Jobs that wait or are paused."""
+    stored: int
+    """All jobs, including ended ones."""
     held: Demand
 
 

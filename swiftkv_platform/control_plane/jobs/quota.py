@@ -65,8 +65,28 @@ class QuotaAnswer(Answer):
     """GPUs of jobs and deployments together."""
     cpus: float
     stored_bytes: int
-    """Bytes of its uploaded files and imported models together."""
+    """Bytes of its uploaded files and models together."""
     max_stored_bytes: int | None
+    stored_jobs: int
+    """Jobs, including ended ones."""
+    max_stored_jobs: int | None
+    max_unfinished_jobs: int | None
+    """Most jobs that have not ended."""
+    deployments: int
+    """Deployments, including those that are being deleted."""
+    max_deployments: int | None
+    files: int
+    """Uploaded files."""
+    max_files: int | None
+    imported_models: int
+    max_imported_models: int | None
+    aliases: int
+    max_aliases: int | None
+    max_alias_changes: int | None
+    """Most changes in the history of each alias; a further one removes the oldest."""
+    pending_deliveries: int
+    """Webhook deliveries that wait to be sent."""
+    max_pending_deliveries: int | None
     held_by_jobs: HeldAnswer
     held_by_deployments: HeldAnswer
     cluster: ClusterAnswer | None
@@ -88,6 +108,12 @@ def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
             "queued_jobs": usage.waiting,
             "running_jobs": held.jobs,
             "stored_bytes": parts.files.used_bytes(caller.tenant),
+            "stored_jobs": usage.stored,
+            "deployments": parts.deployments.count_deployments(caller.tenant),
+            "files": parts.files.count(caller.tenant),
+            "imported_models": parts.registry.count_imported(caller.tenant),
+            "aliases": parts.registry.count_aliases(caller.tenant),
+            "pending_deliveries": parts.outbox.count_pending(caller.tenant),
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
             "cluster": None if told is None else ClusterAnswer.of(told),

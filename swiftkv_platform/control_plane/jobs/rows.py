@@ -13,7 +13,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy
+from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
     Store,
@@ -27,10 +28,11 @@ from swiftkv_platform.control_plane.database.paging import (
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
-from swiftkv_platform.control_plane.deployments.rows import deployments_demand, deployments_turn
-from swiftkv_platform.control_plane.files.rows import check_present, take_turn
-from swiftkv_platform.control_plane.hooks.rows import delivery_rows, with_points, without_points
-from swiftkv_platform.control_plane.hooks.webhooks import Recipients, recipients
+from swiftkv_platform.control_plane.deployments.rows import deployments_turn
+from swiftkv_platform.control_plane.files.file import check_quota
+from swiftkv_platform.control_plane.files.rows import check_present, take_turn, used_bytes
+from swiftkv_platform.control_plane.hooks.rows import delivery_rows, give_up_excess, with_points, without_points
+from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING, Event, Job, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, Idempotency, JobFilter, check_stored
 from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Claim, Placed, Standing, Usage, Waiting
@@ -54,8 +56,6 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
-NOBODY_ELSE = recipients(NO_LIMITS)
-"""Recipients without tenants' webhooks: only a job's own."""
 _DIGITS_OF_A_STEP = 18
 """Most digits of a step; a column holds every number of this length."""
 _PARAMETERS = 500
@@ -63,12 +63,13 @@ _PARAMETERS = 500
 
 
 class JobRepository(Store):
-    """Jobs with their events and metrics. Each method is one transaction. `recipients`: the webhooks that are notified
-    of a job's changes of status."""
+    """Jobs with their events and metrics. Each method is one transaction. `policies`: name the tenants' webhooks, and
+    limit their pending deliveries."""
 
-    def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
+    def __init__(self, database: Database, policies: Tenants = NO_LIMITS) -> None:
         super().__init__(database)
-        self._recipients = recipients
+        self._policies = policies
+        self._recipients = recipients(policies)
 
     def create(
         self, job: Job, event: Event, *, idempotency: Idempotency | None = None, policy: TenantPolicy | None = None
@@ -76,7 +77,8 @@ class JobRepository(Store):
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
         Args:
-            policy: says how many jobs the tenant may have, this one included; None sets no limit.
+            policy: says how many jobs the tenant may have, this one included, and how many bytes its files and models;
+                None sets no limit.
 
         Raises:
             IdempotencyConflictError: the key was used with another body.
@@ -179,7 +181,7 @@ class JobRepository(Store):
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[Waiting]] = {}
         with self._database.reading() as session:
-            held, asked = _held(session, ON_CLUSTER), _held(session, queued)
+            held, asked = held_by_jobs(session, ON_CLUSTER), held_by_jobs(session, queued)
             total = sum((*held.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs are adjacent in the index
                 rows = session.execute(first, {"of": tenant})
@@ -195,10 +197,11 @@ class JobRepository(Store):
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
     def usage(self, tenant: str) -> Usage:
-        waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(WAITING))
+        stored = select(func.count()).where(JobRow.tenant == tenant)
+        waiting = stored.where(JobRow.status.in_(WAITING))
         with self._database.reading() as session:
-            held = _held(session, ON_CLUSTER, tenants=[tenant])
-            return Usage(session.scalar(waiting) or 0, held.get(tenant, Demand()))
+            held = held_by_jobs(session, ON_CLUSTER, tenants=[tenant])
+            return Usage(session.scalar(waiting) or 0, session.scalar(stored) or 0, held.get(tenant, Demand()))
 
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
@@ -221,10 +224,10 @@ class JobRepository(Store):
             for tenant in tenants:
                 self._database.take_turns(session, deployments_turn(tenant))
             check_fence(session, fence)
-            held = _held(session, ON_CLUSTER)
+            held = held_by_jobs(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
             for tenant in tenants:
-                held[tenant] = held.get(tenant, Demand()) + deployments_demand(session, tenant)
+                held[tenant] = held.get(tenant, Demand()) + held_by_deployments(session, tenant)
             for job, event in starts:
                 demand = Demand.of(job.spec)
                 if room <= 0 or job.tenant in refused:
@@ -319,6 +322,8 @@ class JobRepository(Store):
         deliveries = delivery_rows(job, events, self._recipients)
         if deliveries:
             session.flush()
+            most = self._policies.policy(job.tenant).max_pending_deliveries
+            give_up_excess(session, deliveries, job.tenant, most)
             session.add_all(deliveries)
 
     def _check_room(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
@@ -332,6 +337,8 @@ class JobRepository(Store):
             return session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
 
         check_stored(tenant, policy, count)
+        if policy.max_stored_bytes is not None:  # the job will add a model, whose size is not known yet
+            check_quota(tenant, used_bytes(session, tenant), policy.max_stored_bytes)
 
 
 def _columns(job: Job) -> dict[str, Any]:
@@ -364,15 +371,6 @@ def _attempt_number(state: Any) -> int | None:
     attempt = state.get("attempt") if isinstance(state, dict) else None
     number = attempt.get("number") if isinstance(attempt, dict) else None
     return number if isinstance(number, int) else None
-
-
-def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None) -> dict[str, Demand]:
-    """Return the summed demand of jobs in these statuses, by tenant."""
-    query = select(JobRow.tenant, func.count(), func.sum(JobRow.gpus), func.sum(JobRow.cpus))
-    query = query.where(JobRow.status.in_(statuses)).group_by(JobRow.tenant)
-    if tenants is not None:
-        query = query.where(JobRow.tenant.in_(tenants))
-    return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
 
 
 def _parts(ids: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -33,6 +33,7 @@ from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
+from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.sources.relative import refuse_relative_paths
@@ -228,7 +229,7 @@ class JobService:
     def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again, from its last checkpoint; a queued or running job stays as it is. `cost_cap`
         replaces `limits.cost_cap` of its spec. Raises as `cancel`, also for a job that is still pausing, and
-        `ConflictError` for one that has cost more than its cap."""
+        `ConflictError` for one that has cost more than its cap, or was resumed too often."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in _UNDER_WAY:
@@ -238,7 +239,8 @@ class JobService:
                 job = replace(job, spec=job.spec.model_copy(update={"limits": limits}))
             self._check_cost(job)
             queued, event = requeue(job, now=now, reason=Reason(ReasonCode.RESUMED, f"resumed by {caller.name}"))
-            return queued, [event]
+            _check_resumptions(job)
+            return replace(queued, resumptions=job.resumptions + 1), [event]
 
         return self._change(job_id, caller, step)
 
@@ -266,6 +268,16 @@ class JobService:
             except StaleVersionError as error:
                 latest = error
         raise latest
+
+
+def _check_resumptions(job: Job) -> None:
+    """Raise `ConflictError` for a job that was paused and resumed too often: each time adds to its history."""
+    if job.resumptions >= RESUMPTIONS.default:
+        message = (
+            f"job {job.id} was resumed {job.resumptions} times, which is the limit; submit a job that continues from "
+            "its checkpoint (`training.from`)"
+        )
+        raise ConflictError(message, field="job_id", value=job.id)
 
 
 def _digest(spec: JobSpec) -> str:

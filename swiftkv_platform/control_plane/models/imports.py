@@ -58,7 +58,7 @@ class ModelImports:
 
         Raises:
             InvalidInputError: a source that the tenant may not read, is no student, or differs from its manifest.
-            QuotaExceededError: more bytes than the tenant may store.
+            QuotaExceededError: more models, or bytes, than the tenant may store.
             StorageError, DatabaseUnavailableError: not stored.
         """
         access = self.access(caller.tenant)
@@ -103,8 +103,7 @@ class ModelImports:
                 self.objects, copy, prefix, kind="artifact", lineage=lineage, metrics=known.metrics
             )
             stored = Model(**{**vars(model), "manifest_digest": manifest_digest(manifest)})
-            most = self.policies.policy(caller.tenant).max_stored_bytes
-            self.registry.add_model(stored, max_bytes=most, now=self.clock())
+            self.registry.add_model(stored, policy=self.policies.policy(caller.tenant), now=self.clock())
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came.
         except Exception:

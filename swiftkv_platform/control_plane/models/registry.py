@@ -6,10 +6,12 @@ A deployment made of an alias follows it: a promotion or a rollback swaps its mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from swiftkv_platform.contract.verdicts import undecided
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.merge_patches import Expected
@@ -27,6 +29,7 @@ class RegistryService:
 
     registry: Registry
     clock: Clock
+    policies: Tenants = NO_LIMITS
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
         """Return the model that `name` refers to, and the alias if it is one. `name`: a `mdl_` id, a `job_` id, an
@@ -47,8 +50,8 @@ class RegistryService:
             found = self.registry.models(tenant=tenant, id=name)
         elif name.startswith("job_"):
             found = self.registry.models(tenant=tenant, job_id=name)
-        elif stack := _stack(self.registry.promotions(tenant=tenant, alias=name)):
-            return self.registry.get_model(stack[-1], tenant=tenant), name
+        elif (newest := self.registry.newest_promotion(name, tenant=tenant)) is not None:
+            return self.registry.get_model(newest.model, tenant=tenant), name
         found = found or self.registry.models(tenant=tenant, name=name)
         if not found:
             raise NotFoundError(
@@ -61,18 +64,11 @@ class RegistryService:
             raise _ambiguous(name, [model.id for model in found])
         return found[0], None
 
-    def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
-        """Return the history of each alias."""
-        found: dict[str, list[Promotion]] = {}
-        for promotion in self.registry.promotions(tenant=tenant):
-            found.setdefault(promotion.alias, []).append(promotion)
-        return found
-
     def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
         """Return an alias's history. Raises `NotFoundError` for an alias that nothing was ever promoted to."""
         found = self.registry.promotions(tenant=tenant, alias=alias)
         if not found:
-            raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
+            raise _unknown_alias(alias)
         return found
 
     def promote(
@@ -91,44 +87,48 @@ class RegistryService:
 
         Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for a
         model with an undecided gate unless `accept_undecided`, `PreconditionFailedError` for an alias at another
-        version than `expected`, and `StaleVersionError` if another model is promoted at the same time.
+        version than `expected`, `StaleVersionError` if another model is promoted at the same time, and
+        `QuotaExceededError` for a new alias of a tenant that has too many.
         """
         found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
         model = found.id
-        seen, now = _version(self.registry.promotions(tenant=tenant, alias=alias)), int(self.clock())
+        seen, now = self.registry.newest_promotion(alias, tenant=tenant), int(self.clock())
 
-        def decide(history: Sequence[Promotion]) -> Promotion:
+        def decide(history: Iterator[Promotion]) -> Promotion:
+            newest = next(history, None)
             if expected is not None:
-                expected.check(f"alias {alias!r}", _version(history))
-            previous = history[-1].model if history else None
-            if previous == model:
-                return history[-1]
+                expected.check(f"alias {alias!r}", _version(newest))
+            if newest is not None and newest.model == model:
+                return newest
             if expected is None:
-                _check_unchanged(alias, seen, history)
-            version = _version(history) + 1
+                _check_unchanged(alias, seen, newest)
+            previous, version = None if newest is None else newest.model, _version(newest) + 1
             return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
 
-        return self.registry.promote(decide, alias, tenant, _swap)
+        return self.registry.promote(decide, alias, tenant, _swap, policy=self.policies.policy(tenant))
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
         """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
         an unknown alias, `ConflictError` if there is no earlier model, and as `promote`."""
-        seen, now = _version(self.history(alias, tenant)), int(self.clock())
+        seen, now = self.registry.newest_promotion(alias, tenant=tenant), int(self.clock())
+        if seen is None:
+            raise _unknown_alias(alias)
 
-        def decide(history: Sequence[Promotion]) -> Promotion:
+        def decide(history: Iterator[Promotion]) -> Promotion:
+            newest = next(history, seen)
             if expected is None:
-                _check_unchanged(alias, seen, history)
+                _check_unchanged(alias, seen, newest)
             else:
-                expected.check(f"alias {alias!r}", _version(history))
-            stack = _stack(history)
-            if len(stack) < 2:
-                message = f"alias {alias!r} stood for no model before {stack[-1]}; promote another one"
+                expected.check(f"alias {alias!r}", _version(newest))
+            model = next(islice(_reachable(chain([newest], history)), 1, None), None)
+            if model is None:
+                message = f"alias {alias!r} stood for no model before {newest.model}; promote another one"
                 raise ConflictError(message, field="alias", value=alias)
-            model, previous, version = stack[-2], stack[-1], _version(history) + 1
+            previous, version = newest.model, newest.version + 1
             return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
 
-        return self.registry.promote(decide, alias, tenant, _swap)
+        return self.registry.promote(decide, alias, tenant, _swap, policy=self.policies.policy(tenant))
 
 
 def _check_gates(model: Model, *, accept_undecided: bool) -> None:
@@ -160,29 +160,35 @@ def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedD
     return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
 
 
-def _version(history: Sequence[Promotion]) -> int:
-    return history[-1].version if history else 0
+def _version(newest: Promotion | None) -> int:
+    return 0 if newest is None else newest.version
 
 
-def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> None:
-    if _version(history) != seen:
+def _check_unchanged(alias: str, seen: Promotion | None, newest: Promotion | None) -> None:
+    if newest is not None and _version(newest) != _version(seen):
         raise StaleVersionError(
-            f"alias {alias!r} was moved to {history[-1].model} by {history[-1].by!r} at the same time, at version "
-            f"{_version(history)}; read it, and send the change again if it still applies",
+            f"alias {alias!r} was moved to {newest.model} by {newest.by!r} at the same time, at version "
+            f"{newest.version}; read it, and send the change again if it still applies",
             field="alias",
             value=alias,
         )
 
 
-def _stack(history: Sequence[Promotion]) -> list[str]:
-    """Return the models that the alias could be rolled back to, the present one last."""
-    stack: list[str] = []
-    for promotion in history:
-        if promotion.action == "promote":
-            stack.append(promotion.model)
+def _reachable(newest_first: Iterable[Promotion]) -> Iterator[str]:
+    """Yield the models that the alias could be rolled back to, beginning with the present one. The oldest changes may
+    be missing."""
+    undone = 0
+    for promotion in newest_first:
+        if promotion.action == "rollback":
+            undone += 1
+        elif undone:
+            undone -= 1
         else:
-            stack.pop()
-    return stack
+            yield promotion.model
+
+
+def _unknown_alias(alias: str) -> NotFoundError:
+    return NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
 
 
 def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
@@ -192,7 +198,7 @@ def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int
     for place, promotion in enumerate(history):
         if promotion.action == "promote":
             stack.append(place)
-        else:
+        elif stack:  # else of a promotion that is gone already
             stack.pop()
     needed = stack[-keep:][0] if stack else 0
     return next((place for place in range(needed) if history[place].created_at > before), needed)

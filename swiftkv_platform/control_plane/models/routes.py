@@ -40,13 +40,14 @@ router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
 def _registry(parts: Parts) -> RegistryService:
-    return RegistryService(parts.registry, clock=parts.clock)
+    return RegistryService(parts.registry, clock=parts.clock, policies=parts.policies)
 
 
 Service = Annotated[RegistryService, Depends(_registry)]
 Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
-_MOST_DEPLOYMENTS = 1000
+_MOST_OF_LINEAGE = 1000
+"""Deployments, and changes of aliases, that a model's lineage names."""
 _NEWEST_CHANGES = 20
 """Newest changes of each alias that a list shows."""
 
@@ -107,10 +108,9 @@ def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
 def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
-    deployments = parts.deployments.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
-    history = [item for items in service.aliases(caller.tenant).values() for item in items]
-    own = [item for item in deployments if item.spec.model == model.id]
-    return LineageAnswer.of(model, own, history, parents.ancestors(model.job_id, caller.tenant))
+    deployments = parts.deployments.deployments_of(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
+    history = parts.registry.promotions_about(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
+    return LineageAnswer.of(model, deployments, history, parents.ancestors(model.job_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/compare/{other_id}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
@@ -16,6 +17,9 @@ from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
 from swiftkv_platform.errors import StorageError
 
+Decide = Callable[[Iterator[Promotion]], Promotion]
+_PART = 20
+"""Promotions that are read at once."""
 MOST_CANDIDATES = 5
 """Most models that a refusal of an ambiguous name lists."""
 IMPORT_S = 86400.0
@@ -35,17 +39,25 @@ class Registry(DeploymentRepository):
         with self._database.writing() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_S), by=by))
 
-    def add_model(self, model: Model, *, max_bytes: int | None, now: float) -> None:
-        """Register an imported model and cancel the removal of its objects. Raises `StorageError` if they are due
-        within half a day, so that registration and removal never overlap."""
+    def add_model(self, model: Model, *, policy: TenantPolicy | None = None, now: float) -> None:
+        """Register an imported model and cancel the removal of its objects.
+
+        Raises `QuotaExceededError` beyond the policy's number and bytes of models, and `StorageError` if the objects
+        are due for removal within half a day, so that registration and removal never overlap.
+        """
         noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_S / 2)
         with self._database.writing() as session:
             if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
                 raise StorageError(
                     f"the import of {model.name!r} took too long, and its copy is being deleted; import it again"
                 )
-            if max_bytes is not None:
-                check_room(self._database, session, model.tenant, model.size, max_bytes)
+            if policy is not None:
+                check_room(self._database, session, model.tenant, model.size, policy.max_stored_bytes)
+                number = _number_of_imported(session, model.tenant)
+                cure = "delete one (`DELETE /models/{id}`), and import again"
+                policy.check_number(
+                    "max_imported_models", number, tenant=model.tenant, kind="imported models", cure=cure
+                )
             session.add(ModelRow(**vars(model)))
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
@@ -63,6 +75,29 @@ class Registry(DeploymentRepository):
         """Promotions in the order in which they happened."""
         with self._database.reading() as session:
             return promotions_of(session, tenant, alias)
+
+    def newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
+        """Return the last change of an alias; None if nothing was ever promoted to it."""
+        with self._database.reading() as session:
+            return _newest(session, tenant, alias)
+
+    def promotions_about(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
+        """Return the last promotions that an alias's model became, or ceased to be, this one; oldest first."""
+        query = select(PromotionRow).where(
+            PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
+        )
+        with self._database.reading() as session:
+            rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(limit)).all()
+            return [value_of(Promotion, row) for row in reversed(rows)]
+
+    def count_aliases(self, tenant: str) -> int:
+        with self._database.reading() as session:
+            return _number_of_aliases(session, tenant)
+
+    def count_imported(self, tenant: str) -> int:
+        """Return the number of the tenant's imported models."""
+        with self._database.reading() as session:
+            return _number_of_imported(session, tenant)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
         """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
@@ -86,25 +121,74 @@ class Registry(DeploymentRepository):
         return Slice(list(found.values()), has_more=names.has_more)
 
     def promote(
-        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
+        self, decide: Decide, alias: str, tenant: str, change: Change, *, policy: TenantPolicy | None = None
     ) -> Promotion:
-        """Store and return the promotion that `decide` returns for the alias's history, and change the deployments that
-        follow the alias, in one transaction. If the history already has that promotion, nothing changes."""
+        """Store and return the promotion that `decide` returns, and change the deployments that follow the alias, in
+        one transaction. If the alias's last promotion is that one, nothing changes.
+
+        Args:
+            decide: gets the alias's history, newest first, of which it should read no more than it needs.
+            policy: says how many aliases the tenant may have, and how long their histories are; None sets no limit.
+
+        Raises `QuotaExceededError`, and what `decide` raises.
+        """
         with self._database.writing() as session:
+            # 1. decide  2. the promotion, and the end of its history  3. deployments
             self._await_turn(session, tenant)
-            history = promotions_of(session, tenant, alias)
-            promotion = decide(history)
-            if promotion in history:
+            newest = _newest(session, tenant, alias)
+            promotion = decide(newest_first(session, tenant, alias))
+            if promotion == newest:
                 return promotion
+            if policy is not None:
+                if newest is None:
+                    _check_aliases(session, tenant, policy)
+                _trim(session, promotion, policy.max_alias_changes)
             session.add(PromotionRow(**vars(promotion)))
             model = value_of(Model, session.get_one(ModelRow, promotion.model))
-            following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
-            rows = {row.id: row for row in session.scalars(following)}
+            following = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.alias == alias)
+            rows = {row.id: row for row in session.scalars(following.with_for_update())}
             for deployment in readable(rows.values(), read_deployment)[0]:
-                row = rows[deployment.spec.id]
-                if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
-                    write_deployment(row, *change(deployment, model))
+                if deployment.state.status is not DeploymentStatus.DELETING:
+                    write_deployment(rows[deployment.spec.id], *change(deployment, model))
         return promotion
+
+
+def _newest(session: Session, tenant: str, alias: str) -> Promotion | None:
+    return next(newest_first(session, tenant, alias, part=1), None)
+
+
+def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART) -> Iterator[Promotion]:
+    """Read an alias's history backwards, in parts."""
+    before: int | None = None
+    while before != 0:
+        query = select(PromotionRow).where(PromotionRow.tenant == tenant, PromotionRow.alias == alias)
+        if before is not None:
+            query = query.where(PromotionRow.sequence < before)
+        rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(part)).all()
+        yield from (value_of(Promotion, row) for row in rows)
+        before = rows[-1].sequence if len(rows) == part else 0
+
+
+def _check_aliases(session: Session, tenant: str, policy: TenantPolicy) -> None:
+    number, cure = _number_of_aliases(session, tenant), "promote to one of these, or ask the operator for more"
+    policy.check_number("max_aliases", number, tenant=tenant, kind="aliases", cure=cure)
+
+
+def _number_of_aliases(session: Session, tenant: str) -> int:
+    names = select(func.count(PromotionRow.alias.distinct())).where(PromotionRow.tenant == tenant)
+    return session.scalar(names) or 0
+
+
+def _number_of_imported(session: Session, tenant: str) -> int:
+    imported = select(func.count()).where(ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
+    return session.scalar(imported) or 0
+
+
+def _trim(session: Session, promotion: Promotion, most: int | None) -> None:
+    """Remove the oldest changes of an alias, so that its history has at most `most` with this one."""
+    if most is not None and promotion.version > most:
+        of_alias = (PromotionRow.tenant == promotion.tenant, PromotionRow.alias == promotion.alias)
+        session.execute(delete(PromotionRow).where(*of_alias, PromotionRow.version <= promotion.version - most))
 
 
 def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:

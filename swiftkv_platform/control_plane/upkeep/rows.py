@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
@@ -37,6 +37,8 @@ from swiftkv_platform.errors import ConflictError
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
 _PARENT = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job continues from."""
+_PART = 500
+"""Rows of a job that are deleted at once."""
 _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
@@ -66,9 +68,8 @@ class RetainedRows(Store):
 
     def remove_events(self, job_id: str, *, limit: int) -> int:
         """Remove events of a job, except changes of status. Returns how many were removed."""
-        with self._database.writing() as session:
-            found = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
-            return _removed(session, EventRow, EventRow.sequence, session.scalars(found).all())
+        query = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
+        return self._remove_found(EventRow, EventRow.sequence, query)
 
     def count_events(self, job_id: str) -> int:
         """Return the number of events that repeated `remove_events` would remove."""
@@ -76,18 +77,17 @@ class RetainedRows(Store):
 
     def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
         """Remove up to `limit` points of the time series until `most` evenly spread ones are left. Returns how many."""
-        with self._database.writing() as session:
-            of_job = PointRow.job_id == job_id
-            summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
+        of_job = PointRow.job_id == job_id
+        summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
+        with self._database.reading() as session:
             number, first, last = session.execute(summary).one()
-            if number <= most:
-                return 0
-            # The first and last point stay, so that the ranges are the same after some points are removed.
-            share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
-            kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
-            spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
-            steps = session.scalars(spare).all()
-            return _delete(session, PointRow, of_job, PointRow.step.in_(steps)) if steps else 0
+        if number <= most:
+            return 0
+        # The first and last point stay, so that the ranges are the same after some points are removed.
+        share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
+        kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
+        spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
+        return self._remove_found(PointRow, PointRow.step, spare, of_job)
 
     def count_points(self, job_id: str) -> int:
         return self._count(PointRow, PointRow.job_id == job_id)
@@ -171,14 +171,30 @@ class RetainedRows(Store):
 
         Raises `NotFoundError`, also for another tenant's job, and `ConflictError` that names the holder.
         """
+        with self._database.reading() as session:
+            _check_job(session, owned(session, JobRow, job_id, tenant))
+        number = self._remove_history(job_id)
         with self._database.writing() as session:
             row = owned(session, JobRow, job_id, tenant, lock=True)
             self._await_turn(session, row.tenant)
             _check_job(session, row)
-            number = sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
+            size = session.scalar(select(ModelRow.size).where(ModelRow.job_id == job_id)) or 0
+            number += sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
             number += _delete(session, JobRow, JobRow.id == job_id)
-            _note_deletion(session, f"jobs/{job_id}", by, now)
+            _note_deletion(session, f"jobs/{job_id}", by, now, tenant=row.tenant, size=size)
             return number
+
+    def _remove_history(self, job_id: str) -> int:
+        """Remove most events and the time series of a job that is being deleted, in parts: all at once would keep other
+        writers waiting. Returns how many rows."""
+        number, of_job = 0, PointRow.job_id == job_id
+        while removed := self.remove_events(job_id, limit=_PART):
+            number += removed
+        while removed := self._remove_found(
+            PointRow, PointRow.step, select(PointRow.step).where(of_job).limit(_PART), of_job
+        ):
+            number += removed
+        return number
 
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         """Delete a model, and record that its objects are to be deleted; its job stays. Returns and raises as
@@ -191,7 +207,7 @@ class RetainedRows(Store):
                 job = session.get_one(JobRow, model.job_id, with_for_update=True)
                 job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
                 job.version += 1
-            _note_deletion(session, value_of(Model, model).prefix, by, now)
+            _note_deletion(session, value_of(Model, model).prefix, by, now, tenant=model.tenant, size=model.size)
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
     def deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
@@ -239,8 +255,19 @@ class RetainedRows(Store):
     ) -> int:
         if dry_run:
             return self._count(table, *where)
+        return self._remove_found(table, key, select(key).where(*where).limit(limit))
+
+    def _remove_found(
+        self, table: type[Base], key: InstrumentedAttribute[Any], query: Select[Any], *where: ColumnElement[bool]
+    ) -> int:
+        """Remove the rows whose keys the query finds; it runs before the transaction that writes, which it would make
+        last longer."""
+        with self._database.reading() as session:
+            keys = session.scalars(query).all()
+        if not keys:
+            return 0
         with self._database.writing() as session:
-            return _removed(session, table, key, session.scalars(select(key).where(*where).limit(limit)).all())
+            return _delete(session, table, key.in_(keys), *where)
 
 
 def _ended(before: float) -> Select[str]:
@@ -252,20 +279,16 @@ def _telling(job_id: str) -> tuple[ColumnElement[bool], ...]:
     return EventRow.job_id == job_id, EventRow.type != "status"
 
 
-def _removed(
-    session: Session, table: type[Base], key: InstrumentedAttribute[Any], keys: Sequence[int] | Sequence[str]
-) -> int:
-    return _delete(session, table, key.in_(keys)) if keys else 0
-
-
 def _delete(session: Session, table: type[Base], *where: ColumnElement[bool]) -> int:
     return session.connection().execute(delete(table).where(*where)).rowcount
 
 
-def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
+def _note_deletion(session: Session, prefix: str, by: str, now: float, *, tenant: str, size: int) -> None:
+    """Record that a prefix's objects are to be deleted. `size`: bytes that the tenant's quota counts until then."""
     known = session.get(DeletionRow, prefix)
     if known is None:
-        session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
+        values = {"prefix": prefix, "created_at": int(now), "by": by, "tenant": tenant, "size": size}
+        session.execute(insert(DeletionRow).values(values))
 
 
 def _check_job(session: Session, job: JobRow) -> None:
@@ -292,7 +315,7 @@ def _hold(session: Session, job: JobRow | None, model: str | None) -> str | None
     if not status.is_terminal:
         return f"its job is {status}; cancel it, and delete it when it has ended"
     if model is not None:
-        serves = or_(DeploymentRow.model == model, cast(DeploymentRow.spec, String).contains(model))  # as its candidate
+        serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model)
         deployment = session.scalar(select(DeploymentRow.id).where(serves).limit(1))
         if deployment is not None:
             return f"deployment {deployment} serves {model}; delete that deployment, or give it another model"

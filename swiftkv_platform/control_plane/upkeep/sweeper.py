@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import chain
 
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
@@ -31,6 +30,8 @@ _OBJECTS = 500
 """Most objects that one step removes."""
 _COUNTED = 2000
 """Most objects that one step counts."""
+_DELETIONS_S = 60.0
+"""Seconds between two removals of deleted objects."""
 _TICK_S = 1.0
 """Seconds after which a tick begins no further step."""
 _MOST_FAILURES = 3
@@ -58,15 +59,20 @@ class Sweeper:
     """Amounts that this process has removed, by kind."""
     _round: Iterator[Swept] | None = field(default=None, init=False)
     _next_round: float = field(default=0.0, init=False)
+    _next_deletions: float = field(default=0.0, init=False)
     _failures: int = field(default=0, init=False)
 
     def tick(self) -> None:
         """Continue the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
         self.also()
         if self._round is None:
-            if not is_due(self._next_round, self.clock(), within=self.interval_s):
+            now = self.clock()
+            if is_due(self._next_round, now, within=self.interval_s):
+                self._round = self._whole_round()
+            elif is_due(self._next_deletions, now, within=_DELETIONS_S):
+                self._round = self._between_rounds()
+            else:
                 return
-            self._round = chain(self.round(), self._count())
         until = self.monotonic() + _TICK_S
         try:
             for swept in self._round:
@@ -77,7 +83,17 @@ class Sweeper:
             self._round = None  # a generator that has raised is finished; the next tick starts a new round
             raise
         self._round = None
+
+    def _whole_round(self) -> Iterator[Swept]:
+        yield from self.round()
+        yield from self._count()
         self._next_round = self.clock() + self.interval_s
+
+    def _between_rounds(self) -> Iterator[Swept]:
+        """Remove the objects of what was deleted since: their tenant's quota counts them until then."""
+        self._failures = 0
+        yield from self._deleted(dry_run=False)
+        self._next_deletions = self.clock() + _DELETIONS_S
 
     def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
         """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.

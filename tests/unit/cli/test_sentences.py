@@ -234,6 +234,11 @@ def test_the_quota(run: Run, script: Script) -> None:
         "cpus": 4.5,
         "stored_bytes": 1500,
         "max_stored_bytes": 3_000_000,
+        "stored_jobs": 12,
+        "max_stored_jobs": 100_000,
+        "deployments": 2,
+        "max_deployments": 100,
+        "files": 3,
         "held_by_jobs": {"gpus": 8.0, "cpus": 4.5},
         "held_by_deployments": {"gpus": 1.0, "cpus": 0.0},
     }
@@ -245,7 +250,13 @@ def test_the_quota(run: Run, script: Script) -> None:
         "GPUs": "9 of 32 GPUs; 8 by jobs and 1 by deployments",
         "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
         "replicas": "1 replica, no limit",
-        "files": "1.46 KiB of 2.86 MiB",
+        "stored jobs": "12 of 100,000",
+        "deployments": "2 of 100",
+        "files": "3, no limit",
+        "imported models": "0, no limit",
+        "aliases": "0, no limit",
+        "pending webhooks": "0, no limit",
+        "stored": "1.46 KiB of 2.86 MiB",
         "cluster": "unknown: Ray does not answer, or does not list its nodes",
     }
     use = {"gpus": 12.0, "total_gpus": 16.0, "cpus": 6.5, "total_cpus": 64.0}

@@ -18,6 +18,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec
 from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.job import CheckpointSpec
 from swiftkv_platform.specs.limits import MAX_REPLICAS, STORED, Range
 from swiftkv_platform.specs.resources import ResourcesSpec
 
@@ -110,6 +111,7 @@ def test_a_refusal_names_the_field_the_value_and_the_range(spec: Any, field: str
         (ResourcesSpec, "gpus_per_worker", 1e-9, 0.01),
         (ResourcesSpec, "gpus_per_worker", 1.5, 2),
         (ResourcesSpec, "num_workers", 1 << 40, 100_000),
+        (CheckpointSpec, "keep", 1 << 24, 100),
     ],
 )
 def test_what_was_stored_before_there_was_a_range_is_read_within_it(

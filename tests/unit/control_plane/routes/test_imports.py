@@ -56,7 +56,8 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     assert (lineage["job_id"], lineage["ancestors"]) == (None, [])
     other = server.succeed()["distilled_model"]
     server.get(f"/models/{model['id']}/compare/{other}")
-    assert server.get("/quota")["stored_bytes"] == model["size"]
+    theirs = server.get(f"/models/{other}")["size"]
+    assert server.get("/quota")["stored_bytes"] == model["size"] + theirs
     deployment = post(server, "/deployments", {"model": model["id"]}, 201)
     assert deployment["artifact_uri"] == model["artifact_uri"]
     promote(server, other, "candidate")
@@ -67,7 +68,7 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     server.tick()
     assert server.client.delete(path).status_code == 204
     assert sweep(server)["deleted"] == 3
-    assert (list(server.parts.objects.list(prefix)), server.get("/quota")["stored_bytes"]) == ([], 0)
+    assert (list(server.parts.objects.list(prefix)), server.get("/quota")["stored_bytes"]) == ([], theirs)
 
 
 def test_a_path_of_another_process_is_refused(server: Server) -> None:

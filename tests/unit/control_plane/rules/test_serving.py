@@ -70,7 +70,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     for deployment in (damaged, sound):
         plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
     with plane.database.writing() as session:
-        session.execute(text(f"UPDATE deployments SET {damage} WHERE id = :id"), {"id": damaged.spec.id})
+        session.execute(text(f"UPDATE deployments SET {damage}, version = 7 WHERE id = :id"), {"id": damaged.spec.id})
     if restarted:
         reconciler = DeploymentReconciler(plane.catalog, plane.serving)
     third = deploy(plane, model.id, "/third")
@@ -187,6 +187,25 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     plane.serving.forget()
     restarted.tick()
     assert plane.catalog.all_deployments().items == []
+
+
+def test_a_round_compares_each_of_many_deployments_with_itself_alone(
+    plane: Plane, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reconciler, compared = DeploymentReconciler(plane.catalog, plane.serving), list[object]()
+    deployments = [deploy(plane, model.id, f"/route-{number}") for number in range(90)]
+    reconciler.tick()
+    equal = ResolvedDeployment.__eq__
+
+    def comparing(one: ResolvedDeployment, other: object) -> bool:
+        compared.append(other)
+        return equal(one, other)
+
+    monkeypatch.setattr(ResolvedDeployment, "__eq__", comparing)
+    delete(plane, deployments[0])
+    reconciler.tick()
+    assert len(plane.serving.applied[-1]) == 89
+    assert len(compared) <= 2 * len(deployments)
 
 
 GPU = {"device": "cuda"}

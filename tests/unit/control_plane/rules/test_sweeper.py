@@ -289,3 +289,21 @@ def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
     summed(sweeper(plane).round())
     assert [key for key in keys(plane) if "checkpoints" in key] == [], "the next round tries it again"
+
+
+def test_what_is_deleted_between_rounds_goes_within_a_minute(plane: Plane) -> None:
+    """A tenant's quota counts deleted objects until they are gone."""
+    job, regular = run(plane, plane.reconciler()), sweeper(plane, Retention())
+    regular.tick()
+    kept = keys(plane)
+    RetainedRows(plane.database).delete_job(job.id, by="ann", now=plane.clock(), tenant=TENANT)
+    plane.clock.now += 1.0
+    regular.tick()
+    assert keys(plane) == [], kept
+    store_again = run(plane, plane.reconciler(), name="another")
+    RetainedRows(plane.database).delete_job(store_again.id, by="ann", now=plane.clock(), tenant=TENANT)
+    regular.tick()
+    assert keys(plane), "a minute has not passed"
+    plane.clock.now += 60.0
+    regular.tick()
+    assert keys(plane) == []

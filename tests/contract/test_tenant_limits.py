@@ -1,0 +1,177 @@
+"""Limits of the number and bytes of stored objects of a tenant: SQLite and PostgreSQL alike."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from swiftkv_platform.control_plane.access.rows import SqlSessions
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.base import new_id
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import SessionRow
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.jobs.job import status_event
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.errors import ConflictError, QuotaExceededError
+from swiftkv_platform.limits import SESSIONS, Scope, all_limits
+from tests.contract.test_catalog import HOOK, make_deployment, make_file
+from tests.records import TENANT, make_job, store
+from tests.threads import at_once
+
+
+def service(registry: Registry, **limits: int) -> RegistryService:
+    return RegistryService(registry, clock=lambda: 1.0, policies=_Policies(**limits))  # type: ignore[arg-type]
+
+
+class _Policies:
+    """Tenants that all have one policy."""
+
+    def __init__(self, **limits: int) -> None:
+        self._policy = TenantPolicy.model_validate(limits)
+
+    def policy(self, _tenant: str) -> TenantPolicy:
+        return self._policy
+
+
+def add_deployment(database: Database, models: list[Model], policy: TenantPolicy) -> object:
+    route = f"/{new_id('dep')}"
+    return Registry(database).create_deployment(make_deployment(models[0], route), policy=policy)
+
+
+def add_file(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
+    return FileRepository(database).add(make_file(size=10), policy=policy)
+
+
+def add_import(database: Database, models: list[Model], policy: TenantPolicy) -> object:
+    registry, model = Registry(database), replace(models[0], id=new_id("mdl"), job_id=None, size=10)
+    registry.note_import(model.prefix, by="ann", now=1.0)
+    return registry.add_model(model, policy=policy, now=1.0)
+
+
+def add_alias(database: Database, models: list[Model], policy: TenantPolicy) -> object:
+    promotions = service(Registry(database), max_aliases=policy.max_aliases or 0)
+    alias = f"a{new_id('prm')[-20:].lower()}"
+    return promotions.promote(models[0].id, alias, tenant=TENANT, by="ann", reason="better")
+
+
+def add_job(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
+    job = make_job()
+    return JobRepository(database).create(job, status_event(job, now=100), policy=policy)
+
+
+ADD = {
+    "max_deployments": (add_deployment, 0),
+    "max_files": (add_file, 0),
+    "max_imported_models": (add_import, 0),
+    "max_aliases": (add_alias, 0),
+    "max_stored_jobs": (add_job, 3),
+    "max_unfinished_jobs": (add_job, 0),
+}
+"""Functions that add an object that the limit counts, and the number of objects before."""
+
+
+@pytest.mark.parametrize("name", ADD)
+def test_of_many_at_once_as_many_are_stored_as_the_limit_says(
+    database: Database, models: list[Model], name: str
+) -> None:
+    add, before = ADD[name]
+    policy = TenantPolicy.model_validate({name: before + 3})
+    refused = [each for each in at_once([partial(add, database, models, policy)] * 6) if isinstance(each, Exception)]
+    assert [getattr(each, "field", each) for each in refused] == [name] * 3
+    [error] = {str(each) for each in refused}
+    assert f"{before + 3} " in error
+    assert f"its quota {name} is {before + 3}; " in error
+    assert isinstance(refused[0], QuotaExceededError)
+    add(database, models, TenantPolicy.model_validate({name: None}) if name != "max_aliases" else DEFAULT_POLICY)
+
+
+@pytest.mark.parametrize("add", [add_file, add_import, add_job])
+def test_models_of_jobs_count_among_the_stored_bytes(
+    database: Database, models: list[Model], add: Callable[..., object]
+) -> None:
+    stored = sum(model.size for model in models)
+    assert FileRepository(database).used_bytes(TENANT) == stored
+    with pytest.raises(QuotaExceededError, match=f"its quota max_stored_bytes is {stored - 1}; delete some"):
+        add(database, models, TenantPolicy(max_stored_bytes=stored - 1))
+    add(database, models, TenantPolicy(max_stored_bytes=stored + 10))
+
+
+@pytest.mark.parametrize("kind", ["model", "job"])
+def test_what_is_deleted_counts_until_its_objects_are_gone(database: Database, models: list[Model], kind: str) -> None:
+    """Otherwise a tenant that imports and deletes in turn would store any number of bytes until the next sweep."""
+    files, retained, [model, *others] = FileRepository(database), RetainedRows(database), models
+    stored = files.used_bytes(TENANT)
+    options: dict[str, Any] = {"by": "ann", "now": 5.0, "tenant": TENANT}
+    assert model.job_id is not None
+    if kind == "model":
+        retained.delete_model(model.id, **options)
+    else:
+        retained.delete_job(model.job_id, **options)
+    assert files.used_bytes(TENANT) == stored
+    [prefix] = retained.deletions(now=5.0, limit=9, after=None)
+    retained.forget_deletion(prefix)
+    assert files.used_bytes(TENANT) == sum(other.size for other in others)
+
+
+def test_every_kind_is_limited_without_a_tenants_file() -> None:
+    limits = {limit.setting: limit.default for limit in all_limits() if limit.scope is Scope.TENANT}
+    stored = {*ADD, "max_stored_bytes", "max_alias_changes", "max_pending_deliveries"}
+    assert {name: getattr(DEFAULT_POLICY, name) for name in stored} == {name: limits[name] for name in stored}
+
+
+def test_an_aliass_history_keeps_its_newest_changes(registry: Registry, models: list[Model]) -> None:
+    promotions = service(registry, max_alias_changes=4)
+    for number in range(9):
+        promotions.promote(models[number % 3].id, "production", tenant=TENANT, by="ann", reason="better")
+    assert [item.version for item in registry.promotions(tenant=TENANT)] == [6, 7, 8, 9]
+    found = [promotions.rollback("production", tenant=TENANT, by="ann", reason="worse").model for _ in range(2)]
+    assert found == [models[1].id, models[0].id]
+    history = registry.promotions(tenant=TENANT)
+    assert [(item.action, item.version) for item in history] == [
+        ("promote", 8),
+        ("promote", 9),
+        ("rollback", 10),
+        ("rollback", 11),
+    ]
+    with pytest.raises(ConflictError, match=f"stood for no model before {models[0].id}"):
+        promotions.rollback("production", tenant=TENANT, by="ann", reason="worse")
+    assert promotions.find("production", TENANT).id == models[0].id
+
+
+def test_a_key_has_as_many_sessions_as_it_may(database: Database) -> None:
+    sessions = SqlSessions(database)
+    made = [(f"{number:064}", key) for number in range(SESSIONS.default + 5) for key in ("acme/ann", "acme/bob")]
+    for number, (digest, key) in enumerate(made):
+        if key == "acme/ann" or number < 6:
+            row = SessionRow(
+                id_sha256=key[-3:] + digest[3:], key_name=key, sealed_key="", created_at=1.0, expires_at=50.0 + number
+            )
+            sessions.add(row, now=1.0)
+    with database.reading() as session:
+        counts = dict(session.execute(select(SessionRow.key_name, func.count()).group_by(SessionRow.key_name)).all())
+    assert counts == {"acme/ann": SESSIONS.default, "acme/bob": 3}
+    assert sessions.get("ann" + made[0][0][3:]) is None, "the oldest one has ended"
+    assert sessions.get("ann" + made[-1][0][3:]) is not None
+
+
+def test_deliveries_beyond_the_limit_count_as_failed(database: Database) -> None:
+    jobs = JobRepository(database, _Policies(max_pending_deliveries=3))  # type: ignore[arg-type]
+    for _ in range(5):
+        store(jobs, make_job(webhook=HOOK))
+    store(jobs, make_job(webhook=HOOK, tenant="other"))
+    outbox = Outbox(database)
+    assert outbox.count_by_status() == {"pending": 4, "delivered": 0, "failed": 2}
+    assert (outbox.count_pending(TENANT), outbox.count_pending("other")) == (3, 1)
+    for delivery in outbox.claim(now=200.0, until=260.0, limit=10):
+        outbox.delivered(delivery.sequence, 201.0)
+    store(jobs, make_job(webhook=HOOK))
+    assert outbox.count_by_status() == {"pending": 1, "delivered": 4, "failed": 2}

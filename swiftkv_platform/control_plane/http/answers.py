@@ -7,8 +7,10 @@ from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 from swiftkv_platform.control_plane.base import Slice
+from swiftkv_platform.limits import PAGE_BYTES
 
 T = TypeVar("T")
 
@@ -38,15 +40,26 @@ def list_answer(
     cursor: Callable[[Item], str] = attrgetter("id"),
     order: Literal["asc", "desc"] = "asc",
 ) -> ListAnswer[Item]:
-    """Return the answer of a list. Its first and last id, in `order`, may be those of rows that are left out."""
-    data = [make(item) for item in found.items]
-    ids = [cursor(item) for item in data]
-    if found.left_out:
-        ids = sorted([*ids, *found.left_out], reverse=order == "desc")
+    """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
+    last id, in `order`, may be those of rows that are left out."""
+    data: list[Item] = []
+    size, has_more = 0, found.has_more
+    for each in found.items:
+        item = make(each)
+        size += len(to_json(item))
+        if data and size > PAGE_BYTES.default:
+            has_more = True
+            break
+        data.append(item)
+    ids, left_out = [cursor(item) for item in data], list(found.left_out)
+    if left_out:
+        if len(data) < len(found.items):  # those after the page's end are left out of a later page
+            left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
+        ids = sorted([*ids, *left_out], reverse=order == "desc")
     return ListAnswer(
         data=data,
-        has_more=found.has_more,
+        has_more=has_more,
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
-        left_out=list(found.left_out),
+        left_out=left_out,
     )

@@ -8,7 +8,15 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
+from swiftkv_platform.control_plane.database.paging import (
+    fetch_names,
+    fitting,
+    owned,
+    page_of,
+    readable,
+    stored_bytes,
+    value_of,
+)
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
@@ -65,25 +73,30 @@ class Registry(DeploymentRepository):
             return promotions_of(session, tenant, alias)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened. It ends as
+        pages of rows do."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
+        size = stored_bytes(PromotionRow)
         with self._database.reading() as session:
-            names = fetch(session, query, PromotionRow.alias, page, after=page.after)
-            ranked = select(PromotionRow.sequence, rank.label("rank")).where(
+            names = fetch_names(session, query, PromotionRow.alias, page, after=page.after)
+            ranked = select(PromotionRow.alias, PromotionRow.sequence, rank.label("rank"), size.label("size")).where(
                 PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
             )
             kept = ranked.subquery()
+            total = select(kept.c.alias, func.sum(kept.c.size)).where(kept.c.rank <= newest).group_by(kept.c.alias)
+            sizes = {alias: int(each) for alias, each in session.execute(total)}
+            shown = names.items[: fitting(sizes[name] for name in names.items)]
             rows = session.scalars(
                 select(PromotionRow)
                 .join(kept, kept.c.sequence == PromotionRow.sequence)
-                .where(kept.c.rank <= newest)
+                .where(kept.c.rank <= newest, PromotionRow.alias.in_(shown))
                 .order_by(PromotionRow.sequence)
             )
-            found: dict[str, list[Promotion]] = {name: [] for name in names.items}
+            found: dict[str, list[Promotion]] = {name: [] for name in shown}
             for row in rows:
                 found[row.alias].append(value_of(Promotion, row))
-        return Slice(list(found.values()), has_more=names.has_more)
+        return Slice(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
 
     def promote(
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change

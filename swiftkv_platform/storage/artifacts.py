@@ -38,6 +38,7 @@ _PARALLEL_PARTS = 4
 """Parts of one file that are fetched at the same time."""
 _PART_SIZE = 64 << 20
 """Bytes of a part, which is fetched over one connection."""
+_LONGEST_REASON = 300
 
 T = TypeVar("T")
 
@@ -151,8 +152,12 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(data)
         _check_names(manifest)
-    except (ValidationError, InvalidInputError) as error:
-        raise UnusableFileError(f"is unusable: {error}") from error
+    except InvalidInputError as error:
+        raise UnusableFileError(f"cannot be read: {error.message}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:_LONGEST_REASON]
+        raise UnusableFileError(f"cannot be read: {why}") from error
     return manifest
 
 

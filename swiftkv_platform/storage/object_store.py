@@ -61,6 +61,13 @@ class ObjectStore(Protocol):
     def upload_file(self, path: Path, key: str) -> None:
         """Write the file's content as an object."""
 
+    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+        """Write the joined pieces, of about `size` bytes together, as an object; nothing is written if the iterator
+        raises, and its error is passed on."""
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that still fit into the store; None if there is no such limit."""
+
     def download_file(self, key: str, path: Path) -> None:
         """Write the object to `path`, replacing it atomically. Raises `ObjectNotFoundError`."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from swiftkv_platform.control_plane.database.paging import Store, stored_bytes, value_of
@@ -131,9 +131,11 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
 
 def bytes_of_points(job_id: str) -> ColumnElement[int]:
     """Return the bytes of the points that `with_points` adds to a row of a job's events."""
-    first, last = (EventRow.data[_STEPS][index].as_integer() for index in (0, 1))
+    # Other events may have anything as their `steps`, which could not be cast.
+    lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS].as_string().is_(None))
+    first, last = (case((lacks_points, EventRow.data[_STEPS][index].as_integer())) for index in (0, 1))
     of_event = select(func.sum(stored_bytes(PointRow))).where(
-        PointRow.job_id == job_id, EventRow.type == "metrics", PointRow.step.between(first, last)
+        PointRow.job_id == job_id, PointRow.step.between(first, last)
     )
     return of_event.correlate(EventRow).scalar_subquery()
 

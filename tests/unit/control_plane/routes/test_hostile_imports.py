@@ -15,7 +15,7 @@ import yaml
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.errors import ModelError
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_not_copied(start: Start, tmp_path: Path, temporary
     """Its apparent size counts: a sparse file would fill the store with zeros."""
     tenants = tmp_path / "tenants.yaml"
     tenants.write_text(yaml.safe_dump({"default": {"max_stored_bytes": 1 << 20} if limit == "quota" else {}}))
-    server = start(tenants_file=tenants, max_import_bytes=1 << 20 if limit == "operator" else 1 << 40)
+    server = start(changed={"policies": Tenants(tenants)}, max_import_bytes=1 << 20 if limit == "operator" else 1 << 40)
     source = student(tmp_path)
     with (source / "model.safetensors").open("wb") as weights:
         weights.truncate(2 << 30)

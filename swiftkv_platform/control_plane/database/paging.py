@@ -82,8 +82,8 @@ def _on_sqlite(function: _OctetLength, compiler: Any, **options: Any) -> str:
     return str(compiler.process(func.length(cast(next(iter(function.clauses)), LargeBinary)), **options))
 
 
-def stored_bytes(table: type[Base]) -> ColumnElement[int]:
-    """Return the bytes of a row's texts and documents, to be summed by the database."""
+def stored_bytes(table: Any) -> ColumnElement[int]:
+    """Return the bytes of the texts and documents of a table's row, to be computed by the database."""
     sizes: ColumnElement[int] = literal(_ROW_BYTES)
     for column in table.__table__.columns:
         if isinstance(column.type, String | JSON):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
@@ -42,24 +42,30 @@ def list_answer(
 ) -> ListAnswer[Item]:
     """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
     last id, in `order`, may be those of rows that are left out."""
-    data: list[Item] = []
-    size, has_more = 0, found.has_more
-    for each in found.items:
-        item = make(each)
-        size += len(to_json(item))
-        if data and size > PAGE_BYTES.default:
-            has_more = True
-            break
-        data.append(item)
+    data = fitting_answers(map(make, found.items))
+    is_cut = len(data) < len(found.items)
     ids, left_out = [cursor(item) for item in data], list(found.left_out)
     if left_out:
-        if len(data) < len(found.items):  # those after the page's end are left out of a later page
+        if is_cut:  # those after the page's end belong to a later page
             left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
         ids = sorted([*ids, *left_out], reverse=order == "desc")
     return ListAnswer(
         data=data,
-        has_more=has_more,
+        has_more=found.has_more or is_cut,
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
         left_out=left_out,
     )
+
+
+def fitting_answers(items: Iterable[Item]) -> list[Item]:
+    """Return the first objects that have at most `PAGE_BYTES` together as JSON, at least one if there is any. No others
+    are made."""
+    found: list[Item] = []
+    size = 0
+    for item in items:
+        size += len(to_json(item))
+        if found and size > PAGE_BYTES.default:
+            break
+        found.append(item)
+    return found

@@ -187,7 +187,7 @@ def list_aliases(
 
 @router.get("/aliases/{alias}")
 def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
-    """Return an alias with its whole history."""
+    """Return an alias with its history, or the newest part of a very long one."""
     found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
     tag(response, found.version)
     return found

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.storage.incoming import list_directory
-from swiftkv_platform.storage.workspaces import remove_abandoned_workspaces, workspace
+from swiftkv_platform.storage.workspaces import workspace
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 from tests.unit.control_plane.routes.test_imports import student
 
@@ -246,14 +246,14 @@ def test_few_imports_run_at_a_time(server: Server, tmp_path: Path) -> None:
     assert "Retry-After" in response.headers
 
 
-def test_the_workspace_of_a_process_that_died_is_removed(temporary: Path) -> None:
+def test_the_workspace_of_a_process_that_died_is_removed_at_the_next_start(start: Start, temporary: Path) -> None:
     with workspace() as alive:
         abandoned = temporary / "swiftkv-work-abandoned"
         abandoned.mkdir()
         (abandoned / "model").write_bytes(b"weights")
         linked = temporary / "swiftkv-work-linked"
         linked.symlink_to(alive)
-        remove_abandoned_workspaces()
+        start()
         assert {path.name for path in temporary.iterdir()} == {alive.name, linked.name}
         assert alive.is_dir()
     assert [path.name for path in temporary.iterdir()] == [linked.name]

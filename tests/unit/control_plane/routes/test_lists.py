@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, 
 from swiftkv_platform.control_plane.http import answers
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.recipes import recipes
-from swiftkv_platform.limits import PAGE_BYTES, Limit, Scope
+from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from tests.records import make_job, make_model, store
@@ -290,3 +290,59 @@ def test_only_manifests_of_the_page_are_read(server: Server, monkeypatch: pytest
     page = server.get(f"/jobs/{job_id}/checkpoints", limit=5)
     assert [item["id"] for item in page["data"]] == names[:5]
     assert len(read) == 6
+
+
+def test_an_alias_with_a_long_history_shows_its_newest_part(server: Server) -> None:
+    [model, *_] = add_models(server)
+    known = {
+        "tenant": TENANT,
+        "alias": "production",
+        "action": "promote",
+        "model": model,
+        "previous": None,
+        "by": "ann",
+    }
+    rows = [
+        PromotionRow(id=new_id("prm"), reason="ß" * 1000, created_at=1, version=version, **known)
+        for version in range(1, 501)
+    ]
+    add(server, *rows)
+    response = server.client.get("/aliases/production")
+    history = response.json()["history"]
+    assert len(response.content) < PAGE_BYTES.default + 4000
+    assert [change["version"] for change in history] == [*range(501 - len(history), 501)]
+    assert response.json()["version"] == 500
+
+
+def test_a_job_whose_report_is_too_long_makes_no_model(server: Server) -> None:
+    """Its model's row would be read by every list."""
+    job_id = server.submit(fault_tolerance={"max_retries": 0})["id"]
+    worker = server.run(job_id)
+    worker.artifact(samples=["x" * MODEL_BYTES.default])
+    server.end(job_id)
+    job = server.get(f"/jobs/{job_id}")
+    assert (job["status"], job["error"]["code"]) == ("failed", "artifact_corrupt")
+    assert f"more than {MODEL_BYTES.default} bytes" in job["error"]["message"]
+    assert server.get("/models")["data"] == []
+
+
+@pytest.mark.parametrize("content", [b"[" * (MANIFEST_BYTES.default + 1), b"[[]," * MANIFEST_VALUES.default])
+def test_a_job_with_a_manifest_that_is_too_large_makes_no_model(server: Server, content: bytes) -> None:
+    job_id = server.submit(fault_tolerance={"max_retries": 0})["id"]
+    server.run(job_id)
+    server.parts.objects.put_bytes(f"{AttemptId(job_id, 1).artifact_prefix}/manifest.json", content)
+    server.end(job_id)
+    job = server.get(f"/jobs/{job_id}")
+    assert (job["status"], job["error"]["code"]) == ("failed", "artifact_corrupt")
+    assert len(job["error"]["message"]) < 1000
+
+
+def test_an_event_that_is_too_long_becomes_a_warning(server: Server) -> None:
+    job_id = server.submit()["id"]
+    worker = server.run(job_id)
+    worker.say("message", "x" * EVENT_BYTES.default)
+    worker.say("message", "goes on")
+    server.tick()
+    messages = [each["message"] for each in server.get(f"/jobs/{job_id}/events")["data"]]
+    assert messages[-1] == "goes on"
+    assert f"is longer than {EVENT_BYTES.default} bytes" in messages[-2]

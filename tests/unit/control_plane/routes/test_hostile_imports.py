@@ -3,27 +3,36 @@
 import json
 import os
 import shutil
+import socket
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from sqlalchemy import func, select
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.database.tables import ModelRow
 from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.storage.incoming import list_directory
+from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.workspaces import workspace
-from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal, served_control_plane
 from tests.unit.control_plane.routes.test_imports import student
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -236,6 +245,38 @@ def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temp
     assert seen == 9
     assert list(server.parts.objects.list("models")) == list(temporary.iterdir()) == []
     assert server.get("/models")["data"] == []
+
+
+def test_a_copy_ends_soon_after_its_connection(start: Start, parts: Components, tmp_path: Path) -> None:
+    source = student(tmp_path)
+    started = threading.Event()
+    with (source / "model.safetensors").open("wb") as weights:
+        weights.truncate(512 << 30)
+
+    class Endless(LocalObjectStore):
+        """Throws away what is copied, so that the copy would last for an hour."""
+
+        def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+            for _ in pieces:
+                started.set()
+
+        def free_bytes(self) -> int | None:
+            return None
+
+    objects = Endless(Path(parts.objects.uri))
+    with served_control_plane(replace(parts, objects=objects), Settings(home=tmp_path, _env_file=None)) as url:  # type: ignore[call-arg]
+        address = urlsplit(url)
+        body = json.dumps({"source": str(source)}).encode()
+        head = f"POST /models/import HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert started.wait(30.0)
+        until = time.monotonic() + 10.0
+        with parts.database.reading() as session:
+            assert session.scalar(select(func.count()).select_from(ModelRow)) == 0
+        while any(path.name.startswith("models") and [*path.rglob("*")] for path in (tmp_path / "store").iterdir()):
+            assert time.monotonic() < until, "the copy goes on although nobody waits for it"
+            time.sleep(0.05)
 
 
 def test_few_imports_run_at_a_time(server: Server, tmp_path: Path) -> None:

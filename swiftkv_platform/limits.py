@@ -54,6 +54,32 @@ KEPT_CHECKPOINTS = Limit(Scope.REQUEST, "checkpoints that a job keeps (`checkpoi
 RESUMPTIONS = Limit(Scope.REQUEST, "times that a job is resumed", 1000)
 SESSIONS = Limit(Scope.KEY, "browser sessions; the oldest one ends", 100)
 
+# Lists and stored documents
+PAGE_BYTES = Limit(Scope.REQUEST, "bytes of a page of a list, or its first object if that is longer", MIB >> 1)
+MANIFEST_BYTES = Limit(Scope.REQUEST, "bytes of an artifact's manifest.json", 16 * MIB)
+MANIFEST_VALUES = Limit(Scope.REQUEST, "JSON values of a manifest.json", 1 << 18)
+MANIFEST_STRINGS = Limit(Scope.REQUEST, "JSON strings of a manifest.json, keys included", 1 << 19)
+MODEL_BYTES = Limit(Scope.REQUEST, "bytes of a model's lineage and report, as JSON", 2 * MIB)
+MODEL_VALUES = Limit(Scope.REQUEST, "JSON values of a model's lineage and report, strings included", 1 << 16)
+MODEL_DEPTH = Limit(Scope.REQUEST, "nested objects and lists of a model's lineage or report", 32)
+EVENT_BYTES = Limit(Scope.REQUEST, "bytes of an event that a job's worker reports", MIB)
+EVENT_POINTS = Limit(Scope.REQUEST, "metric points that a listed event shows", 4096)
+
+# Imports of models
+IMPORT_BYTES = Limit(Scope.REQUEST, "bytes of an imported model", 1 << 40, "SWIFTKV_MAX_IMPORT_BYTES")
+IMPORT_FILES = Limit(Scope.REQUEST, "files of an imported model", 4096)
+IMPORT_DEPTH = Limit(Scope.REQUEST, "nested directories of an imported model", 8)
+IMPORT_SMALL_FILE_BYTES = Limit(
+    Scope.REQUEST, "bytes of a file of an imported model other than *.safetensors", 64 * MIB
+)
+IMPORT_SMALL_FILES_BYTES = Limit(
+    Scope.REQUEST,
+    "bytes of all files of an imported model other than *.safetensors; they are copied to /tmp",
+    256 * MIB,
+)
+IMPORTS_OF_TENANT = Limit(Scope.TENANT, "imports of models at a time", 2)
+IMPORTS = Limit(Scope.CONTROL_PLANE, "imports of models at a time", 4)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

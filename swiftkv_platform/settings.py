@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.limits import BODY_BYTES
+from swiftkv_platform.limits import BODY_BYTES, IMPORT_BYTES
 
 
 def default_home() -> Path:
@@ -168,6 +168,8 @@ class Settings(BaseSettings):
     directory."""
     max_file_rows: Annotated[int, Field(ge=1)] = 1_000_000
     """Maximum rows of an uploaded file; the tenants file may allow less."""
+    max_import_bytes: Annotated[int, Field(ge=1024)] = IMPORT_BYTES.default
+    """Maximum bytes of an imported model, for any tenant."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
     """Bytes kept of the log of an attempt that has ended, half from its beginning and half from its end, with a line
     between that says what is left out. Saving one takes up to 1.5 times as much in temporary files."""

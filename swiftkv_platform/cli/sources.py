@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.small_files import UnusableFileError, read_small
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import download_model
 
 
@@ -72,7 +75,11 @@ def artifact_teacher(directory: str) -> tuple[str, str | None]:
             "use --base with the model that it was made from",
             field="base",
         )
-    lineage = Manifest.model_validate_json(manifest.read_bytes()).lineage
+    try:
+        lineage = parse_manifest(read_small(manifest, MANIFEST_BYTES.default)).lineage
+    except UnusableFileError as error:
+        message = f"base is not given, and the {MANIFEST} of {directory!r} {error}; use --base"
+        raise InvalidInputError(message, field="base", value=directory) from error
     return lineage["teacher"], lineage["revision"]
 
 

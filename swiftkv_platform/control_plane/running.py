@@ -39,6 +39,7 @@ from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
+from swiftkv_platform.control_plane.models.imports import import_places
 from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
@@ -49,6 +50,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.workspaces import remove_abandoned_workspaces
 from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.rate_limits import RateLimit
@@ -74,6 +76,7 @@ async def running(
 ) -> AsyncIterator[None]:
     """Give `app` its state and run its loops until the context ends. `components`: parts to use instead of those that
     `settings` describes. Raises as `build_components`."""
+    await run_in_threadpool(remove_abandoned_workspaces)
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
@@ -157,6 +160,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.log_followers = LogFollowers(parts, logs, app.state.turns)
     app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
     app.state.upload_places = upload_places()
+    app.state.import_places = import_places()
 
 
 def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:

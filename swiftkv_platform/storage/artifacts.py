@@ -27,7 +27,10 @@ from swiftkv_platform.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, validate_key
+from swiftkv_platform.limits import MANIFEST_BYTES, MANIFEST_STRINGS, MANIFEST_VALUES
+from swiftkv_platform.sources.small_files import UnusableFileError, checked_length
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small, validate_key
+from swiftkv_platform.web.hostile_json import exceeds
 
 _PARALLEL_FILES = 4
 """Files transferred at the same time."""
@@ -35,6 +38,7 @@ _PARALLEL_PARTS = 4
 """Parts of one file that are fetched at the same time."""
 _PART_SIZE = 64 << 20
 """Bytes of a part, which is fetched over one connection."""
+_LONGEST_REASON = 300
 
 T = TypeVar("T")
 
@@ -132,14 +136,28 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     """Return the manifest of a complete directory. Raises `ObjectNotFoundError` if the directory is incomplete or
     missing, and `ArtifactCorruptError` if the manifest is not valid."""
     key = join_key(prefix, MANIFEST)
-    data = store.get_bytes(key)
+    try:
+        return parse_manifest(read_small(store, key, MANIFEST_BYTES.default))
+    except UnusableFileError as error:
+        raise ArtifactCorruptError(f"manifest {key!r} in {store.uri} {error}", field="key", value=key) from error
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Return the manifest in `data`. Raises `UnusableFileError` if it is not one, or has too many values."""
+    checked_length(data, MANIFEST_BYTES.default)
+    if exceeds(data, MANIFEST_VALUES.default, MANIFEST_STRINGS.default):
+        raise UnusableFileError(
+            f"has more than {MANIFEST_VALUES.default} values or {MANIFEST_STRINGS.default} strings, which is the limit"
+        )
     try:
         manifest = Manifest.model_validate_json(data)
         _check_names(manifest)
-    except (ValidationError, InvalidInputError) as error:
-        raise ArtifactCorruptError(
-            f"manifest {key!r} in {store.uri} is unusable: {error}", field="key", value=key
-        ) from error
+    except InvalidInputError as error:
+        raise UnusableFileError(f"cannot be read: {error.message}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:_LONGEST_REASON]
+        raise UnusableFileError(f"cannot be read: {why}") from error
     return manifest
 
 

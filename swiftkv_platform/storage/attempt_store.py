@@ -16,12 +16,14 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
 from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptRequest, Manifest, misunderstanding
-from swiftkv_platform.contract.events import AttemptEvent, parse_event
+from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
+from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.redaction import redact
+from swiftkv_platform.sources.small_files import UnusableFileError
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, keep, open_log
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
@@ -64,7 +66,7 @@ MAX_LOG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, order=True)
-class _CheckpointName:
+class CheckpointName:
     """Name of a checkpoint; sorts by step, then by attempt."""
 
     step: int
@@ -140,13 +142,19 @@ class AttemptStore:
     def _fetch(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Read the events at these keys (by writer) in parallel, and merge them by time."""
         flat = [key for own in keys.values() for key in own]
-        read = map(self._store.get_bytes, flat) if len(flat) < 2 else self._readers.map(self._store.get_bytes, flat)
-        events = iter([parse_event(data, name=key, now=time.time()) for key, data in zip(flat, read, strict=True)])
+        events = map(self._read_event, flat) if len(flat) < 2 else self._readers.map(self._read_event, flat)
         streams = [
             [StoredEvent(writer, number, next(events)) for number, _ in enumerate(own, cursor.get(writer, 0) + 1)]
             for writer, own in keys.items()
         ]
         return list(heapq.merge(*streams, key=lambda stored: stored.event.time))
+
+    def _read_event(self, key: str) -> AttemptEvent:
+        try:
+            data = read_small(self._store, key, EVENT_BYTES.default)
+        except UnusableFileError as error:
+            return MessageEvent(time=time.time(), level="warn", message=f"event {key!r} {error}")
+        return parse_event(data, name=key, now=time.time())
 
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
@@ -169,24 +177,26 @@ class AttemptStore:
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
         """Return the complete checkpoints of all attempts, ordered by step, then attempt."""
-        found: list[StoredCheckpoint] = []
-        for name in self._checkpoint_names(job_id):
-            try:
-                manifest = read_manifest(self._store, name.key)
-            except ObjectNotFoundError:
-                continue  # incomplete, or rotated away since the listing
-            found.append(
-                StoredCheckpoint(
-                    attempt=name.attempt,
-                    step=name.step,
-                    key=name.key,
-                    size=manifest.size,
-                    sha256=manifest_digest(manifest),
-                    created_at=manifest.created_at,
-                    held_out_kl=_held_out_kl(manifest, name.step),
-                )
-            )
-        return found
+        return self.read_checkpoints(self.checkpoint_names(job_id))
+
+    def read_checkpoints(self, names: Iterable[CheckpointName], limit: int | None = None) -> list[StoredCheckpoint]:
+        """Return those of the named checkpoints that are complete, the first `limit` of them; no others are read."""
+        return list(islice(filter(None, map(self._read_checkpoint, names)), limit))
+
+    def _read_checkpoint(self, name: CheckpointName) -> StoredCheckpoint | None:
+        try:
+            manifest = read_manifest(self._store, name.key)
+        except ObjectNotFoundError:
+            return None  # incomplete, or rotated away since the listing
+        return StoredCheckpoint(
+            attempt=name.attempt,
+            step=name.step,
+            key=name.key,
+            size=manifest.size,
+            sha256=manifest_digest(manifest),
+            created_at=manifest.created_at,
+            held_out_kl=_held_out_kl(manifest, name.step),
+        )
 
     def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
         """Return the key of the complete checkpoint with the largest step, on a tie of the newest attempt; None if
@@ -195,7 +205,7 @@ class AttemptStore:
 
     def complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
         """Yield the keys of complete checkpoints, the one to resume from first; see `newest_checkpoint`."""
-        for name in reversed(self._checkpoint_names(job_id)):
+        for name in reversed(self.checkpoint_names(job_id)):
             if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
                 yield name.key
 
@@ -203,15 +213,15 @@ class AttemptStore:
         """Whether a later attempt of the job exists in the store."""
         return any(later.number > attempt.number for later in self._attempts(attempt.job_id))
 
-    def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
+    def checkpoint_names(self, job_id: str) -> list[CheckpointName]:
         """Return the checkpoint directories of all attempts in ascending order, complete or not."""
-        names: list[_CheckpointName] = []
+        names: list[CheckpointName] = []
         for attempt in self._attempts(job_id):
             prefix = attempt.checkpoints_prefix
             for name in self._store.list_directories(prefix):
                 match = _CHECKPOINT_NAME.match(name)
                 if match:
-                    names.append(_CheckpointName(int(match.group(1)), attempt.number, join_key(prefix, name)))
+                    names.append(CheckpointName(int(match.group(1)), attempt.number, join_key(prefix, name)))
         return sorted(names)
 
     def _attempts(self, job_id: str) -> list[AttemptId]:

@@ -110,8 +110,32 @@ class BucketStore:
 
     def upload_file(self, path: Path, key: str) -> None:
         with self._errors("upload", key):
-            part_size = max(_PART_SIZE, -(-path.stat().st_size // _MOST_PARTS))
-            self._client.put(validate_key(key), path, chunk_size=part_size, max_concurrency=4)
+            self._put(path, key, path.stat().st_size)
+
+    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+        failure: list[BaseException] = []
+
+        def watched() -> Iterator[bytes]:
+            try:
+                yield from pieces
+            except BaseException as error:
+                failure.append(error)
+                raise
+
+        with self._errors("upload", key):
+            try:
+                self._put(watched(), key, size)
+            except Exception:
+                if failure:  # which the client reports as its own error
+                    raise failure[0] from None
+                raise
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def _put(self, content: Path | Iterator[bytes], key: str, size: int) -> None:
+        part_size = max(_PART_SIZE, -(-size // _MOST_PARTS))
+        self._client.put(validate_key(key), content, chunk_size=part_size, max_concurrency=4)
 
     def download_file(self, key: str, path: Path) -> None:
         with self._errors("download", key), temporary_beside(path) as temporary:

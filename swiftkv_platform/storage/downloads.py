@@ -10,7 +10,7 @@ from swiftkv_platform.errors import BucketError, InvalidInputError, ModelError
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
@@ -37,10 +37,19 @@ def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, 
 
 def keys_below(store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str) -> list[str]:
     """Return the keys of the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
-    keys = [info.key for info in store.list(source.key)]
-    if not keys:
+    return [info.key for info in objects_below(store, source, missing, field=field)]
+
+
+def objects_below(
+    store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str
+) -> Iterator[ObjectInfo]:
+    """Yield the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
+    listed = store.list(source.key)
+    first = next(listed, None)
+    if first is None:
         raise missing.of(field, source.name, "; there is no object at that address and none below it")
-    return keys
+    yield first
+    yield from listed
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.names import TEMPORARY_PREFIX, key_fault
+from swiftkv_platform.sources.small_files import checked_length
 
 CHUNK_SIZE = 1 << 20
 """Bytes per read of a streamed object."""
@@ -59,6 +60,13 @@ class ObjectStore(Protocol):
 
     def upload_file(self, path: Path, key: str) -> None:
         """Write the file's content as an object."""
+
+    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+        """Write the joined pieces, of about `size` bytes together, as an object; nothing is written if the iterator
+        raises, and its error is passed on."""
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that still fit into the store; None if there is no such limit."""
 
     def download_file(self, key: str, path: Path) -> None:
         """Write the object to `path`, replacing it atomically. Raises `ObjectNotFoundError`."""
@@ -107,6 +115,17 @@ def validate_prefix(prefix: str) -> str:
 def join_key(prefix: str, name: str) -> str:
     """Return the key of `name` below `prefix`, which may be empty."""
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
+
+
+def read_small(store: ObjectStore, key: str, most: int) -> bytes:
+    """Return the content of an object of at most `most` bytes; no more are read. Raises `ObjectNotFoundError`, and
+    `UnusableFileError` if it is longer."""
+    data = bytearray()
+    for piece in store.stream(key):
+        data += piece
+        if len(data) > most:
+            break
+    return checked_length(bytes(data), most)
 
 
 @contextmanager

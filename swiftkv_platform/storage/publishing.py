@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
+from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.specs.publish import kind_of, repository_of
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import canonical, fetch_file, read_manifest
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.artifacts import canonical, fetch_file, parse_manifest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore, read_small
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -129,7 +130,7 @@ def _to_store(
 
 def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
     try:
-        return Manifest.model_validate_json(store.get_bytes(key))
+        return parse_manifest(read_small(store, key, MANIFEST_BYTES.default))
     except ObjectNotFoundError:
         return None
     except ValueError as error:

@@ -272,3 +272,19 @@ def test_ping_says_that_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     with pytest.raises(StorageError, match=r"s3://bucket.*AWS_ENDPOINT_URL"):
         open_store("s3://bucket").ping()
+
+
+def test_pieces_become_one_object_or_none(store: ObjectStore) -> None:
+    pieces = [bytes([number]) * (1 << 20) for number in range(10)]  # more than one part of a large upload
+    store.upload_pieces(iter(pieces), "a/whole", 10 << 20)
+    assert store.get_bytes("a/whole") == b"".join(pieces)
+    store.upload_pieces(iter(()), "a/empty", 0)
+    assert store.get_bytes("a/empty") == b""
+
+    def interrupted() -> Iterator[bytes]:
+        yield from pieces
+        raise KeyError("the client has left")
+
+    with pytest.raises(KeyError, match="has left"):
+        store.upload_pieces(interrupted(), "a/interrupted", 20 << 20)
+    assert [info.key for info in store.list("a")] == ["a/empty", "a/whole"]

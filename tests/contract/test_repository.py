@@ -193,6 +193,28 @@ def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(
         assert pages > 3
 
 
+def test_a_page_of_events_counts_the_points_that_are_stored_apart(
+    jobs: JobRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "PAGE_BYTES", 20_000)
+    job = store(jobs, make_job())
+    events = [told(job, *range(number * 10, number * 10 + 10)) for number in range(1, 9)]
+    odd = [replace(told(job), data={"points": [], "steps": ["a", "b"]}), message(job, "steps")]
+    odd[1] = replace(odd[1], data={"steps": {"a": "b"}})
+    points = [MetricPoint(step, 1, 5.0, {"loss": 1.0 / step, "note": "x" * 500}) for step in range(10, 90)]
+    jobs.update(job, events=[*events, *odd], points=points)
+    found: list[Event] = []
+    while True:
+        page = jobs.events(job.id, Page(found[-1].id if found else None, 100, "asc"))
+        assert sum(len(str(event.data)) for event in page.items) < 30_000
+        found += page.items
+        if not page.has_more:
+            break
+    assert [event.id for event in found[1:]] == [event.id for event in (*events, *odd)]
+    assert [len(event.data["points"]) for event in found[1:9]] == [10] * 8
+    assert [event.data["steps"] for event in found[9:]] == [["a", "b"], {"a": "b"}]
+
+
 def told(job: Job, *steps: int) -> Event:
     points = [{"step": step, "loss": 1.0 / step} for step in steps]
     return Event(new_id("evt"), job.id, 100, "metrics", "steps", data={"points": points, "total_steps": 9})

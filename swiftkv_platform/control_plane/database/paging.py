@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, Select, String, cast, func, select
+from sqlalchemy import JSON, ColumnElement, LargeBinary, Select, String, cast, func, literal, select
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.sql.functions import GenericFunction
 
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
+from swiftkv_platform.limits import PAGE_BYTES as _PAGE
 from swiftkv_platform.logs import get_logger
 
-PAGE_BYTES = 1 << 19
-"""Most characters of documents in a page of a list. A page is made in one go, while other requests wait, and its
+PAGE_BYTES = _PAGE.default
+"""Max bytes of texts and documents in the rows of a page. A page is made in one go, while other requests wait, and its
 objects take some ten times as much memory."""
+_ROW_BYTES = 256
+"""Bytes that a row counts in addition to its texts and documents."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
@@ -55,32 +60,42 @@ def page_of(
     page: Page,
     tenant: str,
     *where: ColumnElement[bool],
-    sized: Sequence[InstrumentedAttribute[Any]] = (),
 ) -> Slice[Owned]:
-    """Return a page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant.
-
-    Args:
-        sized: columns of documents whose length counts: the page ends before they exceed `PAGE_BYTES`, after one row at
-            least.
-    """
+    """Return a page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant."""
     if page.after is not None:
         seen = session.get(table, page.after)
         if seen is None or seen.tenant != tenant:
             raise unknown_cursor(page.after)
-    of_tenant = (table.tenant == tenant, *where)
-    limit = page.limit
-    if sized:
-        lengths = [func.coalesce(func.length(cast(each, String)), 0) for each in sized]
-        sizes: Select[Any] = _after(select(*lengths).where(*of_tenant), table.id, page, page.after)
-        limit = _fitting([sum(row) for row in session.execute(sizes.limit(limit))])
-    query: Select[Any] = select(table).where(*of_tenant)
-    return fetch(session, query, table.id, replace(page, limit=limit), after=page.after)
+    query: Select[Any] = select(table).where(table.tenant == tenant, *where)
+    return fetch(session, query, table.id, page, after=page.after)
 
 
-def _fitting(sizes: Sequence[int]) -> int:
-    """Return how many of the first rows fit into `PAGE_BYTES`, at least 1."""
+class _OctetLength(GenericFunction[int]):
+    """Bytes of a text."""
+
+    inherit_cache = True
+    name = "octet_length"
+
+
+@compiles(_OctetLength, "sqlite")  # has `octet_length` since 3.43
+def _on_sqlite(function: _OctetLength, compiler: Any, **options: Any) -> str:
+    return str(compiler.process(func.length(cast(next(iter(function.clauses)), LargeBinary)), **options))
+
+
+def stored_bytes(table: Any) -> ColumnElement[int]:
+    """Return the bytes of the texts and documents of a table's row, to be computed by the database."""
+    sizes: ColumnElement[int] = literal(_ROW_BYTES)
+    for column in table.__table__.columns:
+        if isinstance(column.type, String | JSON):
+            sizes = sizes + func.coalesce(_OctetLength(cast(column, String)), 0)
+    return sizes
+
+
+def fitting(sizes: Iterable[int]) -> int:
+    """Return how many of the first rows fit into `PAGE_BYTES`, at least 1. Reads no size after the first that does
+    not."""
     totals = itertools.accumulate(sizes)
-    return max(sum(total <= PAGE_BYTES for total in totals), 1)
+    return max(sum(1 for _ in itertools.takewhile(lambda total: total <= PAGE_BYTES, totals)), 1)
 
 
 def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
@@ -90,13 +105,39 @@ def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
 
 
 def fetch(
-    session: Session, query: Select[Row], key: InstrumentedAttribute[Any], page: Page, *, after: Any
+    session: Session,
+    query: Select[Row],
+    key: InstrumentedAttribute[Any],
+    page: Page,
+    *,
+    after: Any,
+    beside: ColumnElement[int] | None = None,
 ) -> Slice[Row]:
-    """Fetch at most `page.limit` rows, ordered by the unique column `key`, beginning after its value `after`."""
-    rows = session.scalars(_after(query, key, page, after).limit(page.limit)).all()
+    """Fetch at most `page.limit` whole rows, ordered by the unique column `key`, beginning after its value `after`. The
+    page ends before its rows exceed `PAGE_BYTES`, after one row at least; other rows are not loaded.
+
+    Args:
+        beside: bytes that will be loaded in addition to each row.
+    """
+    ordered = _after(query, key, page, after)
+    size = stored_bytes(key.class_) + (0 if beside is None else func.coalesce(beside, 0))
+    sizes = session.execute(
+        ordered.with_only_columns(size, maintain_column_froms=True).limit(page.limit).execution_options(yield_per=100)
+    )
+    limit = min(fitting(each[0] for each in sizes), page.limit)
+    sizes.close()
+    rows = session.scalars(ordered.limit(limit)).all()
     # A query for the key alone, since the next row may be the largest.
-    beyond = _after(query, key, page, after).with_only_columns(key).offset(page.limit).limit(1)
-    return Slice(rows, has_more=len(rows) == page.limit and session.execute(beyond).first() is not None)
+    beyond = ordered.with_only_columns(key).offset(limit).limit(1)
+    return Slice(rows, has_more=len(rows) == limit and session.execute(beyond).first() is not None)
+
+
+def fetch_names(
+    session: Session, query: Select[str], key: InstrumentedAttribute[Any], page: Page, *, after: Any
+) -> Slice[str]:
+    """Fetch at most `page.limit` values of the short column `key`, which `query` selects, ordered by it."""
+    found = session.scalars(_after(query, key, page, after).limit(page.limit + 1)).all()
+    return Slice(found[: page.limit], has_more=len(found) > page.limit)
 
 
 def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:

@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, readable, unreadable
+from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
@@ -133,7 +133,7 @@ class DeploymentRepository(Store):
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
         with self._database.reading() as session:
-            rows = session.scalars(query.order_by(DeploymentRow.id.desc()).limit(limit))
+            rows = fetch(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
             return readable(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:

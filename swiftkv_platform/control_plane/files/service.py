@@ -7,10 +7,8 @@ without a row, which the sweeper removes.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
@@ -22,6 +20,7 @@ from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.workspaces import workspace
 
 _SWEEP_INTERVAL_S = 600.0
 _MOST_SWEPT = 500
@@ -78,8 +77,8 @@ class FileService:
             StorageError, DatabaseUnavailableError: not stored.
         """
         limits, now = self._limits_of(caller), int(self.clock())
-        with tempfile.TemporaryDirectory(prefix="upload-") as directory:
-            path = Path(directory) / f"rows{SUFFIX}"
+        with workspace() as directory:
+            path = directory / f"rows{SUFFIX}"
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)

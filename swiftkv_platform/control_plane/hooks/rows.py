@@ -6,17 +6,19 @@ step that was repeated has its newest values in every event that reports it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from swiftkv_platform.control_plane.database.paging import Store, value_of
+from swiftkv_platform.control_plane.database.paging import Store, stored_bytes, value_of
 from swiftkv_platform.control_plane.database.tables import DeliveryRow, EventRow, JobRow, PointRow
 from swiftkv_platform.control_plane.hooks.webhooks import Delivery, Recipients
 from swiftkv_platform.control_plane.jobs.job import Event, Job
+from swiftkv_platform.limits import EVENT_POINTS
 from swiftkv_platform.specs.publish import WebhookSpec
 
 PENDING = "pending"
@@ -152,16 +154,37 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
     return replace(event, data={**data, _STEPS: [min(steps), max(steps)]})
 
 
+def bytes_of_points(job_id: str) -> ColumnElement[int]:
+    """Return the bytes of the points that `with_points` adds to a row of a job's events."""
+    # Other events may have anything as their `steps`, which could not be cast.
+    lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS].as_string().is_(None))
+    first, last = (case((lacks_points, EventRow.data[_STEPS][index].as_integer())) for index in (0, 1))
+    of_event = select(func.sum(stored_bytes(PointRow))).where(
+        PointRow.job_id == job_id, PointRow.step.between(first, last)
+    )
+    return of_event.correlate(EventRow).scalar_subquery()
+
+
 def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
-    """Events of a job with the metric points that their rows leave out."""
-    ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
-    if not ranges:
-        return list(events)
-    first, last = min(steps[0] for steps in ranges), max(steps[1] for steps in ranges)
-    query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
-    rows = session.scalars(query.order_by(PointRow.step)).all()
-    points = [{"step": row.step, **row.values} for row in rows]
+    """Events of a job with the metric points that their rows leave out, the first `EVENT_POINTS` of each."""
+    points: list[Mapping[str, Any]] = []
+    for first, last in _merged(event.data[_STEPS] for event in events if _lacks_points(event)):
+        query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
+        rows = session.scalars(query.order_by(PointRow.step).limit(EVENT_POINTS.default * len(events)))
+        points += [{"step": row.step, **row.values} for row in rows]
     return [_filled(event, points) if _lacks_points(event) else event for event in events]
+
+
+def _merged(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+    """Join ranges of steps that overlap or are adjacent, e.g. [2, 3] and [0, 1] -> [(0, 3)]."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(map(tuple, ranges)):
+        if merged and first <= merged[-1][1] + 1:
+            before = merged.pop()
+            merged.append((before[0], max(before[1], last)))
+        else:
+            merged.append((first, last))
+    return merged
 
 
 def _lacks_points(event: Event) -> bool:
@@ -171,4 +194,5 @@ def _lacks_points(event: Event) -> bool:
 def _filled(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
     first, last = event.data[_STEPS]
     data = {name: value for name, value in event.data.items() if name != _STEPS}
-    return replace(event, data={**data, _POINTS: [point for point in points if first <= point["step"] <= last]})
+    kept = list(islice((point for point in points if first <= point["step"] <= last), EVENT_POINTS.default))
+    return replace(event, data={**data, _POINTS: kept})

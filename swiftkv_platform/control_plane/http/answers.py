@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 from swiftkv_platform.control_plane.base import Slice
+from swiftkv_platform.limits import PAGE_BYTES
 
 T = TypeVar("T")
 
@@ -38,15 +40,32 @@ def list_answer(
     cursor: Callable[[Item], str] = attrgetter("id"),
     order: Literal["asc", "desc"] = "asc",
 ) -> ListAnswer[Item]:
-    """Return the answer of a list. Its first and last id, in `order`, may be those of rows that are left out."""
-    data = [make(item) for item in found.items]
-    ids = [cursor(item) for item in data]
-    if found.left_out:
-        ids = sorted([*ids, *found.left_out], reverse=order == "desc")
+    """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
+    last id, in `order`, may be those of rows that are left out."""
+    data = fitting_answers(map(make, found.items))
+    is_cut = len(data) < len(found.items)
+    ids, left_out = [cursor(item) for item in data], list(found.left_out)
+    if left_out:
+        if is_cut:  # those after the page's end belong to a later page
+            left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
+        ids = sorted([*ids, *left_out], reverse=order == "desc")
     return ListAnswer(
         data=data,
-        has_more=found.has_more,
+        has_more=found.has_more or is_cut,
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
-        left_out=list(found.left_out),
+        left_out=left_out,
     )
+
+
+def fitting_answers(items: Iterable[Item]) -> list[Item]:
+    """Return the first objects that have at most `PAGE_BYTES` together as JSON, at least one if there is any. No others
+    are made."""
+    found: list[Item] = []
+    size = 0
+    for item in items:
+        size += len(to_json(item))
+        if found and size > PAGE_BYTES.default:
+            break
+        found.append(item)
+    return found

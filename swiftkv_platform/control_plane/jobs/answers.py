@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, M
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import Positive
-from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+from swiftkv_platform.storage.attempt_store import CheckpointName, StoredCheckpoint
 
 
 class StatusReason(Answer):
@@ -189,16 +189,12 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
-        name = f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
-        return cls.model_validate({**vars(checkpoint), "id": name, "distilled_model": model})
+        return cls.model_validate({**vars(checkpoint), "id": checkpoint_id(checkpoint), "distilled_model": model})
 
-    @classmethod
-    def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
-        """Return answers on all checkpoints of a job, by step, then attempt; at the model's step, the newest attempt's
-        names the model."""
-        step = ((job.result or {}).get("training") or {}).get("step")
-        chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
-        return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]
+
+def checkpoint_id(checkpoint: StoredCheckpoint | CheckpointName) -> str:
+    """Return the id of a checkpoint, unique within its job."""
+    return f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
 
 
 class AncestorAnswer(Answer):

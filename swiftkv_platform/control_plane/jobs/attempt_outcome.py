@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.jobs.costs import measured_speed
 from swiftkv_platform.control_plane.jobs.job import Failure, Job, JobStatus, Reason, requeue
 from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reading import Reading
-from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.model import Model, documents_fault
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 from swiftkv_platform.storage.attempt_store import AttemptStore
 
@@ -55,7 +55,11 @@ class AttemptOutcomes:
                 damage = Failure(Reason(error.code, error.message), retryable=True)
             else:
                 if manifest is not None:
-                    return self._promote(reading, manifest)
+                    model = self._model(reading, manifest)
+                    fault = documents_fault(model)
+                    if fault is None:
+                        return self._promote(reading, model)
+                    damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
         if cancelling:
             reading.move(JobStatus.CANCELLED, job.status_reason)
         elif job.status is JobStatus.PAUSING:
@@ -106,12 +110,9 @@ class AttemptOutcomes:
         )
         reading.events.append(event)
 
-    def _promote(self, reading: Reading, manifest: Manifest) -> Model:
-        """Make the artifact the job's model; the update that stores both is refused if the job has changed."""
-        if reading.job.status is JobStatus.STARTING:
-            reading.move(JobStatus.RUNNING)
+    def _model(self, reading: Reading, manifest: Manifest) -> Model:
         job = reading.job
-        model = Model(
+        return Model(
             id=new_id("mdl"),
             tenant=job.tenant,
             name=job.spec.name,
@@ -124,6 +125,12 @@ class AttemptOutcomes:
             lineage=dict(manifest.lineage),
             metrics=dict(manifest.metrics),
         )
+
+    def _promote(self, reading: Reading, model: Model) -> Model:
+        """Make `model` the job's; the update that stores both is refused if the job has changed."""
+        if reading.job.status is JobStatus.STARTING:
+            reading.move(JobStatus.RUNNING)
+        job = reading.job
         reading.job = replace(
             job,
             distilled_model=model.id,

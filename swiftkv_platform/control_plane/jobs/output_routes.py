@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.control_plane.access.callers import Fetcher, Streamed
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import OldestFirst
 from swiftkv_platform.control_plane.jobs.answers import (
     ArtifactFileAnswer,
     CheckpointAnswer,
     TrackingFileAnswer,
+    checkpoint_id,
     page_of,
 )
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 from swiftkv_platform.storage.object_store import ObjectInfo
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
@@ -32,9 +36,27 @@ _URL_LIFETIME_S = 3600
 def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
     """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
-    found = CheckpointAnswer.all_of(job, parts.attempts.list_checkpoints(job_id))
-    kept = page_of(found, lambda checkpoint: checkpoint.id, page)
-    return list_answer(kept, lambda checkpoint: checkpoint)
+    chosen = _chosen_checkpoint(parts.attempts, job)
+
+    def answer(checkpoint: StoredCheckpoint) -> CheckpointAnswer:
+        return CheckpointAnswer.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
+
+    return list_answer(page_of_checkpoints(parts.attempts, job_id, page), answer)
+
+
+def page_of_checkpoints(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
+    """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
+    names = attempts.checkpoint_names(job_id)
+    remaining = page_of(names, checkpoint_id, replace(page, limit=max(len(names), 1))).items
+    found = attempts.read_checkpoints(remaining, page.limit + 1)
+    return Slice(found[: page.limit], has_more=len(found) > page.limit)
+
+
+def _chosen_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
+    """Return the key of the checkpoint that the job's model is made of: the newest attempt's at the model's step."""
+    step = ((job.result or {}).get("training") or {}).get("step")
+    names = [name for name in reversed(attempts.checkpoint_names(job.id)) if name.step == step]
+    return next((found.key for found in attempts.read_checkpoints(names, 1)), None)
 
 
 @router.get("/artifacts")

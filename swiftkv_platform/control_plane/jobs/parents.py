@@ -121,11 +121,12 @@ class Parents:
             raise _refused(
                 str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
             )
-        complete = self.objects.list_checkpoints(job.id)
-        found = [each for each in complete if each.step == name.step and name.attempt in (None, each.attempt)]
-        if not found:
-            raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(complete)}")
-        newest = found[-1]
+        newest_first = self.objects.checkpoint_names(job.id)[::-1]
+        wanted = [each for each in newest_first if each.step == name.step and name.attempt in (None, each.attempt)]
+        newest = next(iter(self.objects.read_checkpoints(wanted, 1)), None)
+        if newest is None:
+            known = self.objects.read_checkpoints(newest_first, _MOST_NAMED)
+            raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(known)}")
         parent = Parent(
             name=str(ParentName(job=job.id, step=newest.step, attempt=newest.attempt)),
             kind="checkpoint",
@@ -246,11 +247,10 @@ def _trained_by(model: Model, job: Job | None) -> JobSpec:
         raise _refused(model.id, "its lineage does not say which spec it was trained with") from error
 
 
-def _there_are(complete: Sequence[StoredCheckpoint]) -> str:
-    if not complete:
+def _there_are(known: Sequence[StoredCheckpoint]) -> str:
+    if not known:
         return "it has none; use a job whose checkpoints have not been removed"
-    steps = sorted({each.step for each in complete})
-    return f"it has steps {', '.join(map(str, steps[-_MOST_NAMED:]))}"
+    return f"it has steps {', '.join(map(str, sorted({each.step for each in known})))}"
 
 
 def _refused(name: str, problem: str) -> InvalidInputError:

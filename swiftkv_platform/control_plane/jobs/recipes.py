@@ -11,8 +11,9 @@ import yaml
 from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
-from swiftkv_platform.control_plane.base import Slice
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.lists import OldestFirst
+from swiftkv_platform.control_plane.jobs.answers import page_of
 from swiftkv_platform.sources.recipes import recipes as shipped_recipes
 from swiftkv_platform.specs import JobSpec
 
@@ -48,6 +49,7 @@ def _recipe(name: str, text: str) -> RecipeAnswer:
 
 
 @router.get("/recipes")
-def list_recipes(_caller: Reader) -> ListAnswer[RecipeAnswer]:
+def list_recipes(_caller: Reader, page: OldestFirst) -> ListAnswer[RecipeAnswer]:
     """List the job specs that ship with the platform, by id."""
-    return list_answer(Slice(recipes(), has_more=False), lambda recipe: recipe)
+    kept = page_of(recipes(), lambda recipe: recipe.id, page)
+    return list_answer(kept, lambda recipe: recipe, order=page.order)

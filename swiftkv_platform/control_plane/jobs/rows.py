@@ -31,7 +31,13 @@ from swiftkv_platform.control_plane.database.tables import EventRow, Idempotency
 from swiftkv_platform.control_plane.deployments.rows import deployments_turn
 from swiftkv_platform.control_plane.files.file import check_quota
 from swiftkv_platform.control_plane.files.rows import check_present, take_turn, used_bytes
-from swiftkv_platform.control_plane.hooks.rows import delivery_rows, give_up_excess, with_points, without_points
+from swiftkv_platform.control_plane.hooks.rows import (
+    bytes_of_points,
+    delivery_rows,
+    give_up_excess,
+    with_points,
+    without_points,
+)
 from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING, Event, Job, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, Idempotency, JobFilter, check_stored
@@ -127,7 +133,7 @@ class JobRepository(Store):
             return _job(owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
-        """Return a page of jobs, of at most `PAGE_BYTES` or one job. Raises `InvalidInputError` if `page.after` names
+        """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
         no job of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
         if where.status is not None:
@@ -135,7 +141,7 @@ class JobRepository(Store):
         if where.model is not None:
             wanted.append(JobRow.model == where.model)
         with self._database.reading() as session:
-            rows = page_of(session, JobRow, page, tenant, *wanted, sized=(JobRow.spec, JobRow.state))
+            rows = page_of(session, JobRow, page, tenant, *wanted)
             jobs, left_out = readable(rows.items, _job)
             return Slice(jobs, rows.has_more, left_out)
 
@@ -305,7 +311,7 @@ class JobRepository(Store):
                     raise unknown_cursor(page.after)
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
-            rows = fetch(session, query, EventRow.sequence, page, after=after)
+            rows = fetch(session, query, EventRow.sequence, page, after=after, beside=bytes_of_points(job_id))
             # The data of a damaged row is no object.
             events = [value_of(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items]
             return Slice(with_points(session, job_id, events), rows.has_more)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
-from swiftkv_platform.control_plane.http.answers import Answer
+from swiftkv_platform.control_plane.http.answers import Answer, fitting_answers
 from swiftkv_platform.control_plane.jobs.answers import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
@@ -122,12 +122,13 @@ class AliasAnswer(Answer):
     """Increases with every promotion and rollback; also in `ETag`, for `If-Match`."""
     model: str
     history: list[PromotionAnswer]
-    """Oldest first."""
+    """Oldest first. Of a history that is longer than a page of a list, only the newest changes."""
 
     @classmethod
     def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
         newest = {"version": history[-1].version, "model": history[-1].model}
-        return cls.model_validate({"id": alias, **newest, "history": history})
+        shown = fitting_answers(map(PromotionAnswer.model_validate, reversed(history)))
+        return cls.model_validate({"id": alias, **newest, "history": shown[::-1]})
 
 
 class LineageDeployment(Answer):

@@ -1,44 +1,58 @@
-"""Import of students that were made elsewhere: they are copied, checked, and registered as models without a job.
+"""Import of students that were made elsewhere: they are listed, bounded, copied, checked, and registered as models
+without a job.
 
-The objects are written before the row, so that a model always has its objects. Before the objects, a deletion is noted,
-with which the sweeper removes what an interrupted import has left.
+Nothing is copied before the listed bytes fit the tenant's quota. Small files are copied to this machine, checked, and
+uploaded from that copy; weights are hashed while they are streamed from store to store. The objects are written before
+the row, so that a model always has its objects. Before the objects, a deletion is noted, with which the sweeper removes
+what an interrupted import has left.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
+from swiftkv_platform.control_plane.files.file import check_quota
 from swiftkv_platform.control_plane.models.answers import LineageAnswer
 from swiftkv_platform.control_plane.models.comparison import compare
-from swiftkv_platform.control_plane.models.model import Model, imported_prefix
+from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, ModelError, StorageError
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
+from swiftkv_platform.limits import IMPORT_BYTES, IMPORTS, IMPORTS_OF_TENANT, MANIFEST_BYTES
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.sources.relative import is_relative
-from swiftkv_platform.sources.small_files import CONFIG_BYTES, UnusableFileError, read_object
+from swiftkv_platform.sources.small_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
 from swiftkv_platform.specs.job import JobName
-from swiftkv_platform.storage.artifacts import delete_directory, describe_directory, manifest_digest, publish_directory
-from swiftkv_platform.storage.downloads import download_below
+from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
+from swiftkv_platform.storage.incoming import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.workspaces import workspace
+from swiftkv_platform.web.places import Places, Share
 
 _FIELD = "source"
 _NAME: TypeAdapter[str] = TypeAdapter(JobName)
 _ADAPTER = "swiftkv_adapter.json"
+_RETRY_AFTER_S = 5.0
+
+
+def import_places() -> Places:
+    """Make the limit of concurrent imports."""
+    share = Share(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
+    return Places("imports of models", share, retry_after_s=_RETRY_AFTER_S)
 
 
 @dataclass(frozen=True)
@@ -51,38 +65,85 @@ class ModelImports:
     clock: Clock
     access: Callable[[str], Access]
     """Sources that a tenant may read."""
+    used_bytes: Callable[[str], int]
+    """Bytes that count against a tenant's quota."""
     policies: Tenants = NO_LIMITS
+    max_bytes: int = IMPORT_BYTES.default
+    """Max bytes of a model, for any tenant."""
+    check_client: Callable[[], None] = lambda: None
+    """Called before each piece that is copied; raises to stop the import."""
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
 
         Raises:
-            InvalidInputError: a source that the tenant may not read, is no student, or differs from its manifest.
+            InvalidInputError: a source that the tenant may not read, is too large, is no student, differs from its
+                manifest, or changes meanwhile.
             QuotaExceededError: more models, or bytes, than the tenant may store.
             StorageError, DatabaseUnavailableError: not stored.
         """
-        access = self.access(caller.tenant)
-        place = access.location(source, _FIELD)
         try:
-            with tempfile.TemporaryDirectory(prefix="import-") as directory:
-                copy = Path(directory) / "model"
-                if isinstance(place, S3Source):
-                    download_below(place.name, copy, ModelError, field=_FIELD)
-                elif is_relative(source):
-                    raise _unusable(source, "a relative path; use an absolute path of the control plane's machine")
-                else:
-                    _copy(Path(place.path), copy, access.boundary)
-                return self._keep(copy, source, name, caller)
+            with self._listed(source, caller) as files, workspace() as directory:
+                # 1. what is listed fits  2. small files are copied and checked  3. they are stored, and the weights
+                self._check_room(files, caller)
+                copy = directory / "model"
+                stored = self._copy_small(files, copy)
+                known = _checked(copy, stored, {file.name: file.size for file in files}, source)
+                model = self._described(known, source, name, caller)
+                return self._keep(model, known, copy, files, stored)
         except OSError as error:
             raise StorageError(f"{_FIELD} is {source!r}, which cannot be copied: {error}", field=_FIELD) from error
 
-    def _keep(self, copy: Path, source: str, name: str | None, caller: Caller) -> Model:
-        known = _checked(copy, source)
-        files = describe_directory(copy)
+    @contextmanager
+    def _listed(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
+        """The files of the source, which can be read within the context."""
+        access = self.access(caller.tenant)
+        place = access.location(source, _FIELD)
+        if isinstance(place, S3Source):
+            with list_bucket(place, field=_FIELD) as files:
+                yield files
+        elif is_relative(source):
+            raise _unusable(source, "a relative path; use an absolute path of the control plane's machine")
+        elif not Path(place.path).is_dir():
+            raise _unusable(
+                source,
+                "and the control plane's machine has no such directory; name one of that machine, or copy it to an "
+                "s3:// prefix that this tenant may read",
+            )
+        else:
+            yield list_directory(Path(place.path), access.boundary, field=_FIELD)
+
+    def _check_room(self, files: Sequence[IncomingFile], caller: Caller) -> None:
+        """Check the listed bytes against the operator's limit, the tenant's quotas, and the store's free space."""
+        size = check_sizes(files, self.max_bytes, field=_FIELD)
+        policy = self.policies.policy(caller.tenant)
+        self.registry.check_number_of_imports(caller.tenant, policy)
+        if policy.max_stored_bytes is not None:
+            check_quota(caller.tenant, self.used_bytes(caller.tenant) + size, policy.max_stored_bytes)
+        free = self.objects.free_bytes()
+        if free is not None and size > free:
+            message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"
+            raise StorageError(message, field=_FIELD)
+
+    def _copy_small(self, files: Sequence[IncomingFile], copy: Path) -> dict[str, ManifestFile]:
+        """Copy small files, and make an empty file for each other one, since checks look at names."""
+        copied: dict[str, ManifestFile] = {}
+        for file in files:
+            path = copy / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as target:
+                if file.is_small:
+                    digest = hashlib.sha256()
+                    target.writelines(self._watched(file, digest.update))
+                    copied[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
+        copied.pop(MANIFEST, None)
+        return copied
+
+    def _described(self, known: Manifest, source: str, name: str | None, caller: Caller) -> Model:
+        """Return the model, without digest and size. Raises `InvalidInputError` if its documents cannot be stored."""
         lineage = {**known.lineage, "imported_from": source, "imported_by": caller.name}
         lineage.pop(ADAPTER_LINEAGE, None)
         model_id = new_id("mdl")
-        prefix = imported_prefix(model_id)
         model = Model(
             id=model_id,
             tenant=caller.tenant,
@@ -90,73 +151,105 @@ class ModelImports:
             job_id=None,
             attempt=0,
             created_at=int(self.clock()),
-            artifact_uri=join_key(self.objects.uri, prefix),
+            artifact_uri=join_key(self.objects.uri, imported_prefix(model_id)),
             manifest_digest="",
-            size=sum(file.size for file in files.values()),
+            size=0,
             lineage=lineage,
             metrics=known.metrics,
         )
         _check_readable(model, source)
-        self.registry.note_import(prefix, by=caller.name, now=self.clock())
+        return model
+
+    def _keep(
+        self,
+        model: Model,
+        known: Manifest,
+        copy: Path,
+        files: Sequence[IncomingFile],
+        stored: dict[str, ManifestFile],
+    ) -> Model:
+        """Store all files, the manifest, and the row; if that fails, nothing stays."""
+        self.registry.note_import(model.prefix, by=model.lineage["imported_by"], now=self.clock())
         try:
-            manifest = publish_directory(
-                self.objects, copy, prefix, kind="artifact", lineage=lineage, metrics=known.metrics
+            for name in stored:
+                self.check_client()
+                self.objects.upload_file(copy / name, join_key(model.prefix, name))
+            for file in files:
+                if not file.is_small:
+                    digest = hashlib.sha256()
+                    key = join_key(model.prefix, file.name)
+                    self.objects.upload_pieces(self._watched(file, digest.update), key, file.size)
+                    stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
+                    _check_same(known, stored, file.name, model.lineage["imported_from"])
+            manifest = write_manifest(
+                self.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
-            stored = Model(**{**vars(model), "manifest_digest": manifest_digest(manifest)})
-            self.registry.add_model(stored, policy=self.policies.policy(caller.tenant), now=self.clock())
+            made = replace(model, manifest_digest=manifest_digest(manifest), size=manifest.size)
+            self.registry.add_model(made, policy=self.policies.policy(model.tenant), now=self.clock())
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came.
         except Exception:
-            delete_directory(self.objects, prefix)
+            delete_directory(self.objects, model.prefix)
             raise
-        return stored
+        return made
+
+    def _watched(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
+        """Yield the file's pieces while the client waits, and show each to `see`."""
+        for piece in file.pieces():
+            self.check_client()
+            see(piece)
+            yield piece
 
 
-def _copy(source: Path, target: Path, boundary: Boundary) -> None:
-    """Copy a directory within the boundary, so that nothing changes the files while they are checked."""
-    if not source.is_dir():
-        raise _unusable(
-            str(source),
-            "and the control plane's machine has no such directory; name one of that machine, or copy it to an s3:// "
-            "prefix that this tenant may read",
-        )
-    boundary.check_tree(source, _FIELD, error=ModelError)
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            to = target / path.relative_to(source)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(boundary.check(path, _FIELD, error=ModelError), to)
-
-
-def _checked(directory: Path, source: str) -> Manifest:
-    """Check a student, and return its manifest, or an empty one if it has none. Raises `InvalidInputError`."""
-    check_model_files(directory, Boundary.of(directory), _FIELD)
-    if (directory / _ADAPTER).is_file():
+def _checked(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
+    """Check a student's small files and names, and return its manifest, or an empty one if it has none. Raises
+    `InvalidInputError`."""
+    check_model_files(copy, Boundary.of(copy), _FIELD)
+    if _ADAPTER in sizes:
         raise _unusable(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
     try:
-        kind = read_object(directory / "config.json", CONFIG_BYTES).get("model_type")
+        kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
         raise _unusable(source, "which has no config.json that can be read; use a student's directory") from error
     if not str(kind).endswith(STUDENT_SUFFIX):
         raise _unusable(source, f"a {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one")
-    if not any(directory.glob("*.safetensors")):
+    if not any(copy.glob("*.safetensors")):
         raise _unusable(source, "which has no weights (*.safetensors)")
-    if not (directory / MANIFEST).is_file():
+    if MANIFEST not in sizes:
         return Manifest(kind="artifact", files={}, created_at=0.0)
     try:
-        manifest = Manifest.model_validate_json((directory / MANIFEST).read_bytes())
-    except ValidationError as error:
-        raise _unusable(source, f"whose {MANIFEST} cannot be read; remove it, or distil again") from error
-    found = describe_directory(directory)
-    wrong = sorted(name for name in {*found, *manifest.files} if found.get(name) != manifest.files.get(name))
-    if wrong or manifest.kind != "artifact":
-        which = f"whose {', '.join(wrong[:3])} differs from its {MANIFEST}" if wrong else f"a {manifest.kind}"
-        raise _unusable(source, f"{which}; copy it again from where it was made")
+        manifest = parse_manifest(read_small(copy / MANIFEST, MANIFEST_BYTES.default))
+    except UnusableFileError as error:
+        why = f"whose {MANIFEST} {error}; remove it, or distill again"
+        raise _unusable(source, why) from error
+    if manifest.kind != "artifact":
+        raise _unusable(source, f"a {manifest.kind}; use an artifact, as `swiftkv distill` makes one")
+    found = {name: size for name, size in sizes.items() if name != MANIFEST}
+    told = {name: file.size for name, file in manifest.files.items()}
+    wrong = sorted(name for name in {*found, *told} if found.get(name) != told.get(name))
+    if wrong:
+        raise _differs(source, wrong)
+    for name in stored:
+        _check_same(manifest, stored, name, source)
     return manifest
+
+
+def _check_same(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
+    """Raise `InvalidInputError` if a file is not the one that the source's manifest names."""
+    if known.files and known.files[name] != stored[name]:
+        raise _differs(source, [name])
+
+
+def _differs(source: str, names: Sequence[str]) -> InvalidInputError:
+    which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
+    return _unusable(source, f"{which}; copy it again from where it was made")
 
 
 def _check_readable(model: Model, source: str) -> None:
     """Refuse a lineage or report that pages and answers could not read: any program may have written it."""
+    fault = documents_fault(model)
+    if fault is not None:
+        raise _unusable(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         model_card(model.lineage, model.metrics, licence=None).encode()

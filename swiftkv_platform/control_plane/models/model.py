@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState
+from swiftkv_platform.limits import MODEL_BYTES, MODEL_DEPTH, MODEL_VALUES
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 IMPORTED = "models"
@@ -45,6 +46,31 @@ class Model:
 def imported_prefix(model_id: str) -> str:
     """Return the prefix of an imported model's objects."""
     return f"{IMPORTED}/{model_id}"
+
+
+def documents_fault(model: Model) -> str | None:
+    """Return why a model's lineage and report cannot be stored, since they are in a row that every list reads; None if
+    they can. Counts each value with its dotted name, as comparisons show it."""
+    pending: list[tuple[Any, int, int]] = [(model.lineage, 0, 0), (model.metrics, 0, 0)]
+    values = size = 0
+    while pending:
+        value, depth, name = pending.pop()
+        values += 1
+        size += name + (len(value.encode(errors="backslashreplace")) if isinstance(value, str) else 8)
+        if isinstance(value, Mapping):
+            pending += [
+                (item, depth + 1, name + len(str(key).encode(errors="backslashreplace")) + 1)
+                for key, item in value.items()
+            ]
+        elif isinstance(value, list | tuple):
+            pending += [(item, depth + 1, 0) for item in value]
+        if depth > MODEL_DEPTH.default:
+            return f"its lineage and report have more than {MODEL_DEPTH.default} nested objects"
+        if values > MODEL_VALUES.default:
+            return f"its lineage and report have more than {MODEL_VALUES.default} values"
+        if size > MODEL_BYTES.default:
+            return f"its lineage and report have more than {MODEL_BYTES.default} bytes"
+    return None
 
 
 @dataclass(frozen=True)

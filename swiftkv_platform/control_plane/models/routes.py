@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_a
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
@@ -78,21 +79,24 @@ def create_model(
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
 def import_model(
-    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, caller: Uploader
+    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, client: WaitingClient, caller: Uploader
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
     A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
-    lineage and report. The request lasts as long as the copy.
+    lineage and report. The request lasts as long as the copy, which ends if the client leaves.
     """
     imports = ModelImports(
         parts.registry,
         parts.objects,
         clock=parts.clock,
         access=partial(tenant_access, source_rules(settings), parts.policies),
+        used_bytes=parts.files.used_bytes,
         policies=parts.policies,
+        max_bytes=settings.max_import_bytes,
+        check_client=client.check_present,
     )
-    places: Places = request.app.state.upload_places
+    places: Places = request.app.state.import_places
     with places.place(caller.tenant, caller.name):
         return ModelAnswer.of(imports.add(body.source, body.name, caller))
 
@@ -183,7 +187,7 @@ def list_aliases(
 
 @router.get("/aliases/{alias}")
 def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
-    """Return an alias with its whole history."""
+    """Return an alias with its history, or the newest part of a very long one."""
     found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
     tag(response, found.version)
     return found

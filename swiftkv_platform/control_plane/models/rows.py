@@ -9,7 +9,16 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
+from swiftkv_platform.control_plane.database.paging import (
+    fetch,
+    fetch_names,
+    fitting,
+    owned,
+    page_of,
+    readable,
+    stored_bytes,
+    value_of,
+)
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
@@ -53,12 +62,13 @@ class Registry(DeploymentRepository):
                 )
             if policy is not None:
                 check_room(self._database, session, model.tenant, model.size, policy.max_stored_bytes)
-                number = _number_of_imported(session, model.tenant)
-                cure = "delete one (`DELETE /models/{id}`), and import again"
-                policy.check_number(
-                    "max_imported_models", number, tenant=model.tenant, kind="imported models", cure=cure
-                )
+                _check_imported(session, model.tenant, policy)
             session.add(ModelRow(**vars(model)))
+
+    def check_number_of_imports(self, tenant: str, policy: TenantPolicy) -> None:
+        """Raise `QuotaExceededError` if the tenant has as many imported models as it may."""
+        with self._database.reading() as session:
+            _check_imported(session, tenant, policy)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
@@ -87,7 +97,7 @@ class Registry(DeploymentRepository):
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
         with self._database.reading() as session:
-            rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(limit)).all()
+            rows = fetch(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
             return [value_of(Promotion, row) for row in reversed(rows)]
 
     def count_aliases(self, tenant: str) -> int:
@@ -100,25 +110,30 @@ class Registry(DeploymentRepository):
             return _number_of_imported(session, tenant)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened. It ends as
+        pages of rows do."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
+        size = stored_bytes(PromotionRow)
         with self._database.reading() as session:
-            names = fetch(session, query, PromotionRow.alias, page, after=page.after)
-            ranked = select(PromotionRow.sequence, rank.label("rank")).where(
+            names = fetch_names(session, query, PromotionRow.alias, page, after=page.after)
+            ranked = select(PromotionRow.alias, PromotionRow.sequence, rank.label("rank"), size.label("size")).where(
                 PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
             )
             kept = ranked.subquery()
+            total = select(kept.c.alias, func.sum(kept.c.size)).where(kept.c.rank <= newest).group_by(kept.c.alias)
+            sizes = {alias: int(each) for alias, each in session.execute(total)}
+            shown = names.items[: fitting(sizes[name] for name in names.items)]
             rows = session.scalars(
                 select(PromotionRow)
                 .join(kept, kept.c.sequence == PromotionRow.sequence)
-                .where(kept.c.rank <= newest)
+                .where(kept.c.rank <= newest, PromotionRow.alias.in_(shown))
                 .order_by(PromotionRow.sequence)
             )
-            found: dict[str, list[Promotion]] = {name: [] for name in names.items}
+            found: dict[str, list[Promotion]] = {name: [] for name in shown}
             for row in rows:
                 found[row.alias].append(value_of(Promotion, row))
-        return Slice(list(found.values()), has_more=names.has_more)
+        return Slice(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
 
     def promote(
         self, decide: Decide, alias: str, tenant: str, change: Change, *, policy: TenantPolicy | None = None
@@ -167,6 +182,11 @@ def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART
         rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(part)).all()
         yield from (value_of(Promotion, row) for row in rows)
         before = rows[-1].sequence if len(rows) == part else 0
+
+
+def _check_imported(session: Session, tenant: str, policy: TenantPolicy) -> None:
+    number, cure = _number_of_imported(session, tenant), "delete one (`DELETE /models/{id}`), and import again"
+    policy.check_number("max_imported_models", number, tenant=tenant, kind="imported models", cure=cure)
 
 
 def _check_aliases(session: Session, tenant: str, policy: TenantPolicy) -> None:

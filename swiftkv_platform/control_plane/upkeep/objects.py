@@ -45,6 +45,7 @@ class RetainedObjects:
             return ObjectBatch(1, itself.size, None)
         found = list(islice(self._store.list(place), limit + 1))
         if not found:
+            self._store.delete_prefix(place)  # with what a process that died was writing there, which is not listed
             return ObjectBatch(0, 0, None)
         self._hide(place)
         if len(found) <= limit:

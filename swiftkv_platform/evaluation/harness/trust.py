@@ -106,7 +106,8 @@ def _functions(value: Any) -> Iterator[str]:
 def _root() -> Path:
     import lm_eval.tasks
 
-    return Path(lm_eval.tasks.__path__[0])
+    # Resolved as the harness resolves its files: behind a linked environment, nothing would look like a function else.
+    return Path(lm_eval.tasks.__path__[0]).resolve()
 
 
 def _is_function(value: str) -> bool:

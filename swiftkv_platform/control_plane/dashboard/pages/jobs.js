@@ -53,5 +53,5 @@ export function Jobs({ query }) {
     <${Problem} problem=${problem} />
     ${page ? html`<${Table} caption="Jobs" columns=${columns} rows=${page.data} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="jobs" />`}
     ${page?.left_out.length > 0 && html`<p class="problem">Not shown, since this version cannot read them: ${page.left_out.join(", ")}</p>`}
-    ${page?.has_more && html`<p class="quiet">The newest ${SHOWN} are shown.</p>`}`;
+    ${page?.has_more && html`<p class="quiet">The newest ${page.data.length} are shown.</p>`}`;
 }

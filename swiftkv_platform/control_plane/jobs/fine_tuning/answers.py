@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, JobAnswer, JobError
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer, JobError, checkpoint_id
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 
@@ -158,12 +158,12 @@ class FineTuningCheckpointAnswer(Answer):
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint, job_id: str, train_loss: float | None) -> Self:
-        checkpoint_id = CheckpointAnswer.of(checkpoint).id
+        name = checkpoint_id(checkpoint)
         return cls(
-            id=checkpoint_id,
+            id=name,
             created_at=int(checkpoint.created_at),
             fine_tuning_job_id=job_id,
-            fine_tuned_model_checkpoint=f"{job_id}:{checkpoint_id}",
+            fine_tuned_model_checkpoint=f"{job_id}:{name}",
             step_number=checkpoint.step,
             metrics=CheckpointMetrics(step=checkpoint.step, train_loss=train_loss),
         )

@@ -11,7 +11,6 @@ from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Write
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
-from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, page_of
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
     FineTuningEventAnswer,
@@ -19,6 +18,7 @@ from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
 )
 from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineTuningJob, job_spec
 from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.output_routes import page_of_checkpoints
 from swiftkv_platform.control_plane.jobs.ports import JobFilter
 from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, metadata_asked_for
 from swiftkv_platform.control_plane.parts import Components, Parts
@@ -93,7 +93,7 @@ def list_fine_tuning_checkpoints(
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
+    found = page_of_checkpoints(parts.attempts, job_id, page)
     return list_answer(found, lambda each: _checkpoint(parts, job_id, each))
 
 

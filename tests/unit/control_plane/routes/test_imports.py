@@ -101,7 +101,8 @@ def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
     access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
     registry = Interrupted(server.parts.database)
     vars(registry).update(during)
-    return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access)
+    used = server.parts.files.used_bytes
+    return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access, used_bytes=used)
 
 
 def imported(server: Server) -> int:

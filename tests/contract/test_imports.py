@@ -1,0 +1,71 @@
+"""Models are imported from buckets: bounded before they are read, and never more than was listed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.errors import ModelError, QuotaExceededError
+from swiftkv_platform.sources import OPEN, S3Source
+from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
+from swiftkv_platform.storage.incoming import list_bucket
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore
+
+CALLER = Caller("acme", "ann")
+
+
+def put_student(store: ObjectStore, directory: Path) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama_swiftkv"}))
+    (directory / "model.safetensors").write_bytes(b"weights" * 500_000)
+    publish_directory(store, directory, "student", kind="artifact", lineage={"teacher": "tiny"}, metrics={"kl": 0.1})
+
+
+def imports(database: Database, directory: Path, quota: int | None = None) -> ModelImports:
+    (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
+    return ModelImports(
+        Registry(database),
+        LocalObjectStore(directory / "own"),
+        clock=lambda: 100.0,
+        access=lambda _tenant: OPEN,
+        used_bytes=FileRepository(database).used_bytes,
+        policies=Tenants(directory / "tenants.yaml"),
+    )
+
+
+def test_a_model_comes_from_a_bucket(database: Database, s3_store: ObjectStore, tmp_path: Path) -> None:
+    put_student(s3_store, tmp_path / "made")
+    service = imports(database, tmp_path)
+    model = service.add(f"{s3_store.uri}/student", None, CALLER)
+    assert (model.lineage["teacher"], model.metrics, model.job_id) == ("tiny", {"kl": 0.1}, None)
+    fetch_directory(service.objects, model.prefix, tmp_path / "fetched")
+    for path in (tmp_path / "made").iterdir():
+        assert (tmp_path / "fetched" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_model_of_a_bucket_beyond_the_quota_is_not_read(
+    database: Database, s3_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_student(s3_store, tmp_path / "made")
+    monkeypatch.setattr(type(s3_store), "stream", lambda *_arguments, **_options: pytest.fail("it is read"))
+    with pytest.raises(QuotaExceededError):
+        imports(database, tmp_path, quota=1_000_000).add(f"{s3_store.uri}/student", None, CALLER)
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("size", [1_000, 9_000_000])
+def test_an_object_that_is_replaced_after_it_was_listed_is_refused(s3_store: ObjectStore, size: int) -> None:
+    s3_store.put_bytes("student/model.safetensors", b"x" * 4_000_000)
+    with list_bucket(S3Source(f"{s3_store.uri}/student"), field="source") as [file]:
+        s3_store.put_bytes("student/model.safetensors", b"x" * size)
+        copied: list[bytes] = []
+        with pytest.raises(ModelError, match="changed while it was copied"):
+            copied.extend(file.pieces())
+    assert sum(map(len, copied)) <= 4_000_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from swiftkv_platform.limits import MIB, PARSER_BYTES
 
 _NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
-_PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
 """`oom_score_adj` of the process that the kernel kills first if memory runs out."""
 
@@ -74,9 +73,13 @@ def _confine(bounds: Bounds) -> None:
         soft = amount if most == resource.RLIM_INFINITY else min(amount, most)
         resource.setrlimit(kind, (soft, most))
     if sys.platform == "linux":
-        # The server process, this one's parent, ends with the control plane, however that ends.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
+    threading.Thread(target=_end_with_control_plane, daemon=True).start()
+
+
+def _end_with_control_plane() -> None:
+    """End this process when the control plane has ended, however that ended."""
     control_plane = multiprocessing.parent_process()
-    if control_plane is None or not control_plane.is_alive():
-        os._exit(1)
+    assert control_plane is not None, "a parser process has a parent"
+    control_plane.join()
+    os._exit(1)

@@ -109,7 +109,7 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (b"PAR1" + bytes(9), "is Parquet; plain JSON Lines"),
         (b"PK\x03\x04" + bytes(9), "is a ZIP archive"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(start: Start, rows: bytes, told: str) -> None:
     server = start(max_file_rows=5)

@@ -1,4 +1,4 @@
-"""What a parser process runs: one call, within bounds. Imports no HTTP, so that processes start within milliseconds."""
+"""Program of a parser process: one call, within bounds. Imports no HTTP, so that it starts within milliseconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bounds:
     """Bounds of one parser process."""
 
     what: str
-    """What is parsed, in messages."""
+    """Name of the parsed thing, in messages."""
     cpu_seconds: int
     seconds: float
     """Elapsed time, waiting for a free parser not included."""

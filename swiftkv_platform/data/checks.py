@@ -56,7 +56,7 @@ class _SpentError(Exception):
 
 @dataclass
 class Budget:
-    """What one check of sources may still read. Files and rows beyond it are not checked, and the estimate says so."""
+    """Amounts that one check of sources may still read. The estimate names the files that are not checked for it."""
 
     num_files: int = CHECKED_FILES.default
     """Files whose first rows are read."""

@@ -1,5 +1,7 @@
-"""What a small request makes the control plane parse is bounded, stops when its client leaves, and runs in a process of
-its own. Asserts on bytes, files and processes, never on elapsed time."""
+"""Parsing for a small request is bounded, stops when its client leaves, and runs in a process of its own.
+
+Asserts on bytes, files and processes, never on elapsed time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
 from swiftkv_platform.local.ray_head import free_ports
-from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.security.keys import create_key
+from swiftkv_platform.security.principals import Scope
 from tests.security.conftest import DeploymentPlane, deployment_plane
 
 pytestmark = pytest.mark.slow("starts a control plane as a process, and processes that it parses in")

@@ -8,7 +8,6 @@ from typing import Any
 
 from swiftkv_platform.cli.context import read_spec, settings
 from swiftkv_platform.cli.output import print_json, print_table, say
-from swiftkv_platform.cli.sources import read_stored
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.validation import validate
@@ -121,6 +120,8 @@ def _source(source: Mapping[str, Any]) -> str:
     if source.get("num_bytes") is not None:
         facts.append(size(source["num_bytes"]))
     facts += [f"rows of {' or '.join(source['formats'])}"] if source.get("formats") else []
+    if source.get("not_checked"):
+        facts.append(source["not_checked"])
     return f"{source['name_or_path']}: {', '.join(facts) or 'only the workers can read it'}"
 
 
@@ -150,7 +151,7 @@ def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None
     `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
-    found = validate(spec, read_stored, config=config, machines=machines(settings()), num_tokens=num_tokens)
+    found = validate(spec, config=config, machines=machines(settings()), num_tokens=num_tokens)
     return Estimate.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
 

@@ -51,11 +51,6 @@ def model_path(name: str) -> str:
     return str(path)
 
 
-def read_stored(store: str, key: str) -> bytes:
-    """Read an object of any store, for checking a spec's sources."""
-    return open_store(store, patient=False).get_bytes(key)
-
-
 def base_directory(name: str, revision: str | None, workspace: Path) -> str:
     """Return an adapter's base model as a directory or a hub id; one in an object store is fetched to `workspace`."""
     from swiftkv_platform.model.bases import model_directory

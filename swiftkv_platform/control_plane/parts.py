@@ -27,10 +27,10 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.parsing import Parsers
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -108,12 +108,6 @@ def retained_rows(request: Request) -> RetainedRows:
     return RetainedRows(request.app.state.components.database)
 
 
-def read_object(store: str, key: str) -> bytes:
-    """Read a small object of any store, to check a spec's sources. Raises `UnusableFileError` if it is too long."""
-    data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
-    return checked_length(data, CONFIG_BYTES)
-
-
 def parents_service(request: Request) -> Parents:
     parts: Components = request.app.state.components
     return Parents(parts.jobs, parts.registry, parts.attempts)
@@ -137,4 +131,6 @@ TheRay = Annotated[Kept[str | None], _part("ray")]
 """Problem with Ray; None if there is none."""
 RAY_ANSWERS_WITHIN_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
+TheSpecParsers = Annotated[Parsers, _part("spec_parsers")]
+TheUploadParsers = Annotated[Parsers, _part("upload_parsers")]
 TheSettings = Annotated[Settings, _part("settings")]

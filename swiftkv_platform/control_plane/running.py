@@ -40,6 +40,7 @@ from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.models.imports import import_places
+from swiftkv_platform.control_plane.parsing import spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
@@ -161,6 +162,8 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
     app.state.upload_places = upload_places()
     app.state.import_places = import_places()
+    app.state.spec_parsers = spec_parsers()
+    app.state.upload_parsers = upload_parsers()
 
 
 def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:

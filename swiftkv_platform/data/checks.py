@@ -1,4 +1,5 @@
-"""Early checks that data sources exist, are not empty and have columns that a row format reads. Reads first rows only.
+"""Early checks that data sources exist, are not empty and have columns that a row format reads. Reads first rows only,
+within the bounds of a `Budget`.
 
 They report obvious mistakes before a cluster is used; the worker reads the same sources in full and decides.
 """
@@ -7,15 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 
 from swiftkv_platform.data.decompression import opened, reads_zstandard
-from swiftkv_platform.data.files import reader_for
+from swiftkv_platform.data.files import csv_columns, reader_for
 from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Holdings, Row, match_format
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.limits import (
+    CHECKED_BYTES,
+    CHECKED_ENTRIES,
+    CHECKED_FILES,
+    CHECKED_SECONDS,
+    CHECKED_SOURCE_FILES,
+)
 from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
 from swiftkv_platform.sources.cards import check_laid_out, check_saved
 from swiftkv_platform.sources.layout import (
@@ -32,12 +42,72 @@ from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
-_HEAD_BYTES = 1 << 20
-"""Bytes read at the beginning of a JSON file."""
+_HEAD_BYTES = (1 << 14, 1 << 17, 1 << 20)
+"""Bytes read at the beginning of a JSON or CSV file: more if the first row is longer."""
 _FOOTER_BYTES = 16 << 20
 """Longest footer of a Parquet file that is parsed, in bytes."""
-_MOST_LOOKED_AT = 100
-"""Most files of a source whose first rows are read."""
+_LONGEST_LIST = 500
+"""Most characters of a list of columns in a message."""
+
+
+class _SpentError(Exception):
+    """Tells which bound of a budget is reached."""
+
+
+@dataclass
+class Budget:
+    """Amounts that one check of sources may still read. The estimate names the files that are not checked for it."""
+
+    num_files: int = CHECKED_FILES.default
+    """Files whose first rows are read."""
+    num_bytes: int = CHECKED_BYTES.default
+    """Decompressed bytes of rows."""
+    num_entries: int = CHECKED_ENTRIES.default
+    """Entries of directories."""
+    seconds: float = CHECKED_SECONDS.default
+    """CPU time of this thread."""
+
+    def __post_init__(self) -> None:
+        self._end = time.thread_time() + self.seconds
+
+    def check_time(self) -> None:
+        if time.thread_time() > self._end:
+            raise _SpentError(f"a check reads no more files after {self.seconds:g} s of CPU time")
+
+    def take_file(self) -> None:
+        self.check_time()
+        if not self.num_files:
+            raise _SpentError(f"a check reads at most {CHECKED_FILES.default} files")
+        self.num_files -= 1
+
+    def take_bytes(self, amount: int) -> None:
+        if amount > self.num_bytes:
+            raise _SpentError(f"a check reads at most {CHECKED_BYTES.default} bytes of rows")
+        self.num_bytes -= amount
+
+    def read(self, stream: BinaryIO, size: int) -> bytes:
+        """Read at most `size` bytes and count them."""
+        self.take_bytes(size)
+        data = stream.read(size)
+        self.num_bytes += size - len(data)
+        return data
+
+    def take_entries(self, directory: Path) -> None:
+        """Count all entries below a directory. Links to directories are followed once."""
+        pending, seen = [directory], set[str]()
+        while pending:
+            real = os.path.realpath(pending.pop())
+            if real in seen:
+                continue
+            seen.add(real)
+            self.check_time()
+            with os.scandir(real) as entries:
+                for entry in entries:
+                    if not self.num_entries:
+                        raise _SpentError(f"a check lists at most {CHECKED_ENTRIES.default} entries of directories")
+                    self.num_entries -= 1
+                    if entry.is_dir():
+                        pending.append(Path(entry.path))
 
 
 @dataclass(frozen=True)
@@ -49,14 +119,26 @@ class SourceEstimate:
     num_bytes: int | None = None
     formats: tuple[str, ...] = ()
     """Row formats of the first rows of its files."""
+    not_checked: str | None = None
+    """Files whose rows were not read, and why; None if the first row of every file was read, or only workers can read
+    the source."""
 
 
-def check_sources(sources: Sequence[DataSourceSpec], access: Access = OPEN) -> tuple[SourceEstimate, ...]:
+def check_sources(
+    sources: Sequence[DataSourceSpec], access: Access = OPEN, budget: Budget | None = None
+) -> tuple[SourceEstimate, ...]:
     """Check sources and estimate their size. Raises `DataError` for the first one that cannot be used or read."""
-    return tuple(_check_source(source, f"data.sources[{index}]", access) for index, source in enumerate(sources))
+    budget = Budget() if budget is None else budget
+    found: list[SourceEstimate] = []
+    for index, source in enumerate(sources):
+        share = max(budget.num_files // (len(sources) - index), 1)  # at least one file of every source
+        found.append(_check_source(source, f"data.sources[{index}]", access, budget, share))
+    return tuple(found)
 
 
-def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceEstimate:
+def _check_source(
+    source: DataSourceSpec, where: str, access: Access, budget: Budget, most_files: int
+) -> SourceEstimate:
     name, field = source.name_or_path, f"{where}.name_or_path"
     match access.data(name, field):
         case BuiltinSource():
@@ -75,18 +157,25 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
             return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
         case PathSource(path=path):
             try:
-                return _check_path(access.boundary.check(path, field), source, where, access)
+                real = access.boundary.check(path, field)
+                return _check_path(real, source, where, access, budget, most_files)
+            except _SpentError as spent:
+                return SourceEstimate(name, not_checked=f"none of its files were read: {spent}")
             except OSError as error:  # it may exist, but not for this user
                 raise _unusable(where, name, f"it cannot be read ({error.strerror})") from error
         case _:
             return SourceEstimate(name)
 
 
-def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) -> SourceEstimate:
+def _check_path(
+    path: Path, source: DataSourceSpec, where: str, access: Access, budget: Budget, most_files: int
+) -> SourceEstimate:
     name, field = source.name_or_path, f"{where}.name_or_path"
     if not path.exists():
         raise _unusable(where, name, "no such file or directory")
+    budget.check_time()
     if path.is_dir():
+        budget.take_entries(path)
         access.boundary.check_tree(path, field)
         if is_saved_dataset(path) or is_hub_layout(path):
             if access.is_restricted:
@@ -98,24 +187,51 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
-    looked_at = filled[:_MOST_LOOKED_AT]
-    formats = [_TEXT if kind_of(file.name) in _TEXT_FILES else _find_format(file, source, where) for file in looked_at]
+    formats, not_checked = _find_formats(filled, source, where, budget, most_files)
     return SourceEstimate(
         name,
         num_files=len(filled),
         num_bytes=sum(file.stat().st_size for file in filled),
-        formats=tuple(dict.fromkeys(found for found in formats if found is not None)),
+        formats=tuple(dict.fromkeys(formats)),
+        not_checked=not_checked,
     )
 
 
-def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
+def _find_formats(
+    files: Sequence[Path], source: DataSourceSpec, where: str, budget: Budget, most_files: int
+) -> tuple[list[str], str | None]:
+    """Return the row formats of the files' first rows, and which files were not read."""
+    most = min(most_files, CHECKED_SOURCE_FILES.default)
+    formats: list[str] = []
+    for index, file in enumerate(files[:most]):
+        try:
+            found = _find_format(file, source, where, budget)
+        except _SpentError as spent:
+            return formats, _not_checked(files, index, str(spent))
+        if found is not None:
+            formats.append(found)
+    if len(files) <= most:
+        return formats, None
+    why = f"a check reads at most {CHECKED_SOURCE_FILES.default} files of a source and {CHECKED_FILES.default} in total"
+    return formats, _not_checked(files, most, why)
+
+
+def _not_checked(files: Sequence[Path], num_read: int, why: str) -> str:
+    return f"the rows of {len(files) - num_read} of {len(files)} files were not read: {why}"
+
+
+def _find_format(file: Path, source: DataSourceSpec, where: str, budget: Budget) -> str | None:
     """Return the row format of the file's first row; None if its columns cannot be read here."""
-    if kind_of(file.name) in (".csv", ".tsv", ".parquet"):
-        columns = _columns(file, f"{where}.name_or_path")
-        return None if columns is None else _format_of(columns, file.name, source, where)
+    kind = kind_of(file.name)
+    if kind in _TEXT_FILES:
+        return _TEXT
+    budget.take_file()
     if _is_closed(file):
         return None
-    row = _json_row(file, source, where)
+    if kind in (".csv", ".tsv", ".parquet"):
+        columns = (_parquet_columns if kind == ".parquet" else _csv_columns)(file, f"{where}.name_or_path", budget)
+        return None if columns is None else _format_of(columns, file.name, source, where)
+    row = _json_row(file, source, where, budget)
     return None if row is None else _format_of(row, file.name, source, where, Holdings(lambda: iter([row])))
 
 
@@ -131,51 +247,65 @@ def _format_of(
     accepted = "; ".join(
         f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
     )
-    shown = ", ".join(sorted(columns)) or "none"
+    shown = ", ".join(sorted(columns))[:_LONGEST_LIST] or "none"
     raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these are accepted: {accepted}")
 
 
-def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
-    """Return the first row; None if there is none, or if it is longer than `_HEAD_BYTES`."""
-    with opened(file, f"{where}.name_or_path") as stream:
-        head = stream.read(_HEAD_BYTES)
-    # The last character may be cut in two.
-    text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
-    if text.rstrip() in {"", "]"}:  # without rows; other files may have some
-        return None
-    try:
-        row, _ = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        if len(head) == _HEAD_BYTES:
+def _json_row(file: Path, source: DataSourceSpec, where: str, budget: Budget) -> Row | None:
+    """Return the first row; None if there is none, or if it is longer than the last of `_HEAD_BYTES`."""
+    for head, is_whole in _heads(file, f"{where}.name_or_path", budget):
+        # The last character may be cut in two.
+        text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
+        if is_whole and text.rstrip() in {"", "]"}:  # without rows; other files may have some
             return None
-        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise _unusable(where, source.name_or_path, f"the first row of {file.name} is not an object with columns")
-    return row
+        try:
+            row, _ = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            if is_whole:
+                why = f"the first row of {file.name} is not JSON ({error})"
+                raise _unusable(where, source.name_or_path, why) from error
+            continue
+        if not isinstance(row, dict):
+            raise _unusable(where, source.name_or_path, f"the first row of {file.name} is not an object with columns")
+        return row
+    return None
 
 
-def _columns(file: Path, field: str) -> Collection[str] | None:
-    """Return the columns of every row of a file; None if no installed package reads it, as in the control plane's
-    image, or if reading them would take too long."""
-    if _is_closed(file) or _is_described_at_length(file):
+def _csv_columns(file: Path, field: str, budget: Budget) -> Collection[str] | None:
+    """Return the columns that the first line names; None if it is longer than the last of `_HEAD_BYTES`."""
+    return next(
+        (csv_columns(head, file, field) for head, is_whole in _heads(file, field, budget) if is_whole or b"\n" in head),
+        None,
+    )
+
+
+def _heads(file: Path, field: str, budget: Budget) -> Iterator[tuple[bytes, bool]]:
+    """Yield the first bytes of a file, more each time, and whether they are the whole file."""
+    head = b""
+    with opened(file, field) as stream:
+        for size in _HEAD_BYTES:
+            head += budget.read(stream, size - len(head))
+            yield head, len(head) < size
+            if len(head) < size:
+                return
+
+
+def _parquet_columns(file: Path, field: str, budget: Budget) -> Collection[str] | None:
+    """Return the columns of every row; None if the footer, which lists them, is longer than `_FOOTER_BYTES`."""
+    size = _footer_bytes(file)
+    if _FOOTER_BYTES < size <= file.stat().st_size:
         return None
+    budget.take_bytes(min(size, file.stat().st_size))
     reader = reader_for(file, field)
     assert reader is not None, "only files with a reader are looked at"
     return reader.columns(file, field)
 
 
 def _is_closed(file: Path) -> bool:
-    """Whether a package that is needed to read the file is not installed."""
+    """Whether no installed package reads the file, as in the control plane's image."""
     if compression_of(file.name) == ".zst":
         return not reads_zstandard()
     return kind_of(file.name) == ".parquet" and find_spec("pyarrow") is None
-
-
-def _is_described_at_length(file: Path) -> bool:
-    """Whether a Parquet file's footer, which lists its columns, is longer than `_FOOTER_BYTES`."""
-    if kind_of(file.name) != ".parquet" or compression_of(file.name):
-        return False
-    return _FOOTER_BYTES < _footer_bytes(file) <= file.stat().st_size
 
 
 def _footer_bytes(file: Path) -> int:

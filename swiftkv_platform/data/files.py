@@ -51,6 +51,8 @@ _LONGEST_LINE = 1 << 26
 """Most bytes of a line; a longer one is treated as damage, such as an archive that decompresses endlessly."""
 _ROWS_PER_BATCH = 512
 _BLANKS = " \t\r\n"
+_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
+"""Characters that may separate cells, by the ending of a file's name."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,14 @@ def _csv_columns(delimiters: str, file: Path, field: str) -> tuple[str, ...] | N
     return None if header is None else tuple(header)
 
 
+def csv_columns(head: bytes, file: Path, field: str) -> tuple[str, ...] | None:
+    """Return the columns of a CSV file that begins with `head`, its first line at least; None if it is empty. Raises
+    `DataError`."""
+    delimiters = _DELIMITERS[kind_of(file.name) or ""]
+    _, header = next(_csv_records(io.BytesIO(head), file, delimiters, field), (0, None))
+    return None if header is None else tuple(header)
+
+
 def _bad_csv(file: Path, line: int, why: str, field: str) -> DataError:
     return DataError(
         f"{field}: {file}, line {line} cannot be read: {why}; UTF-8 text with one record a line, names in the "
@@ -385,8 +395,7 @@ READERS = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": _JSON_LINES,
-    ".csv": _csv(",;\t|"),
-    ".tsv": _csv("\t"),
+    **{kind: _csv(delimiters) for kind, delimiters in _DELIMITERS.items()},
     ".parquet": _PARQUET,
     ".txt": _TEXT,
     ".py": _TEXT,

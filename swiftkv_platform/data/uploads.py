@@ -21,9 +21,13 @@ from swiftkv_platform.data.formats import (
 )
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError, lone_surrogate
+from swiftkv_platform.limits import UPLOAD_ROW_BYTES, UPLOAD_ROW_VALUES
+from swiftkv_platform.web.hostile_json import exceeds
 
-LONGEST_ROW = 4 << 20
-"""Most bytes of a line; rows for a model with a context of a million tokens fit."""
+LONGEST_ROW = UPLOAD_ROW_BYTES.default
+"""Max bytes of a line; rows for a model with a context of a million tokens fit."""
+_MOST_VALUES = UPLOAD_ROW_VALUES.default
+"""Max JSON values of a row, and max strings; rows have a few per message."""
 _MOST_COLUMNS = 64
 _LONGEST_COLUMN = 128
 _OTHERS = {
@@ -83,7 +87,7 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
                 field=field,
                 value=name,
             )
-        row = parse_line(line, name, number, field)
+        row = _parse(line, name, number, field)
         found = _check_row(row, name, number, field, holdings)
         if rows == 1:
             format_, columns = found, tuple(row)
@@ -116,8 +120,21 @@ def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
+def _parse(line: bytes, name: str, number: int, field: str) -> Row:
+    """Return the row in a line. Raises as `parse_line`, and for too many values: they are counted before the row is
+    parsed, since as objects a text of brackets takes twenty times its length."""
+    if len(line) > _MOST_VALUES and exceeds(line, _MOST_VALUES, _MOST_VALUES):
+        raise DataError(
+            f"{field}: {name}, line {number} has more than {_MOST_VALUES} JSON values or strings, which is the limit "
+            "of a row; split it into several rows",
+            field=field,
+            value=f"{name}:{number}",
+        )
+    return parse_line(line, name, number, field)
+
+
 def _rows(path: Path, name: str, field: str) -> Iterator[Row]:
-    return (parse_line(line, name, number, field) for number, line in _lines(path, name, field) if not line.isspace())
+    return (_parse(line, name, number, field) for number, line in _lines(path, name, field) if not line.isspace())
 
 
 def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
-from swiftkv_platform.control_plane.parts import read_object
+from swiftkv_platform.control_plane.jobs.validation import read_object
 from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.rows import source_rows

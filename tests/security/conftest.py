@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.app import create_app
@@ -39,6 +40,7 @@ class DeploymentPlane:
     parts: Components
     settings: Settings
     client: httpx.Client
+    app: FastAPI
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,11 +104,12 @@ def deployment_plane(
         **{"reconcile_interval_s": 1e6, **settings},
     )
     limits = httpx.Limits(max_connections=MOST_THREADS)
+    app = create_app(chosen, components=parts)
     with (
-        serving(create_app(chosen, components=parts)) as url,
+        serving(app) as url,
         httpx.Client(base_url=url, trust_env=False, timeout=60, limits=limits) as client,
     ):
-        yield DeploymentPlane(url, parts, chosen, client)
+        yield DeploymentPlane(url, parts, chosen, client, app)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from fastapi.params import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.control_plane.access.audit import record_of
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
@@ -126,6 +127,9 @@ def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
         turns: Turns = request.app.state.turns
         caller = await run_in_threadpool(get_caller, request, scopes, header)
         async with turns.turn(caller.tenant, kind):
+            # A change is made even if its client does not wait for the answer.
+            if kind != "changing" and await request.is_disconnected():
+                raise ClientDisconnect
             yield caller
 
     return in_turn

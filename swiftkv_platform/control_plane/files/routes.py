@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
@@ -17,9 +18,11 @@ from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileLimits, FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.clients import watched_client
 from swiftkv_platform.control_plane.http.lists import paged
-from swiftkv_platform.control_plane.parts import Parts, TheSettings
+from swiftkv_platform.control_plane.parts import Parts, TheSettings, TheUploadParsers
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.limits import UPLOAD_SECONDS, UPLOADS, UPLOADS_OF_KEY, UPLOADS_OF_TENANT
 from swiftkv_platform.web.middleware import announced_bytes
 from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import ERROR_RESPONSES
@@ -57,8 +60,8 @@ class FileDeletedAnswer(Answer):
     deleted: Literal[True] = True
 
 
-_UPLOADS = Share(of_key=2, of_tenant=2, of_all=8)
-"""Most uploads that a control plane reads at a time."""
+_UPLOADS = Share(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
+"""Max uploads that a control plane reads at a time."""
 _RETRY_AFTER_S = 5.0
 
 
@@ -72,7 +75,7 @@ FORM_BYTES = 1 << 16
 """Most bytes of a form in addition to its file."""
 _FIELD_BYTES = 1024
 _LONGEST_NAME = 255
-_LONGEST_UPLOAD_S = 1800.0
+_LONGEST_UPLOAD_S = float(UPLOAD_SECONDS.default)
 _SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
 
 router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
@@ -119,7 +122,7 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
 
 
 @router.post("", openapi_extra=_UPLOAD_DOCUMENT)
-async def upload_file(request: Request, service: Service, caller: Uploader) -> FileAnswer:
+async def upload_file(request: Request, service: Service, parsers: TheUploadParsers, caller: Uploader) -> FileAnswer:
     """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
 
     Use the returned id as `data.sources[].name_or_path` of a job, or as `training_file`.
@@ -136,8 +139,10 @@ async def upload_file(request: Request, service: Service, caller: Uploader) -> F
             async with (
                 asyncio.timeout(_LONGEST_UPLOAD_S),
                 request.form(max_files=1, max_fields=4, max_part_size=_FIELD_BYTES) as form,
+                watched_client(request) as client,  # the body has been read
             ):
-                return await run_in_threadpool(_keep, form, service, caller)
+                checking = replace(service, run=parsers.run_for(client))
+                return await run_in_threadpool(_keep, form, checking, caller)
         except TimeoutError as error:
             raise HTTPException(408, f"the upload took more than {_LONGEST_UPLOAD_S:g} s") from error
 

@@ -16,6 +16,7 @@ from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
 from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -47,6 +48,8 @@ class FileService:
     clock: Clock
     limits: FileLimits
     policies: Tenants = NO_LIMITS
+    run: Run = run_here
+    """Runs the check of an upload's rows."""
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Check whether an upload of `announced` bytes can be stored, before it is read.
@@ -82,7 +85,7 @@ class FileService:
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)
-            found = check_upload(path, filename, field="file", max_rows=limits.max_rows)
+            found = self.run(check_upload, path, filename, field="file", max_rows=limits.max_rows)
             file = File(
                 **vars(found),
                 id=new_file_id(),

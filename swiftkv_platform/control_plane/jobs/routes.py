@@ -15,6 +15,7 @@ from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
 from swiftkv_platform.control_plane.jobs.capacity import GroupLimits, Needs, driver_needs
@@ -35,8 +36,8 @@ from swiftkv_platform.control_plane.parts import (
     TheParents,
     TheRay,
     TheSettings,
+    TheSpecParsers,
     TheWatches,
-    read_object,
 )
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import InvalidInputError
@@ -93,12 +94,18 @@ def _present(
 Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
-def _service(parts: Parts, settings: TheSettings, parents: TheParents, nodes: TheNodes) -> JobService:
+def _service(
+    parts: Parts,
+    settings: TheSettings,
+    parents: TheParents,
+    nodes: TheNodes,
+    parsers: TheSpecParsers,
+    client: WaitingClient,
+) -> JobService:
     told = partial(nodes.within, RAY_ANSWERS_WITHIN_S, None)
     return JobService(
         parts.jobs,
         clock=parts.clock,
-        read_object=read_object,
         rules=source_rules(settings),
         policies=parts.policies,
         webhooks=webhook_rules(settings),
@@ -109,6 +116,7 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents, nodes: Th
         parents=parents,
         publishing=PublishRules(settings.publish_targets),
         groups=GroupLimits(settings.node_groups, driver_needs(settings), told),
+        run=parsers.run_for(client),
         rehearse=lambda job: JobAnswer.of(job, prices(settings), parts.clock()).model_dump_json(),
     )
 

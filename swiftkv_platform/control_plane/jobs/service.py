@@ -31,12 +31,12 @@ from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, che
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
 from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
+from swiftkv_platform.control_plane.jobs.validation import check_spec
+from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
-from swiftkv_platform.sources.relative import refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
@@ -61,7 +61,6 @@ class JobService:
     jobs: JobRepository
     _: KW_ONLY
     clock: Clock
-    read_object: ReadObject
     rules: SourceRules = NO_RULES
     policies: Tenants = NO_LIMITS
     webhooks: WebhookRules = NO_WEBHOOKS
@@ -75,6 +74,8 @@ class JobService:
     publishing: PublishRules = NOWHERE
     """Targets that models may be published to."""
     groups: GroupLimits = NO_GROUPS
+    run: Run = run_here
+    """Runs checks that read files."""
     rehearse: Callable[[Job], object] = _nothing
     """Called with every job before it is stored; if it raises, the job is not stored. A caller that returns the job
     serialises its answer here, so that no job is stored that could not be returned."""
@@ -82,7 +83,7 @@ class JobService:
     def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
         """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
 
-        Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
+        Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
         """
         measured, machines = self._measured(spec, caller), self.machines
         if measured is not None:
@@ -113,8 +114,6 @@ class JobService:
             self._check_demand(spec, caller.tenant)
             return self._continued(spec, caller, JobEstimate())
         access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
-        access.check(spec)
-        refuse_relative_paths(spec, relative_paths=not access.is_restricted)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             self.webhooks.check(spec.webhook, caller.tenant)
@@ -125,7 +124,7 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        found = validate(spec, self.read_object, access=access, machines=machines)
+        found = self.run(check_spec, spec, access, machines)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:

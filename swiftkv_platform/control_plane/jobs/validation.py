@@ -1,6 +1,7 @@
 """Checks of a spec before anything runs: the teacher's layers, the data's columns, the tasks' files. Imports no torch.
 
-Local paths and objects are read; a hub id is not checked, and the worker reports if it does not exist.
+Local paths and objects are read; a hub id is not checked, and the worker reports if it does not exist. The control
+plane calls `check_spec` in a parser process.
 """
 
 from __future__ import annotations
@@ -18,17 +19,34 @@ from swiftkv_platform.planning import has_quantized_weights, read_architecture, 
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
+from swiftkv_platform.sources.relative import refuse_relative_paths
+from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, name_and_data, names_task_file
 from swiftkv_platform.specs.limits import MAX_LAYERS
+from swiftkv_platform.storage.addresses import open_store
 
-__all__ = ["ReadObject", "validate"]
+__all__ = ["ReadObject", "check_spec", "read_object", "validate"]
+
+
+def read_object(store: str, key: str) -> bytes:
+    """Read a small object of any store, to check a spec's sources. Raises `UnusableFileError` if it is too long."""
+    data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
+    return checked_length(data, CONFIG_BYTES)
+
+
+def check_spec(spec: JobSpec, access: Access, machines: Machines) -> JobEstimate:
+    """Check a spec that a caller sends to the control plane. Raises as `validate`, and `InvalidInputError` for a
+    relative path."""
+    access.check(spec)
+    refuse_relative_paths(spec, relative_paths=not access.is_restricted)
+    return validate(spec, access=access, machines=machines)
 
 
 def validate(
     spec: JobSpec,
-    read_object: ReadObject,
+    read_object: ReadObject = read_object,
     *,
     config: Path | None = None,
     access: Access = OPEN,

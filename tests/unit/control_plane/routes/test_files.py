@@ -95,7 +95,8 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (b'{"text": "x"}\n{"other": 1}\n', "line 2, has the columns other"),
         (b'{"text": "' + b"x" * LONGEST_ROW + b'"}\n', "the limit of a row"),
         (b'{"text": "x"}\n' * 6, "more than 5 rows"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 60_000, "not JSON"),
+        (b"[" * 100_000, "line 1 has more than 65536 JSON values"),
         (json.dumps({"text": "x", **{f"c{i}": 1 for i in range(64)}}).encode(), "has 65 columns"),
         (rb'{"text": "x", "\ud800": 1}', r"has the column '\ud800'"),
         (b'{"text": "x"}\n' + rb'{"text": "x", "a\u0000": 1}', r"line 2 has the column 'a\x00'"),
@@ -108,7 +109,7 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (b"PAR1" + bytes(9), "is Parquet; plain JSON Lines"),
         (b"PK\x03\x04" + bytes(9), "is a ZIP archive"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(start: Start, rows: bytes, told: str) -> None:
     server = start(max_file_rows=5)
@@ -253,7 +254,13 @@ def test_a_job_takes_a_file_as_its_data_and_no_other(server: Server) -> None:
     file_id = uploaded(server)
     estimate = server.client.post("/jobs/validate", json={**SPEC, **naming(file_id)}).json()
     assert estimate["sources"] == [
-        {"name_or_path": file_id, "num_files": 1, "num_bytes": len(ROWS), "formats": ["messages"]}
+        {
+            "name_or_path": file_id,
+            "num_files": 1,
+            "num_bytes": len(ROWS),
+            "formats": ["messages"],
+            "not_checked": None,
+        }
     ]
     job = server.submit(**naming(file_id))["id"]
     server.tick()

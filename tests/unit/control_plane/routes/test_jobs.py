@@ -55,7 +55,13 @@ def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Serv
     assert estimate["memory_per_worker"] > estimate["parameters"] > estimate["trained_parameters"] > 0
     assert estimate["max_tokens"] is None, "it depends on epochs"
     assert estimate["sources"] == [
-        {"name_or_path": "builtin:python-stdlib", "num_files": None, "num_bytes": None, "formats": ["text"]}
+        {
+            "name_or_path": "builtin:python-stdlib",
+            "num_files": None,
+            "num_bytes": None,
+            "formats": ["text"],
+            "not_checked": None,
+        }
     ]
     assert server.get("/jobs")["data"] == []
 

@@ -80,7 +80,7 @@ class World:
 
     @property
     def service(self) -> JobService:
-        return JobService(self.plane.jobs, clock=self.plane.clock, read_object=lambda store, key: b"")
+        return JobService(self.plane.jobs, clock=self.plane.clock)
 
     def finish(self, attempt: int, status: SubmissionStatus) -> None:
         self.plane.cluster.finish(f"{self.job.id}-{attempt}", status)

@@ -18,7 +18,7 @@ ANN = Caller(TENANT, "ann")
 
 
 def service(plane: Plane) -> JobService:
-    return JobService(plane.jobs, clock=plane.clock, read_object=lambda store, key: b"")
+    return JobService(plane.jobs, clock=plane.clock)
 
 
 def cancel(plane: Plane, job: Job) -> Job:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -79,8 +80,8 @@ def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: in
         JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE), JobRow.id != without
     )
     # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
-    rows = session.execute(jobs.order_by(JobRow.id).execution_options(yield_per=_SPECS_AT_A_TIME))
-    return list(islice((row.id for row in rows if not uses_of(row.spec).isdisjoint(names)), limit))
+    with closing(session.execute(jobs.order_by(JobRow.id).execution_options(yield_per=_SPECS_AT_A_TIME))) as rows:
+        return list(islice((row.id for row in rows if not uses_of(row.spec).isdisjoint(names)), limit))
 
 
 def _source_names(spec: Any) -> Iterator[str]:

@@ -153,8 +153,10 @@ def _prepared_directory(source: DataSourceSpec, path: str) -> Path:
 
     name = source.name_or_path
     owner, slash, repository = name.rpartition("/")
-    root = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}{slash and '___'}{camelcase_to_snakecase(repository)}"
-    commits = [each for each in root.glob("*/*/*") if _COMMIT.fullmatch(each.name) and _is_whole(each)]
+    separator = "___"  # `datasets` has it for a slash: a name with both could be another organization's
+    root = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}{slash and separator}{camelcase_to_snakecase(repository)}"
+    found = [] if separator in name else root.glob("*/*/*")
+    commits = [each for each in found if _COMMIT.fullmatch(each.name) and _is_whole(each)]
     configurations = sorted({each.parts[-3] for each in commits})
     if not commits:
         raise _no_hub(name, f"{path}.name_or_path", "`datasets` has prepared no rows of it before")

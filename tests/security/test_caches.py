@@ -80,6 +80,21 @@ def test_a_directory_called_like_a_data_set_of_the_hub_does_not_replace_it(
         assert read(tmp_path, tenant, name, streaming=True) == {"of the hub"}
 
 
+@pytest.mark.parametrize("name", ["org/secret", "org___secret", "ORG/secret", "open/../org/secret", "open___secret/x"])
+def test_rows_of_an_organization_that_a_tenant_may_not_name_stay_unread(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for repository in ("org/secret", "open___secret/x"):
+        hub.datasets[repository] = {"train-00000-of-00001.parquet": parquet("secret")}
+        assert read(tmp_path, "a", repository) == {"secret"}
+    go_online(monkeypatch, False)
+    closed = SourceRules((str(tmp_path / "{tenant}"),)).access("b", ("open",))
+    for each in (name, "open/secret___x"):
+        source = DataSourceSpec(name_or_path=each)
+        with pytest.raises(SwiftKVError, match=r"may not read|prepared no rows"):
+            read_source(source, path="data.sources[0]", remote=None, access=closed)
+
+
 @pytest.mark.parametrize("subset", [None, "default", "../org___other/default", "*", ".."])
 def test_rows_that_earlier_versions_left_in_the_shared_cache_have_no_name(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subset: str | None

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources.small_files import open_without_waiting
@@ -51,7 +51,7 @@ class Boundary:
         return real
 
     @contextmanager
-    def open(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Iterator[BinaryIO]:
+    def open(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Iterator[BufferedReader]:
         """Open a file, and check the opened file itself: `path` may have become a link meanwhile. Raises as `check`."""
         with open(self.check(path, field, error=error), "rb", opener=open_without_waiting) as stream:
             opened = Path(f"/proc/self/fd/{stream.fileno()}")

@@ -132,7 +132,7 @@ def shared_workspace(name: str) -> Iterator[Workspace]:
     workers = Workers()
     hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
     path = Path(tempfile.gettempdir()) / workers.from_first(f"{name}-{uuid4().hex}")
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     fetches = workers.rank == hosts.index(host)
     try:
         yield Workspace(path, fetches, hosts.count(host))

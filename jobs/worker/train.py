@@ -145,6 +145,8 @@ def _start_from_parent(
 def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank: int) -> Iterator[tuple[str, Path]]:
     """Yield the paths of the teacher and the prepared rows; one worker of each machine downloads them for all."""
     workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"train-{uuid4().hex}")
+    if local_rank == 0:
+        workspace.mkdir(mode=0o700)
     try:
         path = teacher_path(
             worker.request.spec.model, workspace, access=access_of(worker.request), fetch=local_rank == 0

@@ -11,7 +11,7 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
-from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.gguf import SUFFIX
 from swiftkv_platform.sources.small_files import UnusableFileError, read_small
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.addresses import open_store
@@ -47,7 +47,7 @@ def model_path(name: str) -> str:
     if path.suffix == SUFFIX:
         from swiftkv_platform.model.gguf import gguf_directory
 
-        return str(gguf_directory(path, read_gguf_config(path, name, field="model"), field="model"))
+        return str(gguf_directory(path, name, field="model"))
     return str(path)
 
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from swiftkv_platform.data.files import NumberedRow, Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
+from swiftkv_platform.sources.small_files import INDEX_BYTES, UnusableFileError, read_object
 from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_PER_BATCH = 512
@@ -28,6 +30,7 @@ _PATTERN = re.compile(r"[][*?{}!:#%]")
 """Characters that are special to `datasets` in every path, though not to file systems."""
 _BUILDERS = frozenset({"arrow", "csv", "json", "parquet", "text"})
 """Readers of `datasets` that open only the files they are given."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> Table:
@@ -49,9 +52,15 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
 
 
 def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Boundary = UNBOUNDED) -> Table:
-    """Return a split of a hub data set, or of a directory laid out like one. `boundary`: where the files of a directory
-    may lie; it contains the directory. Raises `DataError` if there is no such data set, split or subset, or if a card
-    or file leads out of `boundary`, and `StorageError` if the hub does not answer."""
+    """Return a split of a hub data set, or of a directory laid out like one.
+
+    Args:
+        boundary: where the files of a directory may lie; it contains the directory. With one, the rows that `datasets`
+            prepares are kept in no cache that others read.
+
+    Raises `DataError` if there is no such data set, split or subset, or if a card or file leads out of `boundary`, and
+    `StorageError` if the hub does not answer.
+    """
     if boundary.directories is None:
         return _read(name, source, path, None)
     field, directory = f"{path}.name_or_path", Path(name)
@@ -60,16 +69,20 @@ def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Bounda
     def check(file: str) -> bool:
         return "::" not in file and boundary.contains(file)
 
-    return _read(name, source, path, check)
+    # Rows in the usual cache could be read by the directory's bare name, which other tenants may give to the hub's data
+    # sets. The mapped files stay open after they are deleted.
+    with tempfile.TemporaryDirectory(prefix="swiftkv-data-") as cache:
+        return _read(name, source, path, check, cache=cache)
 
 
 def read_repository(source: DataSourceSpec, path: str) -> Table:
-    """Return a split of a hub data set, reading only files of its own repository. Raises as `read_laid_out`."""
+    """Return a split of a hub data set, reading only files of its own repository. Offline, return the rows that
+    `datasets` prepared from it before. Raises as `read_laid_out`."""
     from huggingface_hub import constants
 
     name = source.name_or_path
-    if constants.HF_HUB_OFFLINE:  # then `datasets` uses what it prepared before and reads no card
-        return _read(name, source, path, lambda _file: False)
+    if constants.HF_HUB_OFFLINE:
+        return _read_prepared(source, path)
     revision = _check_repository_cards(name, f"{path}.name_or_path")
     prefix = f"hf://datasets/{name}@"
     return _read(name, source, path, lambda file: file.startswith(prefix) and "::" not in file, revision)
@@ -96,19 +109,87 @@ def _check_repository_cards(name: str, field: str) -> str | None:
     return revision
 
 
-def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: str | None = None) -> Table:
-    """Read a split. `is_own`: whether a file that `datasets` found may be opened; None allows all."""
+def _read(
+    name: str, source: DataSourceSpec, path: str, is_own: Any, revision: str | None = None, *, cache: str | None = None
+) -> Table:
+    """Read a split.
+
+    Args:
+        is_own: whether a file that `datasets` found may be opened; None allows all.
+        cache: directory for the rows that `datasets` prepares; None: its usual one.
+    """
+    import datasets
+
+    with _reported(name, source, path):
+        builder = datasets.load_dataset_builder(
+            _without_patterns(name), source.subset, cache_dir=cache, revision=revision
+        )
+        if is_own is not None:
+            if builder.name == "cache":  # the hub stopped answering
+                return _read_prepared(source, path)
+            _check_builder(builder, name, f"{path}.name_or_path", is_own)
+        return _split_of(builder, name, source, path)
+
+
+def _read_prepared(source: DataSourceSpec, path: str) -> Table:
+    """Read a split from the rows that `datasets` prepared from a repository of the hub."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    name = source.name_or_path
+    with _reported(name, source, path):
+        *_, config, version, commit = _prepared_directory(source, path).parts
+        found = {"config_name": config, "version": version, "hash": commit}
+        return _split_of(Cache(repo_id=name, dataset_name=name.rpartition("/")[2], **found), name, source, path)
+
+
+def _prepared_directory(source: DataSourceSpec, path: str) -> Path:
+    """Return the newest directory with rows of a repository in the cache of `datasets`.
+
+    Only directories named after a commit are from the hub; those of local directories are named after other hashes,
+    below the directory's bare name.
+    """
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+
+    name = source.name_or_path
+    owner, slash, repository = name.rpartition("/")
+    separator = "___"  # `datasets` has it for a slash: a name with both could be another organization's
+    root = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}{slash and separator}{camelcase_to_snakecase(repository)}"
+    found = [] if separator in name else root.glob("*/*/*")
+    commits = [each for each in found if _COMMIT.fullmatch(each.name) and _is_whole(each)]
+    configurations = sorted({each.parts[-3] for each in commits})
+    if not commits:
+        raise _no_hub(name, f"{path}.name_or_path", "`datasets` has prepared no rows of it before")
+    wanted = [each for each in commits if source.subset in (None, each.parts[-3])]
+    if not wanted or (source.subset is None and len(configurations) > 1):
+        raise DataError.of(
+            f"{path}.subset", source.subset, f"; offline, this machine has {', '.join(configurations)} of {name}"
+        )
+    return max(wanted, key=lambda each: each.stat().st_mtime)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether it has the rows of a whole configuration, rather than of some of its files, which have a longer name."""
+    try:
+        return bool(read_object(directory / "dataset_info.json", INDEX_BYTES).get("config_name") == directory.parts[-3])
+    except (OSError, UnusableFileError):
+        return False
+
+
+def _split_of(builder: Any, name: str, source: DataSourceSpec, path: str) -> Table:
+    if source.streaming:
+        return _table(name, builder.as_streaming_dataset(split=source.split), path)
+    builder.download_and_prepare()
+    return _table(name, builder.as_dataset(split=source.split), path)
+
+
+@contextmanager
+def _reported(name: str, source: DataSourceSpec, path: str) -> Iterator[None]:
+    """Raise the errors of `datasets` as `DataError` or `StorageError`."""
     import datasets
 
     try:
-        builder = datasets.load_dataset_builder(_without_patterns(name), source.subset, revision=revision)
-        if is_own is not None:
-            _check_builder(builder, name, f"{path}.name_or_path", is_own)
-        if source.streaming:
-            found = builder.as_streaming_dataset(split=source.split)
-        else:
-            builder.download_and_prepare()
-            found = builder.as_dataset(split=source.split)
+        yield
     except SwiftKVError:
         raise
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -124,7 +205,6 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
             field=path,
             value=name,
         ) from error
-    return _table(name, found, path)
 
 
 @cache
@@ -146,8 +226,8 @@ def _without_patterns(name: str) -> str:
 def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     kind = type(builder).__module__.rpartition(".")[2]
     files = builder.config.data_files
-    if files is None and kind == "cache":
-        return  # rows that `datasets` prepared before, in its own cache
+    if builder.config.name in (".", ".."):  # part of the path in the cache
+        raise DataError.of(field, name, f", whose configuration is called {builder.config.name!r}; rename it")
     if kind not in _BUILDERS:
         raise DataError(
             f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
@@ -160,7 +240,7 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
             raise DataError.of(field, name, f", which names the file {file!r} in another place")
 
 
-def _no_hub(name: str, field: str, error: Exception) -> StorageError:
+def _no_hub(name: str, field: str, error: Exception | str) -> StorageError:
     return StorageError.of(
         field,
         name,

@@ -167,9 +167,11 @@ class Checkpointer:
         return self._load_one(keys[-1])
 
     def _load_one(self, key: str) -> Progress:
-        directory = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
+        workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
+        if self._local_rank == 0:
+            workspace.mkdir(mode=0o700)
         try:
-            reader = on_all_workers(lambda: self._open(key, directory))
+            reader = on_all_workers(lambda: self._open(key, workspace / "state"))
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
             _load_state({"progress": {"step": step, "tokens": tokens}}, reader)
             course = _load_course(reader)
@@ -177,7 +179,7 @@ class Checkpointer:
             dist.barrier()
         finally:
             if self._local_rank == 0:
-                shutil.rmtree(directory, ignore_errors=True)
+                shutil.rmtree(workspace, ignore_errors=True)
         return Progress(int(step), int(tokens), course)
 
     def _open(self, key: str, directory: Path) -> FileSystemReader:

@@ -11,7 +11,10 @@ from x, so tokens that no loss counts skip these layers, as prompt tokens do in 
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,6 +33,7 @@ from swiftkv_platform.model.packed_attention import (
 from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_turns, with_turns
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
+from swiftkv_platform.private_directories import private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec
 
 
@@ -271,6 +275,10 @@ def compile_layers(fork: Fork) -> None:
     Call it before the fork is spread over workers: FSDP2 gathers layer by layer, and its communication stays out of the
     compiled code.
     """
+    # PyTorch's own directory in /tmp is used whoever made it, and has code that is loaded.
+    cache = Path(tempfile.gettempdir()) / f"swiftkv-inductor-{os.geteuid()}"
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_directory(cache))
     fork.keeps_shapes = True
     for layer in [*fork.student.model.layers, *fork.teacher_layers()]:
         layer.compile(dynamic=False)

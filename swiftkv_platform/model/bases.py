@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
-from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.gguf import SUFFIX
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.sources.names import refuse_shadowed
@@ -74,8 +74,7 @@ def model_directory(
 
 
 def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED) -> Path:
-    """Return `path` if it is a directory, or the directory made of a GGUF file, whose header is checked first."""
+    """Return `path` if it is a directory, or the directory made of a GGUF file."""
     if path.suffix != SUFFIX:
         return path
-    config = read_gguf_config(path, name, field=field, boundary=boundary)
-    return gguf_directory(boundary.check(path, field, error=ModelError), config, field=field)
+    return gguf_directory(path, name, field=field, boundary=boundary)

@@ -6,9 +6,11 @@ Quantised weights are dequantised to bfloat16.
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from filelock import FileLock
@@ -17,42 +19,73 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.directories import new_directory
+from swiftkv_platform.private_directories import is_private, private_directory
+from swiftkv_platform.sources import UNBOUNDED, Boundary
+from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 
 CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
 """Cache of converted directories by digest of their file, next to the hub's cache, which operators size and mount."""
-_FORMAT = 1
+_FORMAT = 2
 """Version of the conversion, part of a directory's name."""
+_COPIED_BYTES = 1 << 24
 
 
 def gguf_directory(
-    file: Path, config: Mapping[str, Any], *, field: str = "model.name_or_path", cache: Path | None = None
+    file: Path,
+    name: str | None = None,
+    *,
+    field: str = "model.name_or_path",
+    boundary: Boundary = UNBOUNDED,
+    cache: Path | None = None,
 ) -> Path:
     """Return the model directory for a GGUF file, converting the file if this machine has not done so before.
 
-    The conversion holds the whole model in memory, in bfloat16.
+    A conversion is made of a private copy, since the file's owner could change the file, or put others beside it, after
+    its digest is known. It holds the whole model in memory, in bfloat16.
 
     Args:
-        config: fields of a `config.json` from the file's header (`sources.gguf`).
-        field: name of the file in error messages.
+        name: name of the file in error messages.
+        field: its place in the spec, for error messages.
+        boundary: where the file must lie.
         cache: parent of the directories; None: `CACHE`.
 
     Raises:
-        ModelError: transformers cannot read the model, or the package `gguf` is missing.
+        ModelError: the file is not one that `read_gguf_config` and transformers read, it changes while it is read, the
+            cache cannot be used, or the package `gguf` is missing.
     """
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    name = str(file) if name is None else name
+    read_gguf_config(file, name, field=field, boundary=boundary)  # refuses other files before they are copied
     cache = CACHE if cache is None else cache
-    directory = cache / f"{digest[:32]}-{_FORMAT}"
-    if not directory.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{directory.name}.lock"):
-            if not directory.exists():
-                with new_directory(directory) as target:
-                    _convert(file, config, target, field)
+    try:
+        private_directory(cache)
+    except PermissionError as error:
+        raise ModelError.of(field, name, f": it cannot be converted in the cache: {error}") from error
+    with boundary.open(file, field, error=ModelError) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        directory = cache / f"{digest[:32]}-{_FORMAT}"
+        if not is_private(directory):
+            with FileLock(cache / f"{directory.name}.lock"):
+                if not is_private(directory):
+                    _convert_copy(stream, digest, directory, name, field)
     return directory
 
 
-def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) -> None:
+def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, field: str) -> None:
+    """Convert a copy of an open file to `directory`. Raises `ModelError` if the copy has another digest."""
+    with tempfile.TemporaryDirectory(prefix=".file-", dir=directory.parent) as workspace:
+        copy = Path(workspace) / f"model{SUFFIX}"
+        stream.seek(0)
+        with copy.open("xb") as target:
+            shutil.copyfileobj(stream, target, _COPIED_BYTES)
+        with copy.open("rb") as copied:
+            if hashlib.file_digest(copied, "sha256").hexdigest() != digest:
+                raise ModelError.of(field, name, ", which changes while it is read; use it once it is written")
+        with new_directory(directory) as converted:
+            _convert(copy, read_gguf_config(copy, name, field=field), converted, name, field)
+            converted.chmod(0o700)
+
+
+def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, field: str) -> None:
     location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
@@ -65,13 +98,11 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
             output_loading_info=True,
         )
     except ImportError as error:
-        raise ModelError.of(
-            field, str(file), ": GGUF files are read with the package gguf: pip install gguf"
-        ) from error
+        raise ModelError.of(field, name, ": GGUF files are read with the package gguf: pip install gguf") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
+        raise ModelError.of(field, name, f": transformers cannot read it ({error})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
-        raise ModelError.of(field, str(file), f": its tensors do not match the model in its header: {wrong}")
+        raise ModelError.of(field, name, f": its tensors do not match the model in its header: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

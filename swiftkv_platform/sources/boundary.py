@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.sources.small_files import open_without_waiting
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,15 @@ class Boundary:
         if real.exists() and not (real.is_file() or real.is_dir()):
             raise error(f"{field}: {path.name!r} is not a regular file", field=field, value=path.name)
         return real
+
+    @contextmanager
+    def open(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Iterator[BufferedReader]:
+        """Open a file, and check the opened file itself: `path` may have become a link meanwhile. Raises as `check`."""
+        with open(self.check(path, field, error=error), "rb", opener=open_without_waiting) as stream:
+            opened = Path(f"/proc/self/fd/{stream.fileno()}")
+            if opened.exists():  # on Linux
+                self.check(opened, field, error=error)
+            yield stream
 
     def check_tree(self, directory: Path, field: str, *, error: type[InvalidInputError] = DataError) -> None:
         """Check everything below `directory`, following links to directories. Raises as `check`."""

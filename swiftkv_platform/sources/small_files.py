@@ -43,13 +43,13 @@ def checked_length(data: bytes, most: int) -> bytes:
 def read_head(path: Path, most: int) -> bytes:
     """Return at most the first `most` bytes of a regular file. Raises `OSError`, and `UnusableFileError` if it is not
     one."""
-    with open(path, "rb", opener=_without_waiting) as stream:
+    with open(path, "rb", opener=open_without_waiting) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise UnusableFileError("is not a regular file")
         return stream.read(most)
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def open_without_waiting(path: str, flags: int) -> int:
     """Open a file that may be a pipe without waiting for the pipe's other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 

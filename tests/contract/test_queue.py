@@ -14,7 +14,18 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, column, inspect, select, table, text, update
+from sqlalchemy import (
+    PrimaryKeyConstraint,
+    Table,
+    UniqueConstraint,
+    column,
+    delete,
+    inspect,
+    select,
+    table,
+    text,
+    update,
+)
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
@@ -24,7 +35,7 @@ from swiftkv_platform.control_plane.database.session import (
     alembic_config,
     newest_revision,
 )
-from swiftkv_platform.control_plane.database.tables import Base, JobRow
+from swiftkv_platform.control_plane.database.tables import Base, JobRow, UseRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import Claim
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
@@ -340,9 +351,42 @@ def test_who_uses_what_is_known_of_jobs_from_before_the_table(database: Database
             database.downgrade("0011")
             database.upgrade()
         with database.reading() as session:
-            assert list(live_users(session, [parent.id], limit=9, without=parent.id)) == [child.id]
-            assert list(live_users(session, [model], limit=9)) == sorted([parent.id, *([damaged.id] * back)])
-            assert list(live_users(session, [file_id], limit=9)) == [damaged.id] * back, "found in the stored text"
+            assert list(live_users(session, [parent.id], tenant=TENANT, limit=9, without=parent.id)) == [child.id]
+            assert list(live_users(session, [model], tenant=TENANT, limit=9)) == [parent.id]
+            assert list(live_users(session, [file_id], tenant=TENANT, limit=9)) == [damaged.id] * back
+
+
+def test_only_typed_references_of_the_same_tenant_use_an_object(database: Database, jobs: JobRepository) -> None:
+    file_id, model, other_model = new_file_id(), "mdl_01ABCDEFGHJKMNPQRSTVWXYZ01", "mdl_01ABCDEFGHJKMNPQRSTVWXYZ02"
+    parent = store(jobs, make_job())
+    address = f"s3://b/jobs/{parent.id}"
+    untyped: dict[str, Any] = {
+        "metadata": {"file": file_id, "model": model, "parent": f"{address}/x"},
+        "tracking": {"wandb": {"tags": [file_id, model, f"{address}/x"]}},
+        "model": {"name_or_path": f"org/{other_model}", "revision": model},
+        "data": {"sources": [{"name_or_path": "org/rows", "split": model, "subset": f"jobs/{parent.id}/x"}]},
+    }
+    typed: list[tuple[str, dict[str, Any]]] = [
+        (model, {"training": {"from": model}}),
+        (parent.id, {"training": {"from": f"{parent.id}:100"}}),
+        (parent.id, {"model": {"name_or_path": f"{address}/attempts/1/artifact"}}),
+        (parent.id, {"data": {"sources": [{"name_or_path": address}]}}),
+        (parent.id, {"evaluation": {"tasks": [f"{address}/task.yaml"]}}),
+        (parent.id, {"evaluation": {"tasks": [{"name": "builtin:gsm8k", "data_dir": f"/store/jobs/{parent.id}/"}]}}),
+        (other_model, {"model": {"name_or_path": f"/store/models/{other_model}/student"}}),
+    ]
+    ids = [file_id, model, other_model, parent.id]
+    store(jobs, make_job(**untyped))
+    for used, spec in typed:
+        theirs = store(jobs, make_job(tenant="other", **spec))
+        own = store(jobs, make_job(**spec))
+        with database.writing() as session:  # as earlier versions stored the uses of any text
+            session.execute(delete(UseRow))
+            session.add_all(UseRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids)
+            assert list(live_users(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
+            assert list(live_users(session, ids, tenant="other", limit=9)) == [theirs.id], spec
+        for each in (own, theirs):
+            jobs.update(replace(each, status=JobStatus.CANCELLED))
 
 
 def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Database) -> None:

@@ -29,9 +29,9 @@ def rows(database: Database) -> RetainedRows:
     return RetainedRows(database)
 
 
-def ended(jobs: JobRepository, *, now: int = 100, model: Model | None = None, **spec: Any) -> Job:
+def ended(jobs: JobRepository, *, now: int = 100, model: Model | None = None, tenant: str = TENANT, **spec: Any) -> Job:
     """Store a job that failed at `now` or, with a model, succeeded."""
-    job = store(jobs, make_job(**spec))
+    job = store(jobs, make_job(tenant=tenant, **spec))
     if model is None:
         failed, event = transition(job, JobStatus.FAILED, now=now)
         return jobs.update(failed, events=[event])
@@ -232,6 +232,27 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs:
         with pytest.raises(ConflictError, match=reason):
             rows.delete_model(model_id, by="ann", now=400)
     assert rows.count_rows() == before
+
+
+def test_text_and_other_tenants_hold_nothing(database: Database, rows: RetainedRows, jobs: JobRepository) -> None:
+    job, model = with_model(jobs)
+    _, served = with_model(jobs)
+    deployed(database, served, chat_template=f"{{# {model} #}}", engine={"drafts": model})
+    theirs = make_model(make_job(tenant="other"))
+    ended(jobs, tenant="other", model=theirs)
+    spec = ResolvedDeployment(
+        id="dep_theirs",
+        model=theirs.id,
+        artifact_uri="s3://x",
+        route_prefix="/theirs",
+        candidate={"model": model, "artifact_uri": "s3://x"},
+    )
+    Registry(database).create_deployment(Deployment(spec, "other", 100))
+    store(jobs, make_job(tenant="other", training={"from": model}))
+    store(jobs, make_job(tenant="other", data={"sources": [{"name_or_path": f"s3://b/jobs/{job.id}/rows"}]}))
+    store(jobs, make_job(metadata={"about": model}))
+    rows.delete_model(model, by="ann", now=400)
+    rows.delete_job(job.id, by="ann", now=400)
 
 
 def test_jobs_that_ended_before_there_was_retention_are_found(

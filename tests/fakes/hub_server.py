@@ -1,4 +1,4 @@
-"""A local hub that speaks the parts of the protocol needed to publish and fetch models."""
+"""A local hub that speaks the parts of the protocol needed to publish and fetch models, and to read data sets."""
 
 import base64
 import hashlib
@@ -24,6 +24,8 @@ class Hub:
 
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files of data sets."""
     private: dict[str, bool] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     """Summary of each commit."""
@@ -42,13 +44,18 @@ class Hub:
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", self.url)
+        go_online(monkeypatch, True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
 
     def answer(self, request: Request) -> Answer:
         path = request.path
         if request.method == "PUT":
             return self._upload(request.raw, path.rpartition("/")[2])
+        if match := re.fullmatch(
+            r"(?:/api)?/datasets/(?P<repo>.+?)(?P<rest>/(?:resolve|revision|tree|paths-info)/.+)?", path
+        ):
+            return self._dataset(self.datasets.get(match["repo"]), match["repo"], match["rest"] or "/revision", request)
         if match := re.fullmatch(rf"/{_REPOSITORY}/resolve/\w+/(?P<file>.+)", path):
             return self._file(self.repositories[match["repo"]].get(match["file"]), match["file"], request.method)
         if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
@@ -71,6 +78,20 @@ class Hub:
         if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/commit/main", path):
             return self._commit(match["repo"], [json.loads(line) for line in request.raw.splitlines()])
         return json_answer({"error": f"no such address {path}"}, 404)
+
+    def _dataset(self, files: dict[str, bytes] | None, name: str, rest: str, request: Request) -> Answer:
+        _, kind, *place = rest.split("/", 3)
+        if files is None:
+            return Answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if kind == "resolve":
+            return self._file(files.get(place[1]), place[1], request.method)
+        if kind == "revision":
+            return json_answer({"id": name, "sha": "0" * 40, "private": False, "tags": [], "siblings": []})
+        if len(place) > 1:
+            return self._file(None, place[1], request.method)  # it has no directories
+        asked = files if kind == "tree" else [path for path in request.body["paths"] if path in files]
+        shown = [{"type": "file", "path": p, "size": len(files[p]), "oid": _blob(files[p])} for p in asked]
+        return json_answer(shown)
 
     def _file(self, data: bytes | None, name: str, method: str) -> Answer:
         headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{_blob(data or b"")}"'}
@@ -129,6 +150,12 @@ class Hub:
                     del files[value["path"]]
         url = f"{self.url}/{repository}/commit/{'1' * 40}"
         return json_answer({"success": True, "commitOid": "1" * 40, "commitUrl": url})
+
+
+def go_online(monkeypatch: pytest.MonkeyPatch, is_online: bool) -> None:
+    """Let this process ask the hub, or only its caches."""
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", not is_online)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Teachers in GGUF files convert to a directory with the same model, which everything else can load."""
 
+import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -19,8 +22,7 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import teacher_path
 from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.gguf import gguf_directory
-from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.gguf import read_gguf_config
+from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.specs import ModelSpec
 from tests.fakes.gguf import save_gguf
 from tests.parameters import WIDE
@@ -30,7 +32,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def directory_of(file: Path, cache: Path) -> Path:
-    return gguf_directory(file, read_gguf_config(file, field="model"), cache=cache)
+    return gguf_directory(file, cache=cache)
 
 
 def teacher(family: str) -> PreTrainedModel:
@@ -95,3 +97,63 @@ def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path, monk
     assert (directory / "model.safetensors").is_file()
     with pytest.raises(InvalidInputError, match="may not read"):
         teacher_path(spec, tmp_path, access=Access(roots=(str(tmp_path / "elsewhere"),)))
+
+
+def test_a_conversion_holds_what_its_digest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf", chat_template=TEMPLATE)
+    sound, evil = file.read_bytes(), file.read_bytes().replace(b"{{ m.content }}", b"{{'evil'}}     ")
+    hash_file = hashlib.file_digest
+
+    def hash_and_lose_the_race(stream: BinaryIO, algorithm: str) -> Any:
+        found = hash_file(stream, algorithm)
+        file.write_bytes(evil)
+        return found
+
+    with monkeypatch.context() as racing:
+        racing.setattr(hashlib, "file_digest", hash_and_lose_the_race)
+        with pytest.raises(ModelError, match="changes while it is read"):
+            directory_of(file, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    file.write_bytes(sound)
+    (tmp_path / "chat_template.jinja").write_text("evil")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "evil", "eos_token": "evil"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    directory = directory_of(file, tmp_path / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert (tokenizer.chat_template, tokenizer.eos_token_id) == (TEMPLATE, 257)
+    assert "evil" not in "".join(path.read_text(errors="replace") for path in directory.glob("*.j*"))
+    assert directory.stat().st_mode & 0o077 == directory.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_became_a_link_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    secret = save_gguf(teacher("llama"), tmp_path / "secret.gguf")
+    file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
+    boundary, check = Boundary.of(tmp_path / "own"), Boundary.check
+
+    def check_and_lose_the_race(self: Boundary, path: Path, *arguments: Any, **options: Any) -> Path:
+        found = check(self, path, *arguments, **options)
+        if path == file and not file.is_symlink():
+            file.unlink()
+            file.symlink_to(secret)
+        return found
+
+    monkeypatch.setattr(Boundary, "check", check_and_lose_the_race)
+    with pytest.raises(ModelError, match="may not read"), boundary.open(file, "model", error=ModelError):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_another_users_cache_is_not_used(tmp_path: Path) -> None:
+    file, cache = save_gguf(teacher("llama"), tmp_path / "tiny.gguf"), tmp_path / "cache"
+    cache.mkdir()
+    os.chown(cache, 12345, 12345)
+    with pytest.raises(ModelError, match="belongs to user 12345"):
+        directory_of(file, cache)
+    (tmp_path / "own").mkdir()
+    cache.rmdir()
+    cache.symlink_to(tmp_path / "own")
+    os.chown(cache, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(ModelError, match="belongs to user 12345"):
+        directory_of(file, cache)
+    assert list((tmp_path / "own").iterdir()) == []

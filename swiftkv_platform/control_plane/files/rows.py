@@ -73,7 +73,7 @@ class FileRepository(Store):
         with self._database.writing() as session:
             take_turn(self._database, session, tenant)
             row = owned(session, FileRow, file_id, tenant)
-            users = live_users(session, [file_id], limit=_NAMED_JOBS + 1)
+            users = live_users(session, [file_id], tenant=tenant, limit=_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
                 message = f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end"

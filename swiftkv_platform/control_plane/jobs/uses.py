@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import select
@@ -13,38 +15,40 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
-from swiftkv_platform.control_plane.jobs.job import LIVE
+from swiftkv_platform.control_plane.jobs.job import LIVE, JobStatus
 from swiftkv_platform.errors import ConflictError
 
-_MODEL = re.compile(r"mdl_[0-9A-Za-z]{1,36}")
-_OBJECT = re.compile(r"jobs/(job_[0-9A-Za-z]{1,36})/")
-"""Part of an object's address, in any store."""
-_PARENT = re.compile(r"(job_[0-9A-Za-z]{1,36}):")
-"""Beginning of the name of a checkpoint that a job continues from."""
+_HOLDS_TARGET = [*LIVE, JobStatus.SUCCEEDED.value]
+"""Statuses of jobs whose publish target no other tenant may use."""
+_SPECS_AT_A_TIME = 20
+_ADDRESS = re.compile(r"(?:^|/)(?:jobs/(job_[0-9A-Za-z]{1,36})|models/(mdl_[0-9A-Za-z]{1,36}))(?=/|$)")
+"""Part of the address, in any store, of the objects of a job or of an imported model."""
+_PARENT = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}):")
+"""`training.from`: a model, or the beginning of the name of a checkpoint."""
 
 
 def uses_of(spec: Any) -> set[str]:
-    """Return the ids of files, models and jobs that a spec names. The spec is a plain document, which this version need
-    not be able to parse."""
+    """Return the ids of files, models and jobs that a spec names as its parent, sources or publish target.
+
+    Ids in other text, such as `metadata`, use nothing. The spec is a plain document, which this version need not be
+    able to parse.
+    """
     found: set[str] = set()
-    for text in _texts(spec):
-        if is_file_id(text):
-            found.add(text)
-        found.update(_MODEL.findall(text))
-        found.update(_OBJECT.findall(text))
-    training = spec.get("training") if isinstance(spec, dict) else None
+    for name in _source_names(spec):
+        if is_file_id(name):
+            found.add(name)
+        found.update(job or model for job, model in _ADDRESS.findall(name))
+    parent = _part(spec, "training", "from")
+    if isinstance(parent, str) and (match := _PARENT.match(parent)):
+        found.add(match[1] or match[2])
     if (place := publication_of(spec)) is not None:
         found.add(place)
-    parent = training.get("from") if isinstance(training, dict) else None
-    if isinstance(parent, str) and (match := _PARENT.match(parent)):
-        found.add(match[1])
     return found
 
 
 def publication_of(spec: Any) -> str | None:
     """Return a digest of the target that a job publishes to, as long as an id; None if it publishes nowhere."""
-    publish = spec.get("publish") if isinstance(spec, dict) else None
-    place = publish.get("to") if isinstance(publish, dict) else None
+    place = _part(spec, "publish", "to")
     if not isinstance(place, str):
         return None
     place = place.rstrip("/")
@@ -54,31 +58,49 @@ def publication_of(spec: Any) -> str | None:
 
 
 def check_publication(session: Session, spec: Any, tenant: str) -> None:
-    """Raise `ConflictError` if a job of another tenant publishes to the same target: neither may overwrite the
-    other's."""
+    """Raise `ConflictError` if a job of another tenant publishes, or has published, to the same target: neither may
+    overwrite the other's. A job that failed or was cancelled holds no target."""
     place = publication_of(spec)
     if place is None:
         return
     others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
-    if session.scalar(others.where(UseRow.used == place, JobRow.tenant != tenant).limit(1)) is not None:
+    others = others.where(UseRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_HOLDS_TARGET))
+    if session.scalar(others.limit(1)) is not None:
         to = spec["publish"]["to"]
         raise ConflictError.of("publish.to", to, ", where another tenant publishes; use another name")
 
 
-def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:
-    """Return the first `limit` ids of unfinished jobs that use one of these. `without`: a job that does not count."""
-    users = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
-    users = users.where(UseRow.used.in_(names), JobRow.status.in_(LIVE), JobRow.id != without)
-    return session.scalars(users.distinct().order_by(JobRow.id).limit(limit)).all()
+def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: int, without: str = "") -> Sequence[str]:
+    """Return the first `limit` ids of the tenant's unfinished jobs that use one of these objects of the tenant.
+
+    `without`: a job that does not count.
+    """
+    named = select(UseRow.job_id).where(UseRow.used.in_(names))
+    jobs = select(JobRow.id, JobRow.spec).where(
+        JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE), JobRow.id != without
+    )
+    # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
+    with closing(session.execute(jobs.order_by(JobRow.id).execution_options(yield_per=_SPECS_AT_A_TIME))) as rows:
+        return list(islice((row.id for row in rows if not uses_of(row.spec).isdisjoint(names)), limit))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
+def _source_names(spec: Any) -> Iterator[str]:
+    """Yield the names of the models, data sets and tasks that a spec reads."""
+    yield from _texts(_part(spec, "model", "name_or_path"))
+    for source in _items(_part(spec, "data", "sources")):
+        yield from _texts(source.get("name_or_path") if isinstance(source, dict) else None)
+    for task in _items(_part(spec, "evaluation", "tasks")):
+        yield from _texts(*((task.get("name"), task.get("data_dir")) if isinstance(task, dict) else (task,)))
+
+
+def _part(spec: Any, section: str, name: str) -> Any:
+    found = spec.get(section) if isinstance(spec, dict) else None
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _texts(*values: Any) -> Iterator[str]:
+    return (value for value in values if isinstance(value, str))

@@ -293,12 +293,12 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float, *, tenant
 
 def _check_job(session: Session, job: JobRow) -> None:
     model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
-    _check_unheld(f"job {job.id}", _hold(session, job, model), field="job_id")
+    _check_unheld(f"job {job.id}", _hold(session, job, model, job.tenant), field="job_id")
 
 
 def _check_model(session: Session, model: ModelRow) -> None:
     job = None if model.job_id is None else session.get_one(JobRow, model.job_id)
-    _check_unheld(f"model {model.id}", _hold(session, job, model.id), field="model")
+    _check_unheld(f"model {model.id}", _hold(session, job, model.id, model.tenant), field="model")
 
 
 def _check_unheld(what: str, hold: str | None, *, field: str) -> None:
@@ -306,9 +306,9 @@ def _check_unheld(what: str, hold: str | None, *, field: str) -> None:
         raise ConflictError(f"{what} cannot be deleted: {hold}", field=field, value=what)
 
 
-def _hold(session: Session, job: JobRow | None, model: str | None) -> str | None:
-    """Return what protects a job or model from deletion; None if nothing does. `job`: None for an imported model, which
-    needs no ended job."""
+def _hold(session: Session, job: JobRow | None, model: str | None, tenant: str) -> str | None:
+    """Return what protects a tenant's job or model from deletion; None if nothing does. Only objects of the same tenant
+    do. `job`: None for an imported model, which needs no ended job."""
     job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
     if status is JobStatus.PAUSED:
         return "its job is paused and can be resumed; cancel it first"
@@ -316,14 +316,16 @@ def _hold(session: Session, job: JobRow | None, model: str | None) -> str | None
         return f"its job is {status}; cancel it, and delete it when it has ended"
     if model is not None:
         serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model)
-        deployment = session.scalar(select(DeploymentRow.id).where(serves).limit(1))
+        deployment = session.scalar(select(DeploymentRow.id).where(DeploymentRow.tenant == tenant, serves).limit(1))
         if deployment is not None:
             return f"deployment {deployment} serves {model}; delete that deployment, or give it another model"
-        alias = session.scalar(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
+        promoted = PromotionRow.tenant == tenant, PromotionRow.model == model
+        alias = session.scalar(select(PromotionRow.alias).where(*promoted).limit(1))
         if alias is not None:
             return (
                 f"{model} is in the history of alias {alias!r}, which stands for it or can be rolled back to it; "
                 "promote other models until retention has trimmed that history"
             )
-    children = live_users(session, [name for name in (job_id, model) if name], limit=1, without=job_id)
+    names = [name for name in (job_id, model) if name]
+    children = live_users(session, names, tenant=tenant, limit=1, without=job_id)
     return f"job {children[0]} reads it; wait for that job's end, or cancel it" if children else None

@@ -27,6 +27,7 @@ from torch.utils import cpp_extension
 from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weight_formats import IntegerWeight
+from swiftkv_platform.private_directories import is_private, private_directory
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
@@ -67,7 +68,8 @@ class _UnavailableError(Exception):
 
 
 def _compiled() -> Path:
-    """The shared library, named by all it depends on. Processes that build it at the same time do not meet."""
+    """The shared library, named by all it depends on, from a directory that no other user can write to. Processes that
+    build it at the same time do not meet."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in VECTOR_FLAGS:
         raise _UnavailableError(f"the processor offers {capability}; {' or '.join(VECTOR_FLAGS)} is needed")
@@ -78,8 +80,8 @@ def _compiled() -> Path:
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
-    library = _cache_directory() / f"cpu-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
+    library = private_directory(_cache_directory()) / f"cpu-{digest.hexdigest()[:16]}.so"
+    if not is_private(library):  # it runs as this user
         _build(compiler, flags, library)
     return library
 
@@ -90,7 +92,6 @@ def _cache_directory() -> Path:
 
 
 def _build(compiler: str, flags: list[str], library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
@@ -102,6 +103,7 @@ def _build(compiler: str, flags: list[str], library: Path) -> None:
             raise _UnavailableError(f"{compiler} did not finish within {BUILD_TIMEOUT_S} s") from error
         if run.returncode:
             raise _UnavailableError(f"{compiler} failed: {run.stderr[-2000:]}")
+        built.chmod(0o700)
         built.replace(library)
 
 

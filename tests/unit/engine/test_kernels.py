@@ -302,6 +302,32 @@ def test_without_a_compiler_they_are_not_available(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_library_that_others_could_have_placed_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, cache = tmp_path / "compiler", tmp_path / "cache"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo built > "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(kernels.CACHE_VARIABLE, str(cache))
+    library = kernels._compiled()
+    assert (library.read_text(), cache.stat().st_mode & 0o777) == ("built\n", 0o700)
+    library.write_text("kept")
+    assert kernels._compiled().read_text() == "kept", "it is not built again"
+    library.chmod(0o777)
+    assert kernels._compiled().read_text() == "built\n"
+    library.unlink()
+    (tmp_path / "evil.so").write_text("evil")
+    library.symlink_to(tmp_path / "evil.so")
+    assert kernels._compiled().read_text() == "built\n"
+    if os.geteuid() == 0:
+        os.chown(cache, 12345, 12345)
+        with capture_logs() as logs:
+            assert not kernels.available.__wrapped__()
+        assert "belongs to user 12345" in logs[0]["reason"]
+
+
 def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with capture_logs() as logs:

@@ -1,5 +1,6 @@
 """The cache of artifacts on a machine: fetched once for all processes, verified, bounded, never removed in use."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
-from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory
 from swiftkv_platform.storage.local_store import LocalObjectStore
@@ -140,3 +141,14 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_that_is_used(store:
     assert subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False).returncode == 9
     with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
         assert (path / "weights.bin").read_bytes() == b"a" * 1000
+
+
+def test_the_cache_is_of_this_user_alone(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    cache = tmp_path / "cache"
+    with ArtifactCache(cache, 10_000).held(store, "a"):
+        assert cache.stat().st_mode & 0o777 == 0o700
+    if os.geteuid() == 0:
+        os.chown(cache, 12345, 12345)
+        with pytest.raises(StorageError, match="belongs to user 12345"), ArtifactCache(cache, 10_000).held(store, "a"):
+            pass

@@ -322,6 +322,8 @@ def test_two_tenants_of_one_place_do_not_write_over_each_other(start: Start, tmp
     targets = ("hf://org", "s3://models", str(shared))
     client = start("http://swiftkv.example", api_keys_file=keys, publish_targets=targets).client
 
+    as_acme = {"authorization": f"Bearer {names['acme']}"}
+
     def publish(tenant: str, place: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {names[tenant]}"}
         return client.post("/jobs", json={**SPEC, "publish": {"to": place}}, headers=headers)
@@ -337,5 +339,30 @@ def test_two_tenants_of_one_place_do_not_write_over_each_other(start: Start, tmp
         assert (error["field"], "another tenant publishes" in error["message"]) == ("publish.to", True)
         assert "acme" not in error["message"].replace(same, "").replace(place, "")
         assert publish("other", f"{place}-2").status_code == 201
+        own = [job["id"] for job in client.get("/jobs", headers=as_acme).json()["data"]]
+        for job_id in own:
+            client.post(f"/jobs/{job_id}/cancel", headers=as_acme)
+        assert publish("other", same).status_code == 201, "a job that was cancelled has left its target"
     error = refusal(publish("acme", f"{shared}/out/one"))
     assert (error["field"], "may not publish" in error["message"]) == ("publish.to", True)
+
+
+def test_a_file_is_held_by_its_tenants_sources_alone(as_: As) -> None:
+    def submit(**spec: Any) -> str:
+        job = client.post("/jobs", json={**SPEC, **spec})
+        assert job.status_code == 201, job.text
+        return str(job.json()["id"])
+
+    client = as_("acme")
+    file_id = client.post("/v1/files", **UPLOAD).json()["id"]
+    submit(metadata={"x": file_id})
+    own = submit(data={"sources": [{"name_or_path": file_id}], "max_length": 32, "validation_fraction": 0.5})
+    as_("other")
+    theirs = submit(metadata={"x": file_id}, tracking={"wandb": {"tags": [file_id]}})
+    assert client.post(f"/jobs/{theirs}/pause").status_code == 200
+    as_("acme")
+    refused = client.delete(f"/v1/files/{file_id}")
+    assert refused.status_code == 409
+    assert f"is used by {own};" in refused.text
+    assert client.post(f"/jobs/{own}/cancel").status_code == 200
+    assert client.delete(f"/v1/files/{file_id}").status_code == 200

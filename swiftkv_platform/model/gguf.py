@@ -6,6 +6,7 @@ Quantised weights are dequantised to bfloat16.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,23 +54,26 @@ def gguf_directory(
 
 
 def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) -> None:
-    location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**location)
-        model, report = load(
-            **location,
-            config=AutoConfig.for_model(**config),
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-            output_loading_info=True,
-        )
+        with tempfile.TemporaryDirectory(prefix="swiftkv-gguf-") as alone:
+            # transformers also reads the files beside it, such as a tokenizer_config.json.
+            (Path(alone) / "model.gguf").symlink_to(file.resolve())
+            location = {"pretrained_model_name_or_path": alone, "gguf_file": "model.gguf"}
+            tokenizer = AutoTokenizer.from_pretrained(**location)
+            model, report = load(
+                **location,
+                config=AutoConfig.for_model(**config),
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                output_loading_info=True,
+            )
     except ImportError as error:
         raise ModelError.of(
             field, str(file), ": GGUF files are read with the package gguf: pip install gguf"
         ) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
+        raise ModelError.of(field, str(file), f": transformers cannot read it ({type(error).__name__})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
         raise ModelError.of(field, str(file), f": its tensors do not match the model in its header: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)

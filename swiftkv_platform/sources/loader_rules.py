@@ -58,7 +58,8 @@ class Rules:
                 raise _refused(file, f"{prefix}{key}", value, self.refused[key])
             form = self.known.get(key)
             if form is not None:
-                if not (form(value) or is_number(value)):  # wrong numbers are refused by `planning.config_values`
+                # `planning.config_values` refuses wrong numbers.
+                if not (form(value) or (self.keeps_numbers and is_number(value))):
                     raise _refused(file, f"{prefix}{key}", value, "use a value without paths, URLs or hub ids")
                 kept[key] = value
             elif self.keeps_numbers and key not in self.refused and is_number(value):
@@ -115,16 +116,8 @@ _PATTERNS = frozenset(
 """Keys of a quantisation whose values are compared with modules' names."""
 
 
-def _quantization(value: Any, depth: int = 0) -> bool:
-    """Whether a value is an object of numbers, words and patterns of modules' names."""
-    if isinstance(value, Mapping):
-        return depth < _DEEPEST and all(
-            (_patterns(item) if key in _PATTERNS else False) or (not _names(key) and _quantization(item, depth + 1))
-            for key, item in value.items()
-        )
-    if isinstance(value, list):
-        return depth < _DEEPEST and all(_quantization(item, depth + 1) for item in value)
-    return is_number(value) or is_word(value)
+def _is_object(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
 
 
 def is_token(value: Any) -> bool:
@@ -185,7 +178,7 @@ _CONFIG = Rules(
         **dict.fromkeys(("topk_method", "scoring_func", "swiftkv_decode_key_value"), is_word),
         **dict.fromkeys(("architectures", "layer_types"), _words),
         **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope),
-        "quantization_config": _quantization,
+        "quantization_config": _is_object,  # cleaned as an object
     },
     refused=_CONFIG_REFUSED,
 )
@@ -224,28 +217,28 @@ _NAMING = re.compile(
     r"(^|_)(path|paths|file|files|filename|dir|directory|folder|repo|repo_id|repository|url|uri|name_or_path|checkpoint"
     r"|weights|pretrained|auto_map|pipelines|tokenizer|processor|backbone|model|model_id|model_name|adapter|kernel)$"
 )
-"""Keys that name models and files in the configurations of other families."""
+"""Keys whose words name models and files."""
 
 
-def _names(key: str) -> bool:
-    return _NAMING.search(key) is not None and key != "quantization_config"
-
-
-def _clean_other(values: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Return what loaders may see of a configuration of a family that only vLLM serves: numbers, words, and objects of
-    these, without keys that name files or models."""
+def _clean_object(values: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Return what loaders may see of an object with unknown keys: numbers, words, and objects of these, without words
+    that name files or models."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        if key == "quantization_config" or key in _CONFIG.known:
-            if (_CONFIG.known[key])(value) or is_number(value):
-                kept[key] = value
-        elif _names(key) or key in _IMPLEMENTATIONS:
-            continue
-        elif isinstance(value, Mapping) and depth < _DEEPEST:
-            kept[key] = _clean_other(value, depth + 1)
-        elif is_number(value) or is_word(value) or _words(value):
+        if isinstance(value, Mapping):
+            if depth < _DEEPEST:
+                kept[key] = _clean_object(value, depth + 1)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            if depth < _DEEPEST:
+                kept[key] = [_clean_object(item, depth + 1) for item in value]
+        elif is_number(value) or (key in _PATTERNS and _patterns(value)) or _says_words(key, value):
             kept[key] = value
     return kept
+
+
+def _says_words(key: str, value: Any) -> bool:
+    """Whether a value is a word or a list of words that do not name a file or a model."""
+    return not (_NAMING.search(key) or key in _IMPLEMENTATIONS) and (is_word(value) or _words(value))
 
 
 def _refuse_code(values: Mapping[str, Any], depth: int = 0) -> None:
@@ -261,13 +254,14 @@ def _refuse_code(values: Mapping[str, Any], depth: int = 0) -> None:
 def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what loaders may see of a `config.json`. Raises `ModelError`: it names code, weights or another model."""
     _refuse_code(values)
-    kept = _CONFIG.clean(CONFIG, values)  # refuses for all families
-    if teacher_type(values.get("model_type")) not in FAMILIES:
-        return _clean_other(values)
+    kept = _CONFIG.clean(CONFIG, values)
+    if teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
+        return _clean_object(values)
+    kept = {key: value for key, value in kept.items() if key not in _IMPLEMENTATIONS}
+    if kept.get("quantization_config") is not None:
+        kept["quantization_config"] = _clean_object(kept["quantization_config"])
     version = values.get("transformers_version")  # decides how old tokenizers are read
-    return {key: value for key, value in kept.items() if key not in _IMPLEMENTATIONS} | (
-        {"transformers_version": version} if isinstance(version, str) and is_word(version) else {}
-    )
+    return kept | ({"transformers_version": version} if isinstance(version, str) and is_word(version) else {})
 
 
 def clean_generation(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,12 +279,8 @@ def clean_tokenizer(values: Mapping[str, Any], *, has_file: bool) -> dict[str, A
     if name is None:
         return kept
     if not isinstance(name, str) or name.removesuffix("Fast") not in CLASSES:
-        raise _refused(
-            TOKENIZER_CONFIG,
-            "tokenizer_class",
-            name,
-            f"without {TOKENIZER} one of {', '.join(sorted(CLASSES))} is read",
-        )
+        instead = f"store the tokenizer as {TOKENIZER}: save it with transformers"
+        raise _refused(TOKENIZER_CONFIG, "tokenizer_class", name, instead)
     return kept | {"tokenizer_class": name}
 
 
@@ -307,16 +297,9 @@ def clean_added_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def clean_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `hf_quant_config.json`. Raises `ModelError`: it names files."""
-    if not _quantization(values):
-        raise ModelError(f"{QUANTIZATION} names a path, a URL or a hub id; leave it out", field=QUANTIZATION)
-    return dict(values)
-
-
-def clean_preprocessor(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what vLLM may see of the configuration of a preprocessor of images, sounds or films."""
-    return _clean_other(values)
+def clean_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what vLLM may see of the settings of a quantisation, or of a preprocessor of pictures or sounds."""
+    return _clean_object(values)
 
 
 def clean_index(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _JSON: Mapping[str, Clean] = {
     rules.ADDED_TOKENS: rules.clean_added_tokens,
     rules.INDEX: rules.clean_index,
     _PICKLED_INDEX: rules.clean_index,
-    rules.QUANTIZATION: rules.clean_quantization,
+    rules.QUANTIZATION: rules.clean_settings,
 }
 """Files of known content, except for `tokenizer_config.json`, which depends on others."""
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -120,7 +120,7 @@ def _cleaned(directory: Path, names: tuple[str, ...] | None) -> dict[str, str]:
     if names is None and teacher_type(kind) not in FAMILIES:
         for name in _PREPROCESSORS:
             if (values := _read(directory, name)) is not None:
-                documents[name] = rules.clean_preprocessor(values)
+                documents[name] = rules.clean_settings(values)
     return {name: json.dumps(values) for name, values in documents.items()}
 
 

@@ -69,7 +69,7 @@ def read_config(
     except ModelError as error:
         raise ModelError.of(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):
-        config_class = config_class or CONFIG_MAPPING[cleaned.get("model_type")]
+        config_class = config_class or CONFIG_MAPPING[str(cleaned.get("model_type"))]
         config = config_class.from_dict(cleaned, name_or_path=str(source))
     config._attn_implementation = None  # loading chooses one that this machine has
     return config
@@ -104,8 +104,9 @@ def _config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
     path = Path(source)
     if path.is_dir():
-        return path / hub.get("subfolder", "") / CONFIG
-    return path if path.is_file() else Path(cached_file(str(source), CONFIG, **hub))
+        return path / str(hub.get("subfolder", "")) / CONFIG
+    found = str(source) if path.is_file() else cached_file(str(source), CONFIG, **hub)
+    return Path(str(found))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import GENERATION_CONFIG_NAME, is_peft_available
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.import_utils import is_peft_available
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint

@@ -40,7 +40,7 @@ _DEEPEST = 8
 
 @dataclass(frozen=True)
 class Rules:
-    """What a cleaned copy of one file keeps."""
+    """Keys and values of one file that its cleaned copy keeps."""
 
     known: Mapping[str, Form]
     """Form of the values of known keys."""
@@ -258,8 +258,8 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
         return _clean_object(values)
     kept = {key: value for key, value in kept.items() if key not in _IMPLEMENTATIONS}
-    if kept.get("quantization_config") is not None:
-        kept["quantization_config"] = _clean_object(kept["quantization_config"])
+    if isinstance(quantization := kept.get("quantization_config"), Mapping):
+        kept["quantization_config"] = _clean_object(quantization)
     version = values.get("transformers_version")  # decides how old tokenizers are read
     return kept | ({"transformers_version": version} if isinstance(version, str) and is_word(version) else {})
 

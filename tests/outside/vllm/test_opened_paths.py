@@ -1,4 +1,4 @@
-"""What vLLM opens because of a model's files: a list of all its calls, and a model that names another one."""
+"""Files that vLLM opens because of a model's files: a list of all such calls, and a model that names another one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from swiftkv_platform.sources.views import model_view
+from swiftkv_platform.vllm import register
 from tests.opened_paths import compare, opening_calls
 
 LISTED = "0.32"
@@ -43,6 +44,7 @@ def test_vllm_follows_no_name_in_a_model_of_which_it_gets_a_view(llama: Path, tm
     for name in ("params.json", "modules.json", "hf_quant_config.json"):
         (directory / name).write_text(json.dumps({"path": str(other)}) if name != "modules.json" else "[]")
     view = model_view(directory, tmp_path / "views")
+    register()
     found = EngineArgs(model=str(view), dtype="float32").create_model_config()
     assert found.model == str(view)
     assert str(other) not in json.dumps(found.hf_config.to_dict(), default=str)

@@ -1,4 +1,4 @@
-"""What third-party loaders may see of a model: values that name a file are dropped or refused, real ones are kept."""
+"""Values that third-party loaders see of a model: those that name a file are dropped or refused, real ones are kept."""
 
 from __future__ import annotations
 

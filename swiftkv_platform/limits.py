@@ -40,6 +40,9 @@ BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body", MIB, "SWIFTKV_MAX_REQUEST_B
 BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a body", 1 << 14)
 BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a body", 1 << 14)
 
+# Files of models
+TOKENIZER_BYTES = Limit(Scope.REQUEST, "bytes of a model's `tokenizer_config.json`", 2 * MIB)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

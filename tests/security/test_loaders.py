@@ -25,6 +25,7 @@ from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.models import check_model_files
+from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.sources.views import model_view
 from tests.checkpoints import SHAPE, save
 from tests.fakes.gguf import save_gguf
@@ -248,3 +249,10 @@ def test_a_dense_model_is_read_by_the_same_rules(student: Path, other: Path) -> 
     REFUSED["weights"](student, other)
     with pytest.raises(ModelError, match="transformers_weights"):
         load_dense(student)
+
+
+@pytest.mark.parametrize("name", ["weights", "files of configurations", "a draft", "a kernel"])
+def test_the_control_plane_refuses_a_teacher_that_loaders_refuse(student: Path, other: Path, name: str) -> None:
+    REFUSED[name](student, other)
+    with pytest.raises(ModelError, match=r"its config\.json"):
+        read_teacher_config(str(student), lambda *_: b"")

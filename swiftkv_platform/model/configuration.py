@@ -104,7 +104,9 @@ def _config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
     path = Path(source)
     if path.is_dir():
-        return path / str(hub.get("subfolder", "")) / CONFIG
+        file = path / str(hub.get("subfolder", "")) / CONFIG
+        assert file.is_file(), f"there is no {CONFIG}"
+        return file
     found = str(source) if path.is_file() else cached_file(str(source), CONFIG, **hub)
     return Path(str(found))
 

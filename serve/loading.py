@@ -150,13 +150,14 @@ def _load_teacher(path: Path, served: Served) -> Any:
     import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
     from swiftkv_platform.model.configuration import read_config
 
-    if not read_config(path, field="model").model_type.endswith("_swiftkv"):
+    config = read_config(path, field="model")
+    if not config.model_type.endswith("_swiftkv"):
         raise ModelError(
             f"model {served.model!r} is not a SwiftKV student, so it has no teacher; shadow a candidate instead",
             field="shadow.against",
             value="teacher",
         )
-    return AutoModelForCausalLM.from_pretrained(path, dtype=served.engine.dtype, swiftkv=False).eval()
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=served.engine.dtype, swiftkv=False).eval()
 
 
 @dataclass(frozen=True)

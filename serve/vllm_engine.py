@@ -34,6 +34,8 @@ from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.vllm_options import check_params, engine_args, set_environment, vllm_params
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.views import model_view
 from swiftkv_platform.specs.engine import Backend
 
 
@@ -41,11 +43,12 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     """Start vLLM on a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`. Raises
     `ModelError` for a model or an option that vLLM or the plugin refuses."""
     model = describe_model(directory, config)
+    view = model_view(directory, Settings().home / "views")  # vLLM's processes see only checked files
     _check_device(config)
     set_environment(config)
     stats = Stats()
     try:
-        args = AsyncEngineArgs(**engine_args(directory, config, model) | overrides)
+        args = AsyncEngineArgs(**engine_args(view, config, model) | overrides)
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
     except (ValueError, RuntimeError) as error:
         # A RuntimeError means that one of vLLM's processes failed; its log has the details.

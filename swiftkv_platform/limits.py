@@ -1,4 +1,4 @@
-"""What one request, key, tenant, address or replica may use: all default limits in one table.
+"""Default limits of one request, key, tenant, client address, replica or control plane, in one table.
 
 The code that enforces a limit, and the setting or quota that changes it, take the default from here. The table of
 SECURITY.md is compared with this one by `tests/unit/test_limits.py`.
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Scope(StrEnum):
-    """What a limit is counted for."""
+    """The party or process that a limit applies to."""
 
     REQUEST = "request"
     KEY = "key"
@@ -27,7 +27,7 @@ class Limit:
 
     scope: Scope
     resource: str
-    """What is limited, with its unit, as SECURITY.md says it."""
+    """The resource that is limited, with its unit, in the words of SECURITY.md."""
     default: int
     setting: str | None = None
     """Environment variable (`SWIFTKV_...`), tenants file field or engine option that changes it; None: fixed."""
@@ -98,6 +98,9 @@ UPLOADS_OF_TENANT = Limit(Scope.TENANT, "uploads at a time", 2)
 UPLOADS = Limit(Scope.CONTROL_PLANE, "uploads at a time", 8)
 UPLOAD_CHECKS = Limit(Scope.CONTROL_PLANE, "uploads that are checked at a time", 4)
 PARSER_BYTES = Limit(Scope.REQUEST, "bytes of address space of a parser process", 1024 * MIB)
+
+# Files of models
+TOKENIZER_BYTES = Limit(Scope.REQUEST, "bytes of a model's `tokenizer_config.json`", 2 * MIB)
 
 
 def all_limits() -> tuple[Limit, ...]:

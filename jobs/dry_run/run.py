@@ -30,6 +30,7 @@ from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 
@@ -188,7 +189,7 @@ def _batch_size(spec: JobSpec) -> int:
 
 
 def _student_config(spec: JobSpec, config: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
     return make_student_config(AutoConfig.for_model(**values), **student_shape(spec))
 
 

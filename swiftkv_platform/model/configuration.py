@@ -1,4 +1,6 @@
-"""A model's `config.json` and `generation_config.json` as transformers reads them, or a `ModelError` of one sentence.
+"""A model's `config.json` and `generation_config.json` in transformers' classes, or a `ModelError` of one sentence.
+
+transformers gets what `sources.loader_rules` keep of a file, never the file: it would open names that it finds there.
 
 transformers raises whatever its code runs into: a missing attribute, a division by zero, an assertion. This module
 turns such errors into `ModelError`, and all configurations are read through it.
@@ -6,7 +8,6 @@ turns such errors into `ModelError`, and all configurations are read through it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.activations import ACT2FN
+from transformers.utils.hub import cached_file
 
 from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
+from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_generation
+from swiftkv_platform.sources.small_files import read_object
 
 FIELD = "model.name_or_path"
 _LONGEST = 300
@@ -31,14 +35,14 @@ configs.register()
 
 
 def read_config(
-    source: str | Path, *, field: str = FIELD, any_family: bool = False, config_class: Any = AutoConfig, **hub: Any
+    source: str | Path, *, field: str = FIELD, any_family: bool = False, config_class: Any = None, **hub: Any
 ) -> Any:
-    """Read a model's configuration as transformers does.
+    """Read a model's configuration, of which transformers gets the known keys.
 
     Args:
         field: name of `source` in error messages.
         any_family: accept families and quantisations that only vLLM serves.
-        config_class: class that reads it.
+        config_class: class that reads it; None: the class of its `model_type`.
         hub: hub arguments of `from_pretrained`.
 
     Raises:
@@ -46,9 +50,8 @@ def read_config(
             value.
     """
     try:
-        values, _ = PreTrainedConfig.get_config_dict(source, **hub)
-        assert isinstance(values, Mapping), "config.json is not a JSON object"
-        assert values.keys() - {"_commit_hash"}, "there is no config.json, or an empty one"
+        values = read_object(_config_file(source, hub))
+        assert values, "config.json is empty"
     except Exception as error:
         raise ModelError(
             f"{field} is {str(source)!r}: cannot read a model configuration; give a directory with config.json or a "
@@ -62,10 +65,12 @@ def read_config(
             _check_activation(values)
         if not any_family:
             has_quantized_weights(values)
+        cleaned = clean_config(values)
     except ModelError as error:
         raise ModelError.of(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):
-        config = config_class.from_pretrained(source, trust_remote_code=False, **hub)
+        config_class = config_class or CONFIG_MAPPING[str(cleaned.get("model_type"))]
+        config = config_class.from_dict(cleaned, name_or_path=str(source))
     config._attn_implementation = None  # loading chooses one that this machine has
     return config
 
@@ -86,13 +91,24 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
     if file is None:
         return None
     with refusing(source, f"its {file.name} is refused", field):
-        values = json.loads(file.read_bytes())
-        assert isinstance(values, dict), "it is not a JSON object"
+        values = read_object(file)
         try:
             check_generation_values(values)
+            cleaned = clean_generation(values)
         except ModelError as error:
             raise ModelError.of(field, str(source), f": its {error.message}") from error
-        return GenerationConfig.from_pretrained(file.parent)
+        return GenerationConfig.from_dict(cleaned)
+
+
+def _config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
+    """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
+    path = Path(source)
+    if path.is_dir():
+        file = path / str(hub.get("subfolder", "")) / CONFIG
+        assert file.is_file(), f"there is no {CONFIG}"
+        return file
+    found = str(source) if path.is_file() else cached_file(str(source), CONFIG, **hub)
+    return Path(str(found))
 
 
 @contextmanager

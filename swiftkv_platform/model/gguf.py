@@ -73,6 +73,7 @@ def gguf_directory(
 def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, field: str) -> None:
     """Convert a copy of an open file to `directory`. Raises `ModelError` if the copy has another digest."""
     with tempfile.TemporaryDirectory(prefix=".file-", dir=directory.parent) as workspace:
+        # Alone in its directory, since transformers also reads the files beside it, such as a tokenizer_config.json.
         copy = Path(workspace) / f"model{SUFFIX}"
         stream.seek(0)
         with copy.open("xb") as target:
@@ -100,7 +101,7 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, fie
     except ImportError as error:
         raise ModelError.of(field, name, ": GGUF files are read with the package gguf: pip install gguf") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ModelError.of(field, name, f": transformers cannot read it ({error})") from error
+        raise ModelError.of(field, name, f": transformers cannot read it ({type(error).__name__})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
         raise ModelError.of(field, name, f": its tensors do not match the model in its header: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)

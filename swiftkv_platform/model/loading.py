@@ -16,12 +16,14 @@ import torch
 from safetensors import SafetensorError
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.import_utils import is_peft_available
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import made_without_weights, read_generation_config, refusing
 from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, read_all
 from swiftkv_platform.model.stored_weights import StoredWeights, check_finite, settle_head
+from swiftkv_platform.sources.loader_rules import ADAPTER
 
 _SHOWN = 3
 """Maximum number of tensor names in a message."""
@@ -62,6 +64,10 @@ def load_checked(
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
+    if is_peft_available() and checkpoint.find(ADAPTER):  # transformers would load what it names
+        raise ModelError.of(
+            "model.name_or_path", checkpoint.source, f": its {ADAPTER} names another model; use merged weights"
+        )
     settle_head(config, checkpoint)
     quantized = is_quantized(config)
     with made_without_weights(checkpoint.source):
@@ -71,8 +77,11 @@ def load_checked(
     if not quantized:
         with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
             loaded = load(source, *args, config=config, **kwargs)
-        for name, parameter in (loaded[0] if isinstance(loaded, tuple) else loaded).named_parameters():
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name, parameter in model.named_parameters():
             check_finite(name, parameter.detach(), checkpoint.source)
+        if generation is not None:
+            model.generation_config = generation  # transformers has read the whole file
         return loaded
     dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
     config = copy.deepcopy(config)

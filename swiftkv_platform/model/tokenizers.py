@@ -1,4 +1,4 @@
-"""Properties of tokenizers: the ids that they produce, and the bytes of text that a token can cover."""
+"""Tokenizers, made of checked files only, and their properties: ids, and the bytes of text that a token can cover."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any
 
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import FIELD, refusing
+from swiftkv_platform.model.configuration import FIELD
+from swiftkv_platform.sources.hub import tokenizer_directory
+from swiftkv_platform.sources.loader_rules import TOKENIZER
+from swiftkv_platform.sources.views import tokenizer_view
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 
 def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, revision: str | None = None) -> Any:
     """Load a model's tokenizer and check that the model has an embedding for each of its ids.
+
+    A `tokenizer.json` is used as it is; without one, the class in `tokenizer_config.json` reads its own files.
 
     Args:
         source: directory or hub id.
@@ -29,10 +34,22 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
     Raises:
         ModelError: the tokenizer cannot be read, or has ids without an embedding.
     """
-    with refusing(source, "its tokenizer cannot be read", field):
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    directory = tokenizer_directory(str(source), revision, field=field)
+    try:
+        with tokenizer_view(directory) as view:
+            tokenizer = _read(view, directory)
         # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    except ModelError as error:
+        raise ModelError.of(field, str(source), f": its {error.message}") from error
+    except Exception as error:  # its text may quote a file
+        raise ModelError.of(
+            field,
+            str(source),
+            f": its tokenizer cannot be read ({type(error).__name__}); save it again with transformers, which writes "
+            f"a {TOKENIZER}",
+        ) from error
+    tokenizer.name_or_path = str(source)
     if highest >= vocab_size:
         raise ModelError.of(
             field,
@@ -41,6 +58,17 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
             "the tokenizer that the model was trained with, or give the model embeddings for all tokens "
             "(resize_token_embeddings)",
         )
+    return tokenizer
+
+
+def _read(view: Path, directory: Path) -> Any:
+    """Read the tokenizer in a view of a directory, and let it name the directory's files."""
+    has_file = (view / TOKENIZER).is_file()
+    tokenizer = (PreTrainedTokenizerFast if has_file else AutoTokenizer).from_pretrained(view, trust_remote_code=False)
+    for values in (tokenizer.init_kwargs, vars(tokenizer)):  # transformers copies vocabularies when it saves them
+        for key, value in values.items():
+            if isinstance(value, str) and Path(value).parent == view:
+                values[key] = str(directory / Path(value).name)
     return tokenizer
 
 

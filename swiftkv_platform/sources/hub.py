@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.sources.views import TOKENIZER_FILES
 
 _TEXTS = ("*.json", "*.model", "*.spm", "*.tiktoken", "*.txt")
 _FILES = ["*.safetensors", *_TEXTS, "*.jinja", "LICENSE*", "NOTICE*"]
@@ -28,24 +29,14 @@ def local_directory(
     """
     if Path(name).is_dir():
         return Path(name) / subfolder
-    from huggingface_hub import snapshot_download
 
     def fetch(files: list[str], others: list[str]) -> Path:
         below = [[f"{subfolder}/{pattern}" if subfolder else pattern for pattern in each] for each in (files, others)]
-        found = snapshot_download(name, revision=revision, allow_patterns=below[0], ignore_patterns=below[1])
-        return Path(found) / subfolder
+        return _fetch(name, revision, field, *below) / subfolder
 
-    try:
-        directory = fetch(_FILES, _OTHER_COPIES)
-        if not any(directory.glob("*.safetensors")) and pickles:
-            fetch(_PICKLES, [])
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        raise ModelError(
-            f"{field} is {name!r}, neither a directory nor a model of the hub that this machine can reach "
-            f"({str(error).splitlines()[0]})",
-            field=field,
-            value=name,
-        ) from error
+    directory = fetch(_FILES, _OTHER_COPIES)
+    if not any(directory.glob("*.safetensors")) and pickles:
+        fetch(_PICKLES, [])
     if not any(directory.glob("*.safetensors")) and not pickles:
         raise ModelError(
             f"{field} is {name!r}, which has no weights in safetensors; pickles (.bin) may run code when read: "
@@ -54,3 +45,23 @@ def local_directory(
             value=name,
         )
     return directory
+
+
+def tokenizer_directory(name: str, revision: str | None = None, *, field: str) -> Path:
+    """Return the directory `name`, or the cached directory with the tokenizer of the hub model with this name. Raises
+    `ModelError`: neither a directory nor a hub model that can be fetched."""
+    return Path(name) if Path(name).is_dir() else _fetch(name, revision, field, list(TOKENIZER_FILES), [])
+
+
+def _fetch(name: str, revision: str | None, field: str, files: list[str], others: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=others))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
+        raise ModelError(
+            f"{field} is {name!r}, neither a directory nor a model of the hub that this machine can reach "
+            f"({str(error).splitlines()[0]})",
+            field=field,
+            value=name,
+        ) from error

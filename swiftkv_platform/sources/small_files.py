@@ -12,9 +12,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from swiftkv_platform import limits
+
 CONFIG_BYTES = 1 << 20
 """Most bytes of a `config.json` or other JSON of a model or data set; the longest of real models have about 100 KB. As
 objects, a text of brackets takes twenty times its length."""
+TOKENIZER_BYTES = limits.TOKENIZER_BYTES.default
+"""Most bytes of a `tokenizer_config.json`; Gemma 3's has 1.2 MB."""
 INDEX_BYTES = 32 << 20
 """Most bytes of an index of shards; one for 200,000 tensors has 20 MB."""
 CARD_BYTES = 1 << 20

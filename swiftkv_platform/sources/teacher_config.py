@@ -12,6 +12,7 @@ import swiftkv_platform.sources
 from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.sources.small_files import UnusableFileError, parse_object
 from swiftkv_platform.sources.small_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
@@ -42,7 +43,7 @@ def read_teacher_config(
             raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source(store=store, key=key):
             try:
-                return parse_object(read_object(store, f"{key}/config.json".lstrip("/")))
+                return _checked(parse_object(read_object(store, f"{key}/config.json".lstrip("/"))), name, field)
             except BucketError as error:
                 raise unusable(name, error.message, field) from error
             except ObjectNotFoundError as error:
@@ -80,12 +81,21 @@ def read_config_file(
     name = str(path) if name is None else name
     try:
         file = boundary.check(path / "config.json" if path.is_dir() else path, field, error=ModelError)
-        return read_json(file)
+        return _checked(read_json(file), name, field)
     except OSError as error:
         why = f"its config.json cannot be read ({error.strerror})"
         raise unusable(name, f"{why}; a Hugging Face model directory is accepted", field) from error
     except UnusableFileError as error:
         raise unusable(name, f"its config.json {error}", field) from error
+
+
+def _checked(config: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+    """Return a configuration. Raises `ModelError` if loaders refuse it."""
+    try:
+        clean_config(config)
+    except ModelError as error:
+        raise unusable(name, f"its {error.message}", field) from error
+    return config
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:

@@ -40,6 +40,16 @@ BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body", MIB, "SWIFTKV_MAX_REQUEST_B
 BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a body", 1 << 14)
 BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a body", 1 << 14)
 
+# Connections of an HTTP server: the control plane and `swiftkv serve`
+CONNECTIONS = Limit(Scope.CONTROL_PLANE, "connections", 4096, "SWIFTKV_MAX_CONNECTIONS")
+HEAD_SECONDS = Limit(Scope.REQUEST, "seconds for a head to come", 10, "SWIFTKV_REQUEST_HEAD_TIMEOUT_S")
+HEAD_BYTES = Limit(Scope.REQUEST, "bytes of a head, or of a chunked body's framing", 32 << 10)
+HEAD_FIELDS = Limit(Scope.REQUEST, "header fields and trailers", 128)
+LATE_BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body that come after the answer", 2 * MIB)
+PIPELINED_REQUESTS = Limit(Scope.REQUEST, "requests sent on a connection before the first answer", 64)
+KEEP_ALIVE_SECONDS = Limit(Scope.ADDRESS, "seconds between two requests of a connection", 75)
+UNREAD_SECONDS = Limit(Scope.REQUEST, "seconds without reading an answer", 60)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

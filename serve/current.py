@@ -19,6 +19,7 @@ from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.shadow import Shadow
+from swiftkv_platform.web.places import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -145,13 +146,15 @@ class Version:
     def tokenizer(self) -> Any:
         return self.engine.model.tokenizer
 
-    async def rendered(self, render: Callable[[], T], outputs: Sequence[RequestOutput], *, echo: bool = False) -> T:
+    async def rendered(
+        self, render: Callable[[], T], outputs: Sequence[RequestOutput], sender: Sender, *, echo: bool = False
+    ) -> T:
         """Call `render` and return its result. Responses with log-probabilities or echoed prompts, in which each token
         is decoded, are rendered in the engine's reader threads; others at once."""
         if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
             return render()
         num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
-        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN)
+        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN, sender)
 
     async def drain(self) -> None:
         """Wait until no request uses this version, then close its engine, candidate and shadow."""
@@ -254,7 +257,7 @@ class Current:
         try:
             if context.caller.quota is not None:
                 reservation = context.caller.quota.reserve_tokens(_most_tokens(prompts, params))
-            version.engine.check(prompts, params)
+            version.engine.check(prompts, params, context.caller.sender)
             cost = _tokens_of_texts(prompts)
             finished = partial(self.metrics.finished, model=version.card.model)
             return await Answers.begin(version.engine, prompts, params, context, finished, closed)

@@ -48,10 +48,10 @@ from swiftkv_platform.serve.schemas import (
     prompts_of,
     to_choice,
 )
-from swiftkv_platform.web.bodies import Bodies, BodyRoute, Sender
+from swiftkv_platform.web.bodies import Bodies, BodyRoute
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals
-from swiftkv_platform.web.places import Share
+from swiftkv_platform.web.places import Sender, Share
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
@@ -117,7 +117,7 @@ def create_http_app(
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
         with current.entering() as version, about_messages() if body.messages else nullcontext():
-            answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), context)
+            answers = await current.ask(version, await _prompts(body, version, caller), body.sampling_params(), context)
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
             return stream
@@ -128,10 +128,10 @@ def create_http_app(
                 choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
                 return JSONResponse(_response(answers, version.card.model, choices, outputs))
 
-            return await version.rendered(render, outputs)
+            return await version.rendered(render, outputs, caller.sender)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> Response:
+    async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
         """Convert text to token ids."""
         version, text = current.version, body.prompt
         tokenizer = _tokenizer(version)
@@ -142,10 +142,10 @@ def create_http_app(
             tokens: list[int] = encoded["input_ids"]
             return JSONResponse({"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens})
 
-        return await version.engine.readers.run_unadmitted(encode, len(text))
+        return await version.engine.readers.run_unadmitted(encode, len(text), caller.sender)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> Response:
+    async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Response:
         """Convert token ids to text."""
         version, tokens = current.version, body.tokens
         tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
@@ -166,7 +166,7 @@ def create_http_app(
                 )
             return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-        return await version.engine.readers.run_unadmitted(decode, len(tokens))
+        return await version.engine.readers.run_unadmitted(decode, len(tokens), caller.sender)
 
     @app.get("/health", openapi_extra=OPEN)
     async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:
@@ -201,11 +201,11 @@ def create_http_app(
     return app
 
 
-async def _prompts(body: GenerateRequest, version: Version) -> list[str | list[int]]:
+async def _prompts(body: GenerateRequest, version: Version, caller: Caller) -> list[str | list[int]]:
     if body.prompt is not None:
         return prompts_of(body.prompt)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-    return [await chat_prompt(version.engine, messages)]
+    return [await chat_prompt(version.engine, messages, caller.sender)]
 
 
 def _tokenizer(version: Version) -> Any:
@@ -255,4 +255,4 @@ def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
 async def _admit(request: Request) -> Sender:
     """Return the sender that `Door` has admitted."""
     caller: Caller = request.state.caller
-    return Sender(caller.tenant, caller.name)
+    return caller.sender

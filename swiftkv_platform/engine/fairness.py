@@ -25,7 +25,7 @@ from swiftkv_platform.web.places import Sender
 
 R = TypeVar("R")
 _MAX_REMEMBERED = 1000
-"""Names whose service is remembered before those that it no longer matters for are forgotten."""
+"""Tenants, and keys of each, whose service is remembered; the least recent one is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,10 @@ class FairShare:
 
 def exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], most: int) -> FairShare | None:
     """Return the share that a sender would exceed with `amount` more; None if it may have that. `held`: what all
-    senders hold; `most`: what one sender may hold alone."""
+    senders hold; `most`: what one sender may hold alone. A sender that holds nothing may always have one."""
     own = held.get(sender, 0)
+    if own + amount <= 1:
+        return None
     of_tenant = sum(each for other, each in held.items() if other.tenant == sender.tenant)
     of_all = sum(held.values())
     shares = (
@@ -51,8 +53,8 @@ def exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], most
 
 
 def _left(most: int, held_by_others: int) -> int:
-    """Return what one may hold beside others: even the last to come gets something."""
-    return max(most - -(-held_by_others // 2), 1)
+    """Return what one may hold beside others."""
+    return max(most - -(-held_by_others // 2), 0)
 
 
 class _Service:
@@ -69,12 +71,11 @@ class _Service:
         self._floor = self[name]
 
     def charge(self, name: str, amount: float) -> None:
-        self._amounts[name] = self[name] + amount
+        had = self[name]
+        self._amounts.pop(name, None)
+        self._amounts[name] = had + amount
         if len(self._amounts) > _MAX_REMEMBERED:
-            self._amounts = {other: had for other, had in self._amounts.items() if had > self._floor}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._amounts
+            del self._amounts[next(iter(self._amounts))]
 
 
 class FairOrder:
@@ -92,14 +93,18 @@ class FairOrder:
     def choose(self, sender: Sender) -> None:
         """Record that the sender is served next."""
         self._tenants.choose(sender.tenant)
-        self._keys.setdefault(sender.tenant, _Service()).choose(sender.key)
+        self._keys_of(sender.tenant).choose(sender.key)
 
     def charge(self, sender: Sender, amount: float) -> None:
         """Record service of a sender, in any unit."""
         self._tenants.charge(sender.tenant, amount)
-        self._keys.setdefault(sender.tenant, _Service()).charge(sender.key, amount)
-        if len(self._keys) > 2 * _MAX_REMEMBERED:
-            self._keys = {tenant: keys for tenant, keys in self._keys.items() if tenant in self._tenants}
+        self._keys_of(sender.tenant).charge(sender.key, amount)
+
+    def _keys_of(self, tenant: str) -> _Service:
+        keys = self._keys[tenant] = self._keys.pop(tenant, None) or _Service()
+        if len(self._keys) > _MAX_REMEMBERED:
+            del self._keys[next(iter(self._keys))]
+        return keys
 
 
 @dataclass(eq=False)

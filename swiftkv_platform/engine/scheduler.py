@@ -238,7 +238,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._blocks.free(sequence.block_table)
         self._running.remove(sequence)
-        del self._last_step[sequence]
+        self._last_step.pop(sequence, None)
         sequence.preempt()
         self.add(sequence)
         self.num_preemptions += 1
@@ -301,7 +301,8 @@ class Scheduler:
         may_be_free = self._blocks.num_free_blocks + sum(len(each.block_table.blocks) for each in self._running[1:])
         if may_be_free * self._blocks.block_size < sequence.num_tokens:
             return None
-        # 1. the tenant that runs most  2. its sender that runs most  3. the last in line, but never the first of all
+        # 1. the tenant that runs most  2. its sender that runs most  3. its last in line, neither the first of all nor
+        # one that starts in this step
         tenants = Counter(each.sender.tenant for each in self._running)
         own = sequence.sender.tenant
         [(largest, count)] = tenants.most_common(1)
@@ -310,7 +311,9 @@ class Scheduler:
         if not found or (tenant == own and found[0][1] < 2):
             return None
         victims = [
-            each for each in self._running[1:] if each.sender == found[0][0] and each.priority >= sequence.priority
+            each
+            for each in self._running[1:]
+            if each.sender == found[0][0] and each.priority >= sequence.priority and each in self._last_step
         ]
         return victims[-1] if victims else None
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
+from swiftkv_platform.limits import REPLICA_BODY_BYTES, REPLICA_BODY_VALUES, REPLICA_TOKEN_IDS
 from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
@@ -30,7 +31,7 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.05
 _BYTES_PER_TOKEN = 64
 """Approximate bytes of a log-probability in a response, by which its rendering is scheduled like a text's reading."""
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = REPLICA_BODY_BYTES.default
 """Most bytes of a request body, unless the deployment sets another limit; a larger one gets 413."""
 BASE_BODY_BYTES = 1 << 20
 """Bytes allowed for anything but prompts: stop strings, schemas, names, spaces."""
@@ -38,9 +39,9 @@ NUM_LONGEST_PROMPTS = 8
 """Prompts of the longest text that fit into one body; there may be more shorter ones."""
 ESCAPED_BYTES = 6
 """Most bytes that JSON takes for one byte of text."""
-MAX_PROMPT_VALUES = 1 << 18
+MAX_PROMPT_VALUES = REPLICA_TOKEN_IDS.default
 """Most token ids of one body, or one full context if that is longer; other values come on top."""
-_OTHER_VALUES = 1 << 16
+_OTHER_VALUES = REPLICA_BODY_VALUES.default
 _MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
 """Most values of a body while no model is loaded."""
 

@@ -19,6 +19,7 @@ from sse_starlette import EventSourceResponse
 from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
     AnswerHeaders,
@@ -57,11 +58,6 @@ from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-
-MAX_BYTES_AT_ONCE = 64 << 20
-"""Most bytes of bodies that a replica reads and parses at a time; a tenant may use half of it, a key a quarter."""
-MAX_STRINGS = 1 << 15
-"""Most strings of a body, keys included; a conversation has about five per message."""
 
 
 class TokenizeRequest(FrozenModel, strict=True):
@@ -240,13 +236,13 @@ def _response(answers: Answers, model: str, choices: list[Any], complete: list[R
 def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
     """Return the reader of request bodies, with limits set by the served models. Allows NUL, since prompts may hold any
     character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
-    most = max(MAX_BYTES_AT_ONCE, own_max_bytes or 0)
+    most = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
     share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
     return Bodies(
         _admit,
         share,
         max_values=lambda: current.body_limits[1],
-        max_strings=MAX_STRINGS,
+        max_strings=REPLICA_BODY_STRINGS.default,
         allow_nul=True,
         until_answered=False,
     )

@@ -50,6 +50,18 @@ PIPELINED_REQUESTS = Limit(Scope.REQUEST, "requests sent on a connection before 
 KEEP_ALIVE_SECONDS = Limit(Scope.ADDRESS, "seconds between two requests of a connection", 75)
 UNREAD_SECONDS = Limit(Scope.REQUEST, "seconds without reading an answer", 60)
 
+# A replica of a model: the native engine and vLLM, of a deployment and of `swiftkv serve`
+REPLICA_BODY_BYTES = Limit(Scope.REQUEST, "bytes of a replica's body, at most", 16 * MIB, "max_body_bytes")
+REPLICA_BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a replica's body", 1 << 15)
+REPLICA_BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a replica's body, beside token ids", 1 << 16)
+REPLICA_TOKEN_IDS = Limit(Scope.REQUEST, "token ids of a replica's body, or one context", 1 << 18)
+REPLICA_BODIES_BYTES = Limit(Scope.REPLICA, "bytes of bodies at a time; half by a tenant, a quarter by a key", 64 * MIB)
+WAITING_SEQUENCES = Limit(
+    Scope.KEY, "waiting sequences of a replica; less by half of what others hold", 64, "engine.max_num_waiting"
+)
+COMPILING_GRAMMARS = Limit(Scope.KEY, "grammars of a replica that are compiled or wait for it", 8)
+GRAMMAR_SECONDS_PER_MINUTE = Limit(Scope.KEY, "CPU seconds of grammars a minute on a replica", 6)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

@@ -91,7 +91,7 @@ class VLLMEngine(EngineFrontend):
 
     Each sample of a request is a separate vLLM request, with a task that passes its outputs to the caller's stream.
     vLLM gets as many as it can run; the others wait here, since its own queue is not fair to callers. One caller has at
-    most `max_num_seqs` of them; the rest is for others, since vLLM preempts nobody for them.
+    most `max_num_seqs` of them; the rest is for others, since vLLM does not preempt for them.
     """
 
     backend: Backend = "vllm"

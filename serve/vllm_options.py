@@ -28,7 +28,7 @@ _SAME = (
 )
 """Parameters of the same name and meaning."""
 _OTHERS_PART = 8
-"""One place for other callers for so many sequences of one."""
+"""Sequences of one caller for each place that is kept for others."""
 _NATIVE = "only backend native supports it, and this deployment's is vllm"
 
 
@@ -43,8 +43,8 @@ def set_environment(config: EngineConfig) -> None:
 
 
 def max_running(config: EngineConfig) -> tuple[int, int]:
-    """Return how many sequences vLLM runs at a time, and how many of one caller: others find places at once, since vLLM
-    preempts nobody for them."""
+    """Return how many sequences vLLM runs at a time, and how many of one caller. Others find places at once, since vLLM
+    does not preempt for them."""
     wanted = config.max_num_seqs + max(config.max_num_seqs // _OTHERS_PART, 1)
     of_all = min(wanted, config.max_num_batched_tokens)  # a step has at least one token per running sequence
     return of_all, min(config.max_num_seqs, max(of_all - 1, 1))

@@ -30,7 +30,7 @@ _MAX_REMEMBERED = 1000
 
 @dataclass(frozen=True)
 class FairShare:
-    """What a sender or its tenant holds of a resource, and the most that it may hold now."""
+    """A sender's or its tenant's share of a resource: the amount that it holds, and the most that it may hold now."""
 
     name: str
     held: int

@@ -315,8 +315,11 @@ class EngineFrontend(ABC):
         return max(beyond, waiting + 1 if waiting else 0)
 
     def _check_waiting_tokens(self, sender: Sender) -> None:
-        limit, waiting = self.config.max_waiting_prompt_tokens, self.state.waiting_tokens
-        if limit is None or not waiting.get(sender):  # the first prompt is accepted, however long
+        limit = self.config.max_waiting_prompt_tokens
+        if limit is None:
+            return
+        waiting = self.state.waiting_tokens
+        if not waiting.get(sender):  # a caller's first prompt is accepted, however long
             return
         share = exceeded_share(sender, 1, waiting, limit)
         if share is not None:

@@ -293,8 +293,8 @@ class Scheduler:
 
     def _yielding_to(self, sequence: Sequence) -> Sequence | None:
         """Return a sequence to preempt, so that one can start whose sender runs none: the last in line of the sender
-        that runs most, in the tenant that runs most if that is another and runs at least two more. None if nobody runs
-        more than that, or preempting cannot make enough room."""
+        that runs most, in the tenant that runs most if that is another and runs at least two more. None if no sender
+        runs several, or preempting cannot make enough room."""
         senders = Counter(each.sender for each in self._running)
         if sequence.sender in senders or len(self._running) < 2:
             return None

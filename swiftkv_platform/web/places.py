@@ -15,7 +15,7 @@ _RETRY_AFTER_S = 2.0
 
 
 class Sender(NamedTuple):
-    """Who sends requests: a key of a tenant, or without keys a client address."""
+    """Sender of requests: a key of a tenant, or without keys a client address."""
 
     tenant: str = ""
     key: str = ""

@@ -46,13 +46,13 @@ class ConnectionLimits:
     """Limits of a server's connections; times in seconds."""
 
     max_connections: int = CONNECTIONS.default
-    """Of all clients; each address may have half of them."""
+    """Open connections of all clients; each address may have half of them."""
     head_s: float = HEAD_SECONDS.default
-    """For a request's head to come."""
+    """Time for a request's head to come."""
     keep_alive_s: float = KEEP_ALIVE_SECONDS.default
-    """Between two requests of a connection."""
+    """Time between two requests of a connection."""
     unread_s: float = UNREAD_SECONDS.default
-    """For a client to read more of its answer."""
+    """Time for a client to read more of its answer."""
 
     @property
     def max_of_address(self) -> int:

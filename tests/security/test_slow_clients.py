@@ -138,7 +138,7 @@ ENDLESS: dict[str, Callable[[bytes, str], tuple[bytes, bytes]]] = {
     "late body": lambda _get, _path: (post("/nothing", b"Content-Length: 1000000000"), b"x"),
     "late chunks": lambda _get, _path: (post("/nothing", CHUNKED), b"1\r\na\r\n"),
 }
-"""What is sent first, and then without end."""
+"""Bytes that are sent first, and those that are then sent without end."""
 
 
 @pytest.mark.parametrize("server", SERVERS)

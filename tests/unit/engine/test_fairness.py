@@ -1,4 +1,4 @@
-"""Fair shares and turns of senders: nobody takes what is left for others, and nobody waits for others' queues."""
+"""Fair shares and turns: a sender leaves something for others, and does not wait for others' queues."""
 
 import asyncio
 import threading

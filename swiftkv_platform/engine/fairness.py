@@ -101,7 +101,7 @@ class FairOrder:
         self._keys_of(sender.tenant).charge(sender.key, amount)
 
     def _keys_of(self, tenant: str) -> _Service:
-        keys = self._keys[tenant] = self._keys.pop(tenant, None) or _Service()
+        keys = self._keys[tenant] = self._keys.pop(tenant, _Service())
         if len(self._keys) > _MAX_REMEMBERED:
             del self._keys[next(iter(self._keys))]
         return keys

@@ -24,6 +24,7 @@ from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host
+from swiftkv_platform.web.places import Sender
 from swiftkv_platform.web.problems import is_anthropics
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
@@ -60,6 +61,13 @@ class Caller:
     """Path of the request."""
     traceparent: str | None = None
     """The caller's own trace context (https://www.w3.org/TR/trace-context/)."""
+    address: str = ""
+    """Address of the client, or of the proxy in front."""
+
+    @property
+    def sender(self) -> Sender:
+        """By whom the replica is shared: the key, or without keys the client address."""
+        return Sender(self.tenant, self.name or self.address)
 
     def check_priority(self, priority: int) -> None:
         """Raise `ForbiddenError` for a priority more urgent than the key allows."""
@@ -105,15 +113,16 @@ class Gate:
     def admit(self, request: Request) -> Caller:
         """Authenticate a request and count it. Raises `UnauthenticatedError`, `ForbiddenError`, `RateLimitedError`."""
         path, traceparent = request.url.path, request.headers.get("traceparent")
+        address = "" if request.client is None else request.client.host
         if self._authenticator is None:
-            return Caller(path=path, traceparent=traceparent)
+            return Caller(path=path, traceparent=traceparent, address=address)
         key = self._authenticator.authenticate(_credential(request))
         key.require(Scope.GENERATE)
         self._check_tenant(key)
         request.state.quota = quota = self._quotas.of(key)
         if quota is not None and request.method == "POST":
             quota.count_request()
-        return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent)
+        return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent, address)
 
     async def let_in(self, request: Request) -> Caller:
         """Call `admit`, in a thread if the issuer of a token may have to be asked. Raises as `admit`."""

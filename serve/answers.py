@@ -101,7 +101,7 @@ class Answers:
                         name,
                         priority=context.priority,
                         tenant=tenant,
-                        caller=f"{tenant}/{context.caller.name}",
+                        caller=context.caller.sender.key,
                         interval_s=context.interval_s,
                     )
                 )

@@ -16,6 +16,7 @@ from swiftkv_platform.data.chat import ChatRenderer
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import ContextLengthError, InvalidInputError, ModelError
+from swiftkv_platform.web.places import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
@@ -31,6 +32,7 @@ _REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
 async def chat_prompt(
     engine: EngineFrontend,
     messages: Sequence[Message],
+    sender: Sender,
     *,
     tools: Tools | None = None,
     variables: Mapping[str, Any] = MappingProxyType({}),
@@ -38,13 +40,15 @@ async def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation, rendered off the event loop and the engine's thread. `options`: of
     `render_chat`. Raises `InvalidInputError` as `render_chat` and for messages longer than the context, and
-    `QueueFullError` if too many texts wait to be tokenized."""
+    `QueueFullError` if too many texts of the sender wait to be tokenized."""
     tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
     texts += [_text(part) for part in (*(tools or ()), *variables.values())]
     if tokenizer is not None:
         engine.reader.check_text(*texts, field="messages")
     return await engine.readers.run_unadmitted(
-        lambda: render_chat(tokenizer, messages, tools=tools, variables=variables, **options), sum(map(len, texts))
+        lambda: render_chat(tokenizer, messages, tools=tools, variables=variables, **options),
+        sum(map(len, texts)),
+        sender,
     )
 
 

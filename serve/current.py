@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
+from swiftkv_platform.limits import REPLICA_BODY_BYTES, REPLICA_BODY_VALUES, REPLICA_TOKEN_IDS
 from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.shadow import Shadow
+from swiftkv_platform.web.places import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -29,7 +31,7 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.05
 _BYTES_PER_TOKEN = 64
 """Approximate bytes of a log-probability in a response, by which its rendering is scheduled like a text's reading."""
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = REPLICA_BODY_BYTES.default
 """Most bytes of a request body, unless the deployment sets another limit; a larger one gets 413."""
 BASE_BODY_BYTES = 1 << 20
 """Bytes allowed for anything but prompts: stop strings, schemas, names, spaces."""
@@ -37,9 +39,9 @@ NUM_LONGEST_PROMPTS = 8
 """Prompts of the longest text that fit into one body; there may be more shorter ones."""
 ESCAPED_BYTES = 6
 """Most bytes that JSON takes for one byte of text."""
-MAX_PROMPT_VALUES = 1 << 18
+MAX_PROMPT_VALUES = REPLICA_TOKEN_IDS.default
 """Most token ids of one body, or one full context if that is longer; other values come on top."""
-_OTHER_VALUES = 1 << 16
+_OTHER_VALUES = REPLICA_BODY_VALUES.default
 _MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
 """Most values of a body while no model is loaded."""
 
@@ -145,13 +147,15 @@ class Version:
     def tokenizer(self) -> Any:
         return self.engine.model.tokenizer
 
-    async def rendered(self, render: Callable[[], T], outputs: Sequence[RequestOutput], *, echo: bool = False) -> T:
+    async def rendered(
+        self, render: Callable[[], T], outputs: Sequence[RequestOutput], sender: Sender, *, echo: bool = False
+    ) -> T:
         """Call `render` and return its result. Responses with log-probabilities or echoed prompts, in which each token
         is decoded, are rendered in the engine's reader threads; others at once."""
         if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
             return render()
         num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
-        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN)
+        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN, sender)
 
     async def drain(self) -> None:
         """Wait until no request uses this version, then close its engine, candidate and shadow."""
@@ -254,7 +258,7 @@ class Current:
         try:
             if context.caller.quota is not None:
                 reservation = context.caller.quota.reserve_tokens(_most_tokens(prompts, params))
-            version.engine.check(prompts, params)
+            version.engine.check(prompts, params, context.caller.sender)
             cost = _tokens_of_texts(prompts)
             finished = partial(self.metrics.finished, model=version.card.model)
             return await Answers.begin(version.engine, prompts, params, context, finished, closed)

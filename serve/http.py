@@ -19,6 +19,7 @@ from sse_starlette import EventSourceResponse
 from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
     AnswerHeaders,
@@ -48,20 +49,15 @@ from swiftkv_platform.serve.schemas import (
     prompts_of,
     to_choice,
 )
-from swiftkv_platform.web.bodies import Bodies, BodyRoute, Sender
+from swiftkv_platform.web.bodies import Bodies, BodyRoute
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals
-from swiftkv_platform.web.places import Share
+from swiftkv_platform.web.places import Sender, Share
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-
-MAX_BYTES_AT_ONCE = 64 << 20
-"""Most bytes of bodies that a replica reads and parses at a time; a tenant may use half of it, a key a quarter."""
-MAX_STRINGS = 1 << 15
-"""Most strings of a body, keys included; a conversation has about five per message."""
 
 
 class TokenizeRequest(FrozenModel, strict=True):
@@ -117,7 +113,7 @@ def create_http_app(
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
         with current.entering() as version, about_messages() if body.messages else nullcontext():
-            answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), context)
+            answers = await current.ask(version, await _prompts(body, version, caller), body.sampling_params(), context)
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
             return stream
@@ -128,10 +124,10 @@ def create_http_app(
                 choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
                 return JSONResponse(_response(answers, version.card.model, choices, outputs))
 
-            return await version.rendered(render, outputs)
+            return await version.rendered(render, outputs, caller.sender)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> Response:
+    async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
         """Convert text to token ids."""
         version, text = current.version, body.prompt
         tokenizer = _tokenizer(version)
@@ -142,10 +138,10 @@ def create_http_app(
             tokens: list[int] = encoded["input_ids"]
             return JSONResponse({"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens})
 
-        return await version.engine.readers.run_unadmitted(encode, len(text))
+        return await version.engine.readers.run_unadmitted(encode, len(text), caller.sender)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> Response:
+    async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Response:
         """Convert token ids to text."""
         version, tokens = current.version, body.tokens
         tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
@@ -166,7 +162,7 @@ def create_http_app(
                 )
             return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-        return await version.engine.readers.run_unadmitted(decode, len(tokens))
+        return await version.engine.readers.run_unadmitted(decode, len(tokens), caller.sender)
 
     @app.get("/health", openapi_extra=OPEN)
     async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:
@@ -201,11 +197,11 @@ def create_http_app(
     return app
 
 
-async def _prompts(body: GenerateRequest, version: Version) -> list[str | list[int]]:
+async def _prompts(body: GenerateRequest, version: Version, caller: Caller) -> list[str | list[int]]:
     if body.prompt is not None:
         return prompts_of(body.prompt)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-    return [await chat_prompt(version.engine, messages)]
+    return [await chat_prompt(version.engine, messages, caller.sender)]
 
 
 def _tokenizer(version: Version) -> Any:
@@ -240,13 +236,13 @@ def _response(answers: Answers, model: str, choices: list[Any], complete: list[R
 def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
     """Return the reader of request bodies, with limits set by the served models. Allows NUL, since prompts may hold any
     character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
-    most = max(MAX_BYTES_AT_ONCE, own_max_bytes or 0)
+    most = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
     share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
     return Bodies(
         _admit,
         share,
         max_values=lambda: current.body_limits[1],
-        max_strings=MAX_STRINGS,
+        max_strings=REPLICA_BODY_STRINGS.default,
         allow_nul=True,
         until_answered=False,
     )
@@ -255,4 +251,4 @@ def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
 async def _admit(request: Request) -> Sender:
     """Return the sender that `Door` has admitted."""
     caller: Caller = request.state.caller
-    return Sender(caller.tenant, caller.name)
+    return caller.sender

@@ -21,8 +21,10 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.prefixes import is_probe
 from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.promptness import answer_promptly
+from swiftkv_platform.web.server import ConnectionLimits, server_options
 
 _DRAIN_TIMEOUT_S = 5
 """Seconds that running requests have to finish after the server is told to stop."""
@@ -53,8 +55,8 @@ async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_
     app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
     over = asyncio.Event()
     app.add_middleware(Waiting, over=over)
-    options = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_TIMEOUT_S)
-    server = uvicorn.Server(options)
+    options = server_options(ConnectionLimits.of(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
 
     async def load() -> None:
         try:

@@ -8,6 +8,7 @@ strings, finish reasons and log-probabilities are the same from both.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from contextlib import aclosing
@@ -25,7 +26,8 @@ from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams
-from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
+from swiftkv_platform.engine.fairness import FairTurns
+from swiftkv_platform.engine.frontend import NOBODY, Admitted, EngineFrontend
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription, describe_model
 from swiftkv_platform.engine.outputs import EngineState, FinishReason, StepResult, TokenLogprobs
@@ -33,10 +35,11 @@ from swiftkv_platform.engine.requests import RequestReader
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.serve.vllm_options import check_params, engine_args, set_environment, vllm_params
+from swiftkv_platform.serve.vllm_options import check_params, engine_args, max_running, set_environment, vllm_params
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.views import model_view
 from swiftkv_platform.specs.engine import Backend
+from swiftkv_platform.web.places import Sender
 
 
 def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
@@ -90,6 +93,8 @@ class VLLMEngine(EngineFrontend):
     """Serves vLLM's `AsyncLLM` to coroutines of one event loop.
 
     Each sample of a request is a separate vLLM request, with a task that passes its outputs to the caller's stream.
+    vLLM gets as many as it can run; the others wait here, since its own queue is not fair to callers. One caller has at
+    most `max_num_seqs` of them; the rest is for others, since vLLM does not preempt for them.
     """
 
     backend: Backend = "vllm"
@@ -101,6 +106,8 @@ class VLLMEngine(EngineFrontend):
         self.llm = llm
         self._stats = stats
         self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
+        of_all, of_one = max_running(config)
+        self._turns = FairTurns(of_all, of_one=of_one)
         self._unfinished: set[Sequence] = set()
         self._unread: set[Sequence] = set()
         """Unfinished sequences that have no token yet."""
@@ -110,20 +117,23 @@ class VLLMEngine(EngineFrontend):
     @property
     def state(self) -> EngineState:
         """State of the engine: requests as tracked here, other figures from vLLM's scheduler after its last step."""
-        num_waiting = min(self._stats.num_waiting, len(self._unread))
+        num_waiting = min(self._stats.num_waiting + self._turns.num_waiting, len(self._unread))
+        tokens: Counter[Sender] = Counter()
+        for sequence in self._unread:
+            tokens[sequence.sender] += sequence.num_prompt_tokens
         return EngineState(
             num_running=len(self._unfinished) - num_waiting,
             num_waiting=num_waiting,
-            num_waiting_tokens=sum(sequence.num_prompt_tokens for sequence in self._unread),
+            waiting_tokens=tokens,
             num_preemptions=self._stats.num_preemptions,
             kv_cache_usage=self._stats.kv_cache_usage if self._unfinished else 0.0,
         )
 
-    def check(self, prompts: Several[Prompt], params: SamplingParams) -> None:
+    def check(self, prompts: Several[Prompt], params: SamplingParams, sender: Sender = NOBODY) -> None:
         """Raise `InvalidInputError` for what the native engine refuses, and for options that vLLM does not support."""
         self.check_health()
         check_params(params, skips_prompts=self._skips_prompts)
-        super().check(prompts, params)
+        super().check(prompts, params, sender)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if vLLM's processes have ended or the engine was closed."""
@@ -132,12 +142,12 @@ class VLLMEngine(EngineFrontend):
         super().check_health()
 
     async def _begin(self, admitted: Admitted) -> None:
-        self._check_waiting_tokens()
-        request_id, tenant = admitted.stream.request_id, admitted.tenant
-        salt = {"cache_salt": tenant} if tenant else {}
+        sender, request_id = admitted.sender, admitted.stream.request_id
+        self._check_waiting_tokens(sender)
+        salt = {"cache_salt": sender.tenant} if sender.tenant else {}
         prompt = TokensPrompt(prompt_token_ids=list(admitted.request.token_ids), **salt)
         sequences = self.reader.sequences(
-            request_id, admitted.request, priority=admitted.priority, tenant=tenant, constraint=admitted.constraint
+            request_id, admitted.request, priority=admitted.priority, sender=sender, constraint=admitted.constraint
         )
         admitted.stream.open()
         tasks = self._tasks[request_id] = set()
@@ -168,7 +178,10 @@ class VLLMEngine(EngineFrontend):
         name = f"{sequence.request_id}/{sequence.index}"
         try:
             params = vllm_params(sequence, seed=None if drawn else sequence.seed)
-            async with aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs:
+            async with (
+                self._turns.turn(sequence.sender, priority=sequence.priority),
+                aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs,
+            ):
                 async for output in outputs:
                     self._take(sequence, output)
                     if sequence.finish_reason is None and sequence.constraint is not None:

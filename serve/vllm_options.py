@@ -27,6 +27,8 @@ _SAME = (
     *("logprobs", "prompt_logprobs"),
 )
 """Parameters of the same name and meaning."""
+_OTHERS_PART = 8
+"""Sequences of one caller for each place that is kept for others."""
 _NATIVE = "only backend native supports it, and this deployment's is vllm"
 
 
@@ -40,14 +42,21 @@ def set_environment(config: EngineConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
 
 
+def max_running(config: EngineConfig) -> tuple[int, int]:
+    """Return how many sequences vLLM runs at a time, and how many of one caller. Others find places at once, since vLLM
+    does not preempt for them."""
+    wanted = config.max_num_seqs + max(config.max_num_seqs // _OTHERS_PART, 1)
+    of_all = min(wanted, config.max_num_batched_tokens)  # a step has at least one token per running sequence
+    return of_all, min(config.max_num_seqs, max(of_all - 1, 1))
+
+
 def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
     """Return the keyword arguments of `AsyncEngineArgs`; vLLM chooses the others."""
     args: dict[str, Any] = {
         "model": str(directory),
         "dtype": _dtype(config, model),
         "max_model_len": model.context_length,
-        # A step has at least one token per running sequence, so more sequences could not run.
-        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),
+        "max_num_seqs": max_running(config)[0],
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": True,
         "kv_cache_memory_bytes": config.kv_cache_bytes,

@@ -102,6 +102,28 @@ PARSER_BYTES = Limit(Scope.REQUEST, "bytes of address space of a parser process"
 # Files of models
 TOKENIZER_BYTES = Limit(Scope.REQUEST, "bytes of a model's `tokenizer_config.json`", 2 * MIB)
 
+# Connections of an HTTP server: the control plane and `swiftkv serve`
+CONNECTIONS = Limit(Scope.CONTROL_PLANE, "connections", 4096, "SWIFTKV_MAX_CONNECTIONS")
+HEAD_SECONDS = Limit(Scope.REQUEST, "seconds for a head to come", 10, "SWIFTKV_REQUEST_HEAD_TIMEOUT_S")
+HEAD_BYTES = Limit(Scope.REQUEST, "bytes of a head, or of a chunked body's framing", 32 << 10)
+HEAD_FIELDS = Limit(Scope.REQUEST, "header fields and trailers", 128)
+LATE_BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body that come after the answer", 2 * MIB)
+PIPELINED_REQUESTS = Limit(Scope.REQUEST, "requests sent on a connection before the first answer", 64)
+KEEP_ALIVE_SECONDS = Limit(Scope.ADDRESS, "seconds between two requests of a connection", 75)
+UNREAD_SECONDS = Limit(Scope.REQUEST, "seconds without reading an answer", 60)
+
+# A replica of a model: the native engine and vLLM, of a deployment and of `swiftkv serve`
+REPLICA_BODY_BYTES = Limit(Scope.REQUEST, "bytes of a replica's body, at most", 16 * MIB, "max_body_bytes")
+REPLICA_BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a replica's body", 1 << 15)
+REPLICA_BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a replica's body, beside token ids", 1 << 16)
+REPLICA_TOKEN_IDS = Limit(Scope.REQUEST, "token ids of a replica's body, or one context", 1 << 18)
+REPLICA_BODIES_BYTES = Limit(Scope.REPLICA, "bytes of bodies at a time; half by a tenant, a quarter by a key", 64 * MIB)
+WAITING_SEQUENCES = Limit(
+    Scope.KEY, "waiting sequences of a replica; less by half of what others hold", 64, "engine.max_num_waiting"
+)
+COMPILING_GRAMMARS = Limit(Scope.KEY, "grammars of a replica that are compiled or wait for it", 8)
+GRAMMAR_SECONDS_PER_MINUTE = Limit(Scope.KEY, "CPU seconds of grammars a minute on a replica", 6)
+
 
 def all_limits() -> tuple[Limit, ...]:
     """Return every limit of this module, in the order of the file."""

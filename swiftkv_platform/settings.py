@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.limits import BODY_BYTES, IMPORT_BYTES
+from swiftkv_platform.limits import BODY_BYTES, CONNECTIONS, HEAD_SECONDS, IMPORT_BYTES
 
 
 def default_home() -> Path:
@@ -158,10 +158,10 @@ class Settings(BaseSettings):
     """Logs that are tailed at the same time, which are streams too; each holds a connection to Ray."""
     max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = 32
     max_followed_logs_of_key: Annotated[int, Field(ge=1)] = 16
-    max_connections: Annotated[int, Field(ge=1)] = 4096
+    max_connections: Annotated[int, Field(ge=1)] = CONNECTIONS.default
     """Maximum open connections, and at most half of the files that the process may open. One more closes the connection
-    that has been idle for longest, or is closed itself if all others have a request."""
-    request_head_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    that has been idle for longest, or is closed itself if all others have a request. A client address may have half."""
+    request_head_timeout_s: Annotated[float, Field(gt=0.0)] = HEAD_SECONDS.default
     """Seconds that a connection may be open without a complete request head."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20
     """Maximum bytes of an uploaded file; the tenants file may allow less. Uploads pass through the temporary

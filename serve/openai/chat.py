@@ -138,7 +138,7 @@ class Turn:
                 scores = scores_of(self.body, outputs[0], version)
                 return JSONResponse(shape({**head, "choices": choices, "usage": usage(outputs), **scores}))
 
-            return await version.rendered(render, outputs)
+            return await version.rendered(render, outputs, self.answers.context.caller.sender)
 
     def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Return the answer as chunks of a chat completion. Raises as `Answers.as_they_come`."""
@@ -147,7 +147,7 @@ class Turn:
 
         async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
             render = partial(chat_delta, choice, output, vocabulary, top=top, since=since)
-            delta = await self.version.rendered(render, [output])
+            delta = await self.version.rendered(render, [output], self.answers.context.caller.sender)
             return delta if calls is None else calls.delta(delta)
 
         head = head_of("chatcmpl", "chat.completion.chunk", self.answers, self.version)
@@ -167,6 +167,7 @@ async def read(
         prompt = await chat_prompt(
             version.engine,
             [message.for_template() for message in body.messages],
+            request.state.caller.sender,
             tools=calling.tools if calling else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

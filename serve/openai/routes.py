@@ -57,7 +57,7 @@ def openai_router(current: Current) -> APIRouter:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
                 render = partial(choices.choice, choice, output, since)
-                return await version.rendered(render, [output], echo=echo and since is None)
+                return await version.rendered(render, [output], caller.sender, echo=echo and since is None)
 
             options = body.stream_options or StreamOptions()
             return event_stream(events_of(chunks_of(answers, head, chunk, options)))
@@ -71,7 +71,7 @@ def openai_router(current: Current) -> APIRouter:
                 ]
                 return JSONResponse({**head, "choices": answered, "usage": usage(outputs)})
 
-            return await version.rendered(render, outputs, echo=echo)
+            return await version.rendered(render, outputs, caller.sender, echo=echo)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import uvicorn
 
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.promptness import answering_promptly
+from swiftkv_platform.web.server import ConnectionLimits, server_options
 
 
 def main() -> None:
     configure_logging()
     settings = Settings()
-    uvicorn.run(answering_promptly(create_app(settings)), **server_options(settings))
+    options = server_options(ConnectionLimits.of(settings))
+    uvicorn.run(answering_promptly(create_app(settings)), host=settings.host, port=settings.port, **options)
 
 
 if __name__ == "__main__":

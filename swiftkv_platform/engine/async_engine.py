@@ -86,12 +86,12 @@ class AsyncLLMEngine(EngineFrontend):
 
     def _add(self, admitted: Admitted) -> None:
         """Add a request, in the worker. Check waiting tokens again, as other requests may have been added meanwhile."""
-        self._check_waiting_tokens()
+        self._check_waiting_tokens(admitted.sender)
         self.engine.add_read_request(
             admitted.request,
             admitted.stream.request_id,
             priority=admitted.priority,
-            tenant=admitted.tenant,
+            sender=admitted.sender,
             constraint=admitted.constraint,
         )
         # Queued behind `_deliver`, so late outputs of an aborted request with the same id do not reach this stream.

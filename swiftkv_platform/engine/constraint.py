@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swiftkv_platform.errors import RateLimitedError
+from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 FIRST_S = 0.1
@@ -22,7 +23,7 @@ TOKEN_S = 0.002
 CALLER_S = 1.0
 """CPU seconds that a caller's grammars may take at once, beyond `CALLER_TOKEN_S` a token: enough for 64 schemas
 of some 10 ms at their first token."""
-CALLER_S_PER_MINUTE = 6
+CALLER_S_PER_MINUTE = GRAMMAR_SECONDS_PER_MINUTE.default
 """CPU seconds that a caller gets back per minute, which limits its long-term share of the engine's time to a tenth."""
 CALLER_TOKEN_S = 0.0005
 """CPU seconds of each token that are not charged to the caller."""

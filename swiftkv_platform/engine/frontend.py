@@ -5,30 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ulid import ULID
 
+from swiftkv_platform.engine import grammars as grammar_compiling
 from swiftkv_platform.engine.constraint import Allowance, Constraint
+from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput
 from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader
 from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
+from swiftkv_platform.limits import COMPILING_GRAMMARS
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
+from swiftkv_platform.web.places import Sender
 
-MAX_COMPILING = 8
-"""Maximum number of requests whose grammars are being compiled or wait for it; one more is refused at once."""
+MAX_COMPILING = COMPILING_GRAMMARS.default
+"""Maximum number of requests of a caller whose grammars are being compiled or wait for it; one more is refused."""
+SPARED_COMPILING_S = 0.1
+"""Seconds of compiling a grammar that are not charged to the caller, as for ordinary grammars on a busy machine."""
 PATIENCE_S = 1.0
 """Seconds that a request waits, outside the queue, if its caller's time for grammars is spent, before it is refused:
 callers that retry at once would keep the event loop busy with refusals."""
+NOBODY = Sender()
 _MOST_CALLERS = 10_000
 """Number of callers whose grammar time is counted; the least recent one is dropped."""
 
@@ -40,7 +46,7 @@ class Admitted:
     request: ReadRequest
     stream: RequestStream
     priority: int
-    tenant: str
+    sender: Sender
     constraint: Constraint | None
     """Compiled from `request.params.structured_outputs`."""
 
@@ -60,9 +66,9 @@ class EngineFrontend(ABC):
         self.grammars = grammars
         self.readers = Readers(self.max_sequences)
         """Threads for tokenizing and detokenizing for callers."""
-        self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
-        self._num_compiling = 0
-        self._allowances: OrderedDict[str, Allowance] = OrderedDict()
+        self._compilers = FairThreads(grammar_compiling.MAX_COMPILING, "grammars", of_one=1)
+        self._compiling: Counter[Sender] = Counter()
+        self._allowances: OrderedDict[Sender, Allowance] = OrderedDict()
         self._streams: dict[str, RequestStream] = {}
         self._pace = EventPace()
         self._failure: str | None = None
@@ -116,36 +122,39 @@ class EngineFrontend(ABC):
         """Admit a request; the caller reads the returned stream to its end or closes it.
 
         Args:
-            caller: key by which CPU time of grammars is counted.
+            caller: key of the tenant, or client address; each, and each tenant, has a fair share of the queue, of the
+                engine's time and of grammars' CPU time.
             interval_s: interval of the stream's outputs, instead of `stream_interval_s`; infinite if only finished
                 outputs matter.
 
         Raises:
             InvalidInputError: as `RequestReader.read`, or more samples than `max_num_seqs` + `max_num_waiting`.
-            QueueFullError: running and waiting sequences leave too little room, `max_waiting_prompt_tokens` tokens
-                wait, the wait would be longer than `max_queue_s`, or too many grammars are being compiled.
+            QueueFullError: running and waiting sequences leave the caller too little room, `max_waiting_prompt_tokens`
+                of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
+                compiled.
             RateLimitedError: the caller's grammars have used up their time.
             EngineDeadError: a step has failed; the engine answers no more requests.
         """
         request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
-        if params.structured_outputs is not None and self._allowance(caller).is_spent:
+        sender = Sender(tenant, caller)
+        if params.structured_outputs is not None and self._allowance(sender).is_spent:
             await asyncio.sleep(PATIENCE_S)
         self._check_unused(request_id)
-        self.check([prompt], params)
+        self.check([prompt], params, sender)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
-        stream = RequestStream(self, request_id, params.n, interval_s, self._pace)
+        stream = RequestStream(self, request_id, params.n, interval_s, self._pace, sender)
         self._streams[request_id] = stream
         try:
-            constraint = await self._constraint(params, caller)
-            request = await self.readers.run(lambda: self.reader.read(prompt, params), len(prompt))
-            await self._begin(Admitted(request, stream, priority, tenant, constraint))
+            constraint = await self._constraint(params, sender)
+            request = await self.readers.run(lambda: self.reader.read(prompt, params), len(prompt), sender)
+            await self._begin(Admitted(request, stream, priority, sender, constraint))
             self.check_health()
         except BaseException:
             stream.close()
             raise
         return stream
 
-    def check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def check(self, prompts: Sequence[Prompt], params: SamplingParams, sender: Sender = NOBODY) -> None:
         """Check a request, with all its prompts, as far as possible without tokenizing. Returns at once. Raises as
         `submit`."""
         self.check_health()
@@ -159,7 +168,7 @@ class EngineFrontend(ABC):
             )
         for prompt in prompts:
             self.reader.check(prompt, params)
-        self._check_admission(num_sequences)
+        self._check_admission(num_sequences, sender)
 
     @property
     def num_requests(self) -> int:
@@ -173,7 +182,7 @@ class EngineFrontend(ABC):
     async def aclose(self) -> None:
         """Stop after the current step; callers still being served get `EngineDeadError`."""
         self._fail("the engine was shut down")
-        self._compiling.shutdown(wait=False)
+        self._compilers.close(self.death())
         self.readers.close()
         await self._stop()
 
@@ -186,7 +195,9 @@ class EngineFrontend(ABC):
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Put outputs into their streams, on the event loop; all outputs go through here."""
         try:
-            self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
+            self._departures.note(
+                sum(output.finished for output in outputs), full=self._num_in_line(self._num_sequences) > 0
+            )
             for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
@@ -210,13 +221,20 @@ class EngineFrontend(ABC):
 
     @property
     def max_sequences(self) -> int:
-        """Maximum number of running and waiting sequences."""
+        """Maximum number of running and waiting sequences of one caller; others get more beside it."""
         return self.config.max_num_seqs + self.config.max_num_waiting
 
     @property
     def _num_sequences(self) -> int:
         """Number of sequences of all requests, including those still being read."""
         return sum(stream.num_sequences for stream in self._streams.values())
+
+    def _held_sequences(self) -> Counter[Sender]:
+        """Return the number of sequences by their senders."""
+        held: Counter[Sender] = Counter()
+        for stream in self._streams.values():
+            held[stream.sender] += stream.num_sequences
+        return held
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -226,64 +244,88 @@ class EngineFrontend(ABC):
                 value=request_id,
             )
 
-    def _check_admission(self, num_sequences: int) -> None:
-        config, taken = self.config, self._num_sequences
-        lacking = taken + num_sequences - self.max_sequences
-        if lacking > 0:
+    def _check_admission(self, num_sequences: int, sender: Sender) -> None:
+        config, held = self.config, self._held_sequences()
+        share = exceeded_share(sender, num_sequences, held, self.max_sequences)
+        if share is not None:
             raise QueueFullError(
-                f"queue full: {taken} of {self.max_sequences} sequences are running or waiting, and the request has "
-                f"{num_sequences}; try again later",
-                retry_after_s=self._departures.expected_wait(lacking),
+                f"queue full: {share.held} of {share.most} sequences of {share.name} are running or waiting, and the "
+                f"request has {num_sequences}; try again later",
+                retry_after_s=self._departures.expected_wait(share.held + num_sequences - share.most),
             )
         if config.max_queue_s is not None:
-            wait = self._departures.expected_wait(self._num_in_line)
+            # Senders take turns, so others' queues count as if they were no longer than this one's.
+            num_ahead = (held[sender] + 1) * len(held.keys() | {sender})
+            wait = self._departures.expected_wait(min(self._num_in_line(self._num_sequences), num_ahead))
             if wait > config.max_queue_s:
                 raise QueueFullError(
                     f"queue full: a request would wait {wait:.1f} s, max_queue_s is {config.max_queue_s:g}; try again "
                     "later",
                     retry_after_s=wait - config.max_queue_s,
                 )
-        self._check_waiting_tokens()
+        self._check_waiting_tokens(sender)
 
-    async def _constraint(self, params: SamplingParams, caller: str) -> Constraint | None:
+    async def _constraint(self, params: SamplingParams, sender: Sender) -> Constraint | None:
         """Compile the request's grammar, if any, while the engine steps. Raises as `GrammarCompiler.compile` and
         `Allowance.check`."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        allowance = self._allowance(caller)
+        allowance = self._allowance(sender)
         allowance.check(wanted.name)
-        constraint = self.grammars.find(wanted) or await self._compiled(wanted)
+        constraint = self.grammars.find(wanted) or await self._compiled(wanted, sender)
         constraint.charge(allowance)
         return constraint
 
-    def _allowance(self, caller: str) -> Allowance:
-        allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
+    def _allowance(self, sender: Sender) -> Allowance:
+        allowance = self._allowances[sender] = self._allowances.pop(sender, Allowance())
         if len(self._allowances) > _MOST_CALLERS:
             self._allowances.popitem(last=False)
         return allowance
 
-    async def _compiled(self, wanted: StructuredOutputs) -> Constraint:
-        if self._num_compiling >= MAX_COMPILING:
-            raise QueueFullError(f"queue full: {MAX_COMPILING} grammars are being compiled; try again later")
-        self._num_compiling += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._compiling, self.grammars.compile, wanted)
-        finally:
-            self._num_compiling -= 1
+    async def _compiled(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
+        """Compile a grammar, and charge the sender for a slow one, even if it is refused."""
+        share = exceeded_share(sender, 1, self._compiling, MAX_COMPILING)
+        if share is not None:
+            raise QueueFullError(
+                f"queue full: {share.held} of {share.most} grammars of {share.name} are being compiled; try again later"
+            )
+        allowance = self._allowance(sender)
 
-    @property
-    def _num_in_line(self) -> int:
-        """Number of sequences that would wait if one more came, including that one."""
+        def compile_grammar() -> Constraint:
+            self.grammars.prepare(wanted)
+            began = time.monotonic()
+            try:
+                return self.grammars.compile(wanted)
+            finally:
+                allowance.spend(max(time.monotonic() - began - SPARED_COMPILING_S, 0.0))
+
+        self._compiling[sender] += 1
+        try:
+            return await self._compilers.run(sender, compile_grammar)
+        finally:
+            self._compiling[sender] -= 1
+            if not self._compiling[sender]:
+                del self._compiling[sender]
+
+    def _num_in_line(self, num_sequences: int) -> int:
+        """Number of sequences that would wait if one more came to `num_sequences`, including that one."""
         waiting = self.state.num_waiting
-        beyond = self._num_sequences + 1 - self.config.max_num_seqs
+        beyond = num_sequences + 1 - self.config.max_num_seqs
         return max(beyond, waiting + 1 if waiting else 0)
 
-    def _check_waiting_tokens(self) -> None:
+    def _check_waiting_tokens(self, sender: Sender) -> None:
         limit = self.config.max_waiting_prompt_tokens
-        if limit is not None and (waiting := self.state.num_waiting_tokens) >= limit:
+        if limit is None:
+            return
+        waiting = self.state.waiting_tokens
+        if not waiting.get(sender):  # a caller's first prompt is accepted, however long
+            return
+        share = exceeded_share(sender, 1, waiting, limit)
+        if share is not None:
             raise QueueFullError(
-                f"queue full: {waiting} prompt tokens are waiting, and {limit} are accepted; try again later"
+                f"queue full: {share.held} prompt tokens are waiting, and {share.most} are accepted of {share.name}; "
+                "try again later"
             )
 
 

@@ -54,6 +54,11 @@ class GrammarCompiler:
             self._kept.move_to_end(_key(wanted))
             return template.fresh(wanted.name)
 
+    def prepare(self, wanted: StructuredOutputs) -> None:
+        """Make what all grammars need. Blocks, the first time for up to a second. Raises `InvalidInputError`: the model
+        lacks a tokenizer or an end-of-sequence token."""
+        self._llguidance_tokenizer(wanted)
+
     def compile(self, wanted: StructuredOutputs) -> Constraint:
         """Compile a constraint for an answer. Blocks.
 

@@ -33,6 +33,7 @@ from swiftkv_platform.model.adapters import whole_model
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
+from swiftkv_platform.web.places import Sender
 
 
 @contextmanager
@@ -137,6 +138,7 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        caller: str = "",
         constraint: Constraint | None = None,
     ) -> str:
         """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
@@ -146,6 +148,7 @@ class LLMEngine:
         Args:
             priority: lower goes first; among equals, first come, first served.
             tenant: prefixes are reused only within a tenant.
+            caller: key of the tenant; tenants, and the keys of each, get fair shares of the time.
             constraint: `params.structured_outputs` compiled by `grammars`; None compiles it now.
         """
         params = params or SamplingParams()
@@ -154,15 +157,17 @@ class LLMEngine:
         request = self.reader.read(prompt, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self.grammars.compile(params.structured_outputs)
-        self.add_read_request(request, request_id, priority=priority, tenant=tenant, constraint=constraint)
+        self.add_read_request(
+            request, request_id, priority=priority, sender=Sender(tenant, caller), constraint=constraint
+        )
         return request_id
 
     def add_read_request(
-        self, request: ReadRequest, request_id: str, *, priority: int, tenant: str, constraint: Constraint | None
+        self, request: ReadRequest, request_id: str, *, priority: int, sender: Sender, constraint: Constraint | None
     ) -> None:
         """Queue a request from `reader`; `constraint` is compiled. Raises `InvalidInputError`: the id is in use."""
         self._check_unused(request_id)
-        sequences = self.reader.sequences(request_id, request, priority=priority, tenant=tenant, constraint=constraint)
+        sequences = self.reader.sequences(request_id, request, priority=priority, sender=sender, constraint=constraint)
         first, *others = sequences
         self._running[request_id] = [first]
         if others:
@@ -233,7 +238,7 @@ class LLMEngine:
         return EngineState(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            num_waiting_tokens=self._scheduler.num_waiting_tokens,
+            waiting_tokens=self._scheduler.waiting_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             kv_cache_usage=1.0 - self.num_free_blocks / self.num_blocks,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftkv_platform.errors import GenerationError, InvalidInputError, SwiftKVError
+from swiftkv_platform.web.places import Sender
 
 NOT_FINITE = "the model's logits are not a number; the request was ended, others are not affected"
 
@@ -93,12 +94,17 @@ class EngineState:
     """Number of running sequences."""
     num_waiting: int
     """Number of waiting sequences."""
-    num_waiting_tokens: int
-    """Number of prompt tokens not prefilled yet."""
+    waiting_tokens: Mapping[Sender, int]
+    """Number of prompt tokens not prefilled yet, by their senders."""
     num_preemptions: int
     """Number of preemptions so far; each recomputes a sequence that was pushed out of the KV cache."""
     kv_cache_usage: float
     """Share of the KV cache that sequences hold, 0 to 1."""
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of prompt tokens not prefilled yet."""
+        return sum(self.waiting_tokens.values())
 
 
 @dataclass

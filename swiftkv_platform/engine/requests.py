@@ -7,18 +7,17 @@ global lock while it works, so the model and the event loop go on.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
+from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError, QueueFullError
@@ -26,6 +25,7 @@ from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
+from swiftkv_platform.web.places import Sender
 
 R = TypeVar("R")
 NUM_SHORT = 2
@@ -114,7 +114,7 @@ class RequestReader:
         request: ReadRequest,
         *,
         priority: int = 0,
-        tenant: str = "",
+        sender: Sender = Sender(),  # noqa: B008  # immutable
         constraint: Constraint | None = None,
     ) -> list[Sequence]:
         """Make the sequences of a request. `constraint`: used by the first answer, the others get copies."""
@@ -136,7 +136,7 @@ class RequestReader:
                 arrival=self._arrivals,
                 index=index,
                 priority=priority,
-                tenant=tenant,
+                sender=sender,
                 constraint=own,
             )
             for index, own in enumerate([constraint, *others])
@@ -304,37 +304,37 @@ class Readers:
     """Threads for tokenizing and detokenizing, apart from the engine's. A long text delays only other long ones.
 
     Args:
-        max_waiting: maximum number of running and waiting calls that belong to no admitted request; one more is
-            refused at once.
+        max_waiting: maximum number of running and waiting calls of one sender that belong to no admitted request, as in
+            `exceeded_share`; one more is refused at once.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        self._short = ThreadPoolExecutor(NUM_SHORT, thread_name_prefix="reader")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="reader-long")
+        self._short = FairThreads(NUM_SHORT, "reader")
+        self._long = FairThreads(1, "reader-long")
         self._max_waiting = max_waiting
-        self._num_waiting = 0
-        self._closed = False
+        self._waiting: Counter[Sender] = Counter()
 
-    async def run(self, call: Callable[[], R], num_bytes: int) -> R:
+    async def run(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: it
         was closed."""
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
-        pool = self._long if num_bytes > LONG_BYTES else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, call)
+        return await (self._long if num_bytes > LONG_BYTES else self._short).run(sender, call)
 
-    async def run_unadmitted(self, call: Callable[[], R], num_bytes: int) -> R:
+    async def run_unadmitted(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""
-        if self._num_waiting >= self._max_waiting:
-            raise QueueFullError(f"queue full: {self._max_waiting} texts wait to be tokenized; try again later")
-        self._num_waiting += 1
+        share = exceeded_share(sender, 1, self._waiting, self._max_waiting)
+        if share is not None:
+            raise QueueFullError(
+                f"queue full: {share.held} of {share.most} texts of {share.name} wait to be tokenized; try again later"
+            )
+        self._waiting[sender] += 1
         try:
-            return await self.run(call, num_bytes)
+            return await self.run(call, num_bytes, sender)
         finally:
-            self._num_waiting -= 1
+            self._waiting[sender] -= 1
+            if not self._waiting[sender]:
+                del self._waiting[sender]
 
     def close(self) -> None:
         """Refuse new calls, without waiting for running ones."""
-        self._closed = True
-        for pool in (self._short, self._long):
-            pool.shutdown(wait=False)
+        for threads in (self._short, self._long):
+            threads.close(EngineDeadError("the engine was shut down"))

@@ -3,8 +3,12 @@
 Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is prefilled.
 A step takes up to `max_num_batched_tokens` of them: decodes first, so that long prompts never delay them, then prompts
 in chunks, first come, first served. A sequence starts when there are blocks for all its known tokens. Only decodes need
-more; if there are none, the last in line is preempted: it frees all its blocks and is recomputed later. The first in
-line is never preempted and fits alone, so there is always progress. Drafts get the tokens and blocks that are left.
+more; if there are none, the last in line of the sender with most blocks is preempted: it frees all its blocks and is
+recomputed later. The first in line is never preempted and fits alone, so there is always progress. Drafts get the
+tokens and blocks that are left.
+
+Prompts of several senders are read, and started, in fair order of the tokens that were computed for them. If a sender
+with no running sequence cannot start one, a sequence of a sender that runs several is preempted.
 Sequences whose grammars are slow to follow take turns, so that they do not take too much time from the others.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +24,9 @@ from typing import Protocol
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Work
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
+from swiftkv_platform.engine.fairness import FairOrder
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
+from swiftkv_platform.web.places import Sender
 
 TURN_S = 0.005
 """Maximum expected CPU seconds of a step's turns, if there are several."""
@@ -78,6 +85,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # sorted by rank
         self._last_step: dict[Sequence, int] = {}
         self._turns = GrammarTurns()
+        self._order = FairOrder()
         self._num_steps = 0
         self.num_preemptions = 0
 
@@ -90,13 +98,16 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_waiting_tokens(self) -> int:
-        """Number of prompt tokens of waiting and running sequences whose KV is not computed yet.
+    def waiting_tokens(self) -> Counter[Sender]:
+        """Number of prompt tokens of waiting and running sequences whose KV is not computed yet, by their senders.
 
         Other threads may read it; it is then at most one step old.
         """
         being_read = [sequence for sequence in list(self._running) if not sequence.is_decoding]
-        return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in [*self._waiting, *being_read])
+        tokens: Counter[Sender] = Counter()
+        for sequence in [*self._waiting, *being_read]:
+            tokens[sequence.sender] += sequence.num_tokens - sequence.num_computed_tokens
+        return tokens
 
     def add(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.WAITING
@@ -116,8 +127,9 @@ class Scheduler:
         scheduled = self._choose(lambda grammar: not grammar.is_slow or self._turns.take(grammar))
         if not scheduled:
             scheduled = self._choose(lambda grammar: self._turns.take(grammar, alone=True))
-        for sequence in scheduled:
+        for sequence, num_tokens in scheduled.items():
             self._last_step[sequence] = self._num_steps
+            self._order.charge(sequence.sender, num_tokens)
         assert scheduled or not (self._waiting or self._running), "nothing can run, yet something waits"
         drafts = self._grant_drafts(scheduled)
         return [
@@ -129,6 +141,9 @@ class Scheduler:
         scheduled: dict[Sequence, int] = {}
         num_preemptions = self.num_preemptions
         for sequence in self._in_turn():
+            if not sequence.is_decoding and num_preemptions == self.num_preemptions:
+                self._admit(scheduled, before=sequence)
+                num_preemptions = self.num_preemptions
             budget = self._max_num_batched_tokens - sum(scheduled.values())
             if budget == 0 or len(scheduled) == self._max_num_seqs:
                 break
@@ -146,7 +161,7 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, self._num_shareable(sequence))
-        self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.tenant)
+        self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def _num_shareable(self, sequence: Sequence) -> int:
@@ -160,24 +175,46 @@ class Scheduler:
         assert self._last_step.keys() <= set(self._running)
 
     def _in_turn(self) -> Iterator[Sequence]:
-        """Yield running sequences in scheduling order: decodes by priority and longest wait, then prompts."""
+        """Yield running sequences in scheduling order: decodes by priority and longest wait, then prompts by priority
+        and fair order of senders."""
         decoding = [sequence for sequence in self._running if sequence.is_decoding]
         decoding.sort(key=lambda sequence: (sequence.priority, self._last_step[sequence]))
+        prompts = [sequence for sequence in self._running if not sequence.is_decoding]
+        prompts.sort(key=self._turn)
         yield from decoding
-        yield from [sequence for sequence in self._running if not sequence.is_decoding]
+        yield from prompts
+
+    def _turn(self, sequence: Sequence) -> tuple[float, ...]:
+        """Return the place in the order in which prompts are started and read."""
+        return sequence.priority, *self._order.rank(sequence.sender), sequence.arrival
 
     def _make_room(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
-        """Allocate the block that the sequence's last token may need, preempting sequences from the last in line on.
-        False: the sequence itself was preempted."""
+        """Allocate the block that the sequence's last token may need, preempting sequences of the sender with most
+        blocks from the last in line on. False: the sequence itself was preempted."""
         table = sequence.block_table
         while not self._blocks.can_grow(table, sequence.num_tokens):
-            victim = self._running[-1]
+            victim = self._last_of_largest()
             scheduled.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
                 return False
         self._blocks.grow(table, sequence.num_tokens)
         return True
+
+    def _last_of_largest(self) -> Sequence:
+        """Return the sequence to preempt for blocks: of the least urgent that run, but for the first in line, the last
+        one of the sender that holds most blocks."""
+        if len(self._running) == 1:
+            return self._running[0]
+        held: Counter[Sender] = Counter()
+        for sequence in self._running:
+            held[sequence.sender] += len(sequence.block_table.blocks)
+        last = {sequence.sender: sequence for sequence in self._running[1:]}
+        lowest = max(sequence.priority for sequence in last.values())
+        return max(
+            (sequence for sequence in last.values() if sequence.priority == lowest),
+            key=lambda sequence: (held[sequence.sender], _rank(sequence)),
+        )
 
     def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
         """Plan drafts and allocate their blocks, within the step's tokens and free blocks; nothing is preempted."""
@@ -201,39 +238,84 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._blocks.free(sequence.block_table)
         self._running.remove(sequence)
-        del self._last_step[sequence]
+        self._last_step.pop(sequence, None)
         sequence.preempt()
         self.add(sequence)
         self.num_preemptions += 1
 
-    def _admit(self, scheduled: dict[Sequence, int]) -> None:
-        """Start waiting sequences in order while there are tokens, places and blocks for all their known tokens."""
+    def _admit(self, scheduled: dict[Sequence, int], *, before: Sequence | None = None) -> None:
+        """Start waiting sequences in fair order while there are tokens, places and blocks for all their known tokens.
+        `before`: only those whose senders' turn comes before that of this running one."""
+        while self._waiting:
+            sequence = self._next_waiting()
+            if before is not None and not self._precedes(sequence, before):
+                return
+            while not self._try_to_start(sequence, scheduled):
+                victim = self._yielding_to(sequence)
+                if victim is None:
+                    return
+                scheduled.pop(victim, None)
+                self._preempt(victim)
+
+    def _next_waiting(self) -> Sequence:
+        first_of: dict[Sender, Sequence] = {}
+        for sequence in self._waiting:
+            first_of.setdefault(sequence.sender, sequence)
+        return min(first_of.values(), key=self._turn)
+
+    def _precedes(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether a sequence's sender is to be served before the other's."""
+        ranks = self._order.rank(sequence.sender), self._order.rank(other.sender)
+        return sequence.priority <= other.priority and ranks[0] < ranks[1]
+
+    def _try_to_start(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
+        """Start a waiting sequence if there is a token, a place and blocks for it now."""
         budget = self._max_num_batched_tokens - sum(scheduled.values())
         # Sequences with slow grammars, which wait for turns, hold blocks but take no place.
-        slow = sum(
-            1 for sequence in self._running if sequence.constraint is not None and sequence.constraint.work.is_slow
-        )
-        while (
-            self._waiting
-            and budget
-            and len(self._running) < self._max_num_seqs + slow
-            and len(scheduled) < self._max_num_seqs
-        ):
-            sequence = self._waiting[0]
-            table, token_ids = sequence.block_table, sequence.token_ids
-            matched = []
-            if not sequence.wants_prompt_logprobs:  # they need hidden states, which are not cached
-                known = token_ids[: self._num_shareable(sequence) + 1]  # plus one: match_prefix leaves a token to run
-                matched = self._blocks.match_prefix(table, known, sequence.tenant)
-            # Each running sequence may soon need another block, and would then preempt the new one: wasted work.
-            if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
-                return
-            self._blocks.allocate(table, matched, len(token_ids))
-            sequence.start(num_cached_tokens=len(matched) * self._blocks.block_size)
-            self._waiting.pop(0)
-            bisect.insort(self._running, sequence, key=_rank)
-            scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            budget -= scheduled[sequence]
+        slow = sum(1 for each in self._running if each.constraint is not None and each.constraint.work.is_slow)
+        if not budget or len(self._running) >= self._max_num_seqs + slow or len(scheduled) >= self._max_num_seqs:
+            return False
+        table, token_ids = sequence.block_table, sequence.token_ids
+        matched = []
+        if not sequence.wants_prompt_logprobs:  # they need hidden states, which are not cached
+            known = token_ids[: self._num_shareable(sequence) + 1]  # plus one: match_prefix leaves a token to run
+            matched = self._blocks.match_prefix(table, known, sequence.sender.tenant)
+        # Each running sequence may soon need another block, and would then preempt the new one: wasted work.
+        if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
+            return False
+        self._blocks.allocate(table, matched, len(token_ids))
+        sequence.start(num_cached_tokens=len(matched) * self._blocks.block_size)
+        self._waiting.remove(sequence)
+        bisect.insort(self._running, sequence, key=_rank)
+        self._order.choose(sequence.sender)
+        scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        return True
+
+    def _yielding_to(self, sequence: Sequence) -> Sequence | None:
+        """Return a sequence to preempt, so that one can start whose sender runs none: the last in line of the sender
+        that runs most, in the tenant that runs most if that is another and runs at least two more. None if no sender
+        runs several, or preempting cannot make enough room."""
+        senders = Counter(each.sender for each in self._running)
+        if sequence.sender in senders or len(self._running) < 2:
+            return None
+        may_be_free = self._blocks.num_free_blocks + sum(len(each.block_table.blocks) for each in self._running[1:])
+        if may_be_free * self._blocks.block_size < sequence.num_tokens:
+            return None
+        # 1. the tenant that runs most  2. its sender that runs most  3. its last in line, neither the first of all nor
+        # one that starts in this step
+        tenants = Counter(each.sender.tenant for each in self._running)
+        own = sequence.sender.tenant
+        [(largest, count)] = tenants.most_common(1)
+        tenant = largest if count > tenants[own] + 1 else own
+        found = Counter({sender: count for sender, count in senders.items() if sender.tenant == tenant}).most_common(1)
+        if not found or (tenant == own and found[0][1] < 2):
+            return None
+        victims = [
+            each
+            for each in self._running[1:]
+            if each.sender == found[0][0] and each.priority >= sequence.priority and each in self._last_step
+        ]
+        return victims[-1] if victims else None
 
 
 class GrammarTurns:

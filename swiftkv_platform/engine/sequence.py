@@ -12,6 +12,9 @@ from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import DraftHistory
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
+from swiftkv_platform.web.places import Sender
+
+_NOBODY = Sender()
 
 
 class SequenceStatus(enum.Enum):
@@ -46,7 +49,7 @@ class Sequence:
         arrival: int = 0,
         index: int = 0,
         priority: int = 0,
-        tenant: str = "",
+        sender: Sender = _NOBODY,
         constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id
@@ -59,7 +62,7 @@ class Sequence:
         """Number of the request in order of arrival."""
         self.priority = priority
         """Lower goes first."""
-        self.tenant = tenant
+        self.sender = sender
         self.constraint = constraint
         """This sequence's own constraint; None: its text is free."""
         self.token_ids = list(prompt_token_ids)

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from swiftkv_platform.engine.outputs import RequestOutput
 from swiftkv_platform.errors import EngineDeadError
+from swiftkv_platform.web.places import Sender
 
 MAX_INTERVAL_S = 0.05
 """Maximum interval that the pace chooses, which is too short for readers to notice."""
@@ -82,9 +83,16 @@ class RequestStream:
     """
 
     def __init__(
-        self, engine: Source, request_id: str, num_samples: int, interval_s: float | None, pace: EventPace
+        self,
+        engine: Source,
+        request_id: str,
+        num_samples: int,
+        interval_s: float | None,
+        pace: EventPace,
+        sender: Sender,
     ) -> None:
         self.request_id = request_id
+        self.sender = sender
         self.newest: dict[int, RequestOutput] = {}
         """Newest output of each sample by index, which may be ahead of the outputs read from the stream."""
         self._engine = engine

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationInfo, field_validator
 
 from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.limits import WAITING_SEQUENCES
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES, MAX_STREAM_INTERVAL_S
 from swiftkv_platform.specs.limits import (
     BlockSize,
@@ -77,12 +78,12 @@ class EngineConfig(FiniteModel):
     native_kernels: bool = True
     """Run attention, norms, RoPE and SiLU on a CPU in bfloat16 by the engine's own operators, compiled on first use.
     Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
-    max_num_waiting: Waiting = 64
-    """Most sequences that may wait in `AsyncLLMEngine`, each of a request's `n` samples counting as one; further ones
-    are refused at once."""
+    max_num_waiting: Waiting = WAITING_SEQUENCES.default
+    """Most sequences of one caller that may wait in `AsyncLLMEngine`, each of a request's `n` samples counting as one;
+    further ones are refused at once. While others hold some, a caller may hold less by half of that."""
     max_waiting_prompt_tokens: Tokens | None = None
-    """Prompt tokens that may wait for prefill in `AsyncLLMEngine`; once there are that many, requests are refused.
-    None: only `max_num_waiting` limits the queue."""
+    """Prompt tokens of one caller that may wait for prefill in `AsyncLLMEngine`, less by half of those of others; once
+    there are that many, its requests are refused. None: only `max_num_waiting` limits the queue."""
     max_queue_s: Wait | None = None
     """Longest estimated time in seconds that a request may wait in `AsyncLLMEngine`, from the rate at which places
     become free; a request that would wait longer is refused at once. None: only `max_num_waiting` limits the queue."""

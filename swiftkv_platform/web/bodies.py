@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from email.message import Message
 from typing import Any
 
@@ -22,18 +21,10 @@ from starlette.exceptions import HTTPException
 from swiftkv_platform.limits import BODY_STRINGS, BODY_VALUES
 from swiftkv_platform.web.hostile_json import exceeds, load_json
 from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, announced_bytes
-from swiftkv_platform.web.places import Place, Places, Share
+from swiftkv_platform.web.places import Place, Places, Sender, Share
 
 _LONGEST_READ_S = 60.0
 """Seconds within which a body must arrive."""
-
-
-@dataclass(frozen=True)
-class Sender:
-    """Sender of a body, whose bytes count against its key and its tenant."""
-
-    tenant: str
-    key: str
 
 
 class Bodies:

@@ -7,10 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swiftkv_platform.errors import OverloadedError
 
 _RETRY_AFTER_S = 2.0
+
+
+class Sender(NamedTuple):
+    """Sender of requests: a key of a tenant, or without keys a client address."""
+
+    tenant: str = ""
+    key: str = ""
 
 
 @dataclass(frozen=True)

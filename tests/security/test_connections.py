@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,14 +20,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.http import server
-from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.security.keys import Scope, create_key
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.web.server import ConnectionLimits, server_options
 from tests.servers import serving
 from tests.unit.control_plane.routes.conftest import Start
 
@@ -56,17 +53,16 @@ class Endless:
 
 
 @pytest.fixture
-def served(tmp_path: Path, either_parser: None) -> Iterator[tuple[ExitStack, Settings]]:
+def served() -> Iterator[ExitStack]:
     ENDED.clear()
     with ExitStack() as stack:
-        yield stack, Settings(home=tmp_path, _env_file=None)
+        yield stack
 
 
-def begin(served: tuple[ExitStack, Settings], **settings: float) -> str:
+def begin(served: ExitStack, **limits: Any) -> str:
     """Start a small application with the product's own server options; return its address."""
-    stack, chosen = served
-    app = Starlette(routes=[Route("/short", short), Route("/endless", Endless())])
-    return stack.enter_context(serving(app, **server_options(chosen.model_copy(update=settings))))
+    app = Starlette(routes=[Route("/short", short, methods=["GET", "POST"]), Route("/endless", Endless())])
+    return served.enter_context(serving(app, **server_options(ConnectionLimits(**limits))))
 
 
 def connect(url: str, sent: bytes = b"") -> socket.socket:
@@ -89,13 +85,13 @@ SHORT = b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n"
 @pytest.mark.parametrize(
     "sent", [b"", SHORT[:-2], SHORT + SHORT[:9]], ids=["silent", "half a head", "half of a second head"]
 )
-def test_a_connection_without_a_request_is_closed(served: tuple[ExitStack, Settings], sent: bytes) -> None:
-    with connect(begin(served, request_head_timeout_s=0.05), sent) as waiting:
+def test_a_connection_without_a_request_is_closed(served: ExitStack, sent: bytes) -> None:
+    with connect(begin(served, head_s=0.05), sent) as waiting:
         wait_for_end(waiting)
 
 
-def test_pieces_of_a_head_win_no_time(served: tuple[ExitStack, Settings]) -> None:
-    with connect(begin(served, request_head_timeout_s=0.2), SHORT[:-2]) as slow, suppress(ConnectionError):
+def test_pieces_of_a_head_win_no_time(served: ExitStack) -> None:
+    with connect(begin(served, head_s=0.2), SHORT[:-2]) as slow, suppress(ConnectionError):
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             slow.sendall(b"a: b\r\n")
@@ -103,13 +99,7 @@ def test_pieces_of_a_head_win_no_time(served: tuple[ExitStack, Settings]) -> Non
         pytest.fail("a head that never ends is read for ever")
 
 
-@pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
-def either_parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both HTTP parsers of uvicorn, which uses the second where the first is not installed."""
-    monkeypatch.setattr(server, "AutoHTTPProtocol", request.param)
-
-
-def test_a_body_that_goes_on_after_its_answer_is_cut_off(served: tuple[ExitStack, Settings]) -> None:
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(served: ExitStack) -> None:
     head = SHORT.replace(b"GET", b"POST")[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
     with connect(begin(served), head) as going_on, suppress(ConnectionError):
         for _ in range(10_000):
@@ -117,7 +107,7 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(served: tuple[ExitStack
         pytest.fail("60 MB were read after the answer")
 
 
-def test_a_head_without_an_end_is_refused(served: tuple[ExitStack, Settings]) -> None:
+def test_a_head_without_an_end_is_refused(served: ExitStack) -> None:
     with connect(begin(served), b"GET /") as growing:
         with suppress(ConnectionError):
             for _ in range(1000):
@@ -126,8 +116,30 @@ def test_a_head_without_an_end_is_refused(served: tuple[ExitStack, Settings]) ->
             assert growing.recv(20).startswith(b"HTTP/1.1 400")
 
 
-def test_silent_connections_make_room_for_requests(served: tuple[ExitStack, Settings]) -> None:
-    url = begin(served, max_connections=8, request_head_timeout_s=3600.0)
+def test_a_second_head_without_an_end_is_cut_off_during_the_first_answer(served: ExitStack) -> None:
+    with connect(begin(served), SHORT.replace(b"short", b"endless") + b"GET / HTTP/1.1\r\nA: ") as growing:
+        with suppress(ConnectionError):
+            for _ in range(10_000):
+                growing.sendall(b"x" * 1000)
+            pytest.fail("10 MB of a head were read")
+        assert ENDED.wait(PATIENCE_S)
+
+
+def test_an_address_takes_half_of_the_connections(served: ExitStack) -> None:
+    url = begin(served, max_connections=4)
+    with ExitStack() as opened:
+        busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
+        for each in busy:
+            assert each.recv(12) == b"HTTP/1.1 200"
+        wait_for_end(opened.enter_context(connect(url)))
+        address = urlsplit(url)
+        other = socket.create_connection((address.hostname, address.port), PATIENCE_S, ("127.0.0.2", 0))
+        opened.enter_context(other).sendall(SHORT)
+        assert other.recv(12) == b"HTTP/1.1 200"
+
+
+def test_silent_connections_make_room_for_requests(served: ExitStack) -> None:
+    url = begin(served, max_connections=8, head_s=3600.0)
     with ExitStack() as opened:
         silent = [opened.enter_context(connect(url)) for _ in range(30)]
         for _ in range(10):
@@ -136,8 +148,8 @@ def test_silent_connections_make_room_for_requests(served: tuple[ExitStack, Sett
         wait_for_end(silent[0])
 
 
-def test_requests_that_are_answered_are_not_closed_for_others(served: tuple[ExitStack, Settings]) -> None:
-    url = begin(served, max_connections=2)
+def test_requests_that_are_answered_are_not_closed_for_others(served: ExitStack) -> None:
+    url = begin(served, max_connections=4)
     with ExitStack() as opened:
         busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
         for each in busy:
@@ -146,9 +158,8 @@ def test_requests_that_are_answered_are_not_closed_for_others(served: tuple[Exit
         assert all(each.recv(1 << 10) for each in busy)
 
 
-def test_who_reads_nothing_is_given_up(served: tuple[ExitStack, Settings], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_READING_TIMEOUT_S", 0.05)
-    with connect(begin(served), SHORT.replace(b"short", b"endless")):
+def test_who_reads_nothing_is_given_up(served: ExitStack) -> None:
+    with connect(begin(served, unread_s=0.05), SHORT.replace(b"short", b"endless")):
         assert ENDED.wait(PATIENCE_S)
 
 

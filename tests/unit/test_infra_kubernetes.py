@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
@@ -248,6 +249,7 @@ def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     worker = ray_cluster(service)["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert config.http_options.port in {port["containerPort"] for port in worker["ports"]}
+    assert config.http_options.keep_alive_timeout_s == KEEP_ALIVE_SECONDS.default
     [application] = config.applications
     module, _, function = application.import_path.partition(":")
     spec = importlib.util.find_spec(module)

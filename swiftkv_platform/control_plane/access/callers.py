@@ -17,8 +17,7 @@ from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.turns import Kind, Turns
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
-from swiftkv_platform.web.bodies import Sender
-from swiftkv_platform.web.places import Places
+from swiftkv_platform.web.places import Places, Sender
 
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""

@@ -16,6 +16,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.deployments.served_revisions import ServedRevisions
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
+from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 from swiftkv_platform.web.origins import is_local_name
@@ -84,7 +85,7 @@ class RayServe:
     ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
-        self._http_options = {"host": host, "port": port}
+        self._http_options = {"host": host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_SECONDS.default}
         files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
         self._files = {name: str(path) for name, path in files.items() if path is not None}
         hosts = {urlsplit(serve_url).hostname or "", *allowed_hosts}

@@ -6,6 +6,7 @@ import random
 import time
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.drafting import Draft
 from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, GrammarTurns, ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
+from swiftkv_platform.web.places import Sender
 
 BLOCK = 4
 
@@ -44,7 +46,15 @@ class Line:
         self.arrivals = itertools.count()
 
     def add(
-        self, name: str, num_tokens: int, max_tokens: int = 4, *, priority: int = 0, after: Any = (), **params: Any
+        self,
+        name: str,
+        num_tokens: int,
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        after: Any = (),
+        sender: Sender = Sender(),  # noqa: B008  # immutable
+        **params: Any,
     ) -> Sequence:
         """Add a sequence, with the tokens `after` or, if there are none, `num_tokens` new ones."""
         arrival = next(self.arrivals)
@@ -57,9 +67,17 @@ class Line:
             max_model_len=10_000,
             arrival=arrival,
             priority=priority,
+            sender=sender,
         )
         self.scheduler.add(sequence)
         return sequence
+
+    def step_until(self, name: str, limit: int) -> int:
+        """Run steps until a request runs; return their number."""
+        for number in range(1, limit + 1):
+            if name in self.step():
+                return number
+        raise AssertionError(f"{name} did not run in {limit} steps")
 
     def step(self) -> dict[str, int]:
         """Run one step; return the number of scheduled tokens by request."""
@@ -158,7 +176,80 @@ def test_a_known_prefix_is_not_computed_again_unless_prompt_logprobs_need_it() -
     assert line.step() == {"scored": 13}
 
 
-request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))
+EVE, AL, ANN = Sender("t", "eve"), Sender("t", "al"), Sender("other", "ann")
+
+
+def test_a_quiet_callers_prompt_is_next_after_one_step() -> None:
+    line = Line(num_blocks=1000, max_num_batched_tokens=16)
+    for at in range(6):
+        line.add(f"eve {at}", 200, max_tokens=1, sender=EVE)
+    line.step()
+    line.add("ann", 8, sender=ANN)
+    line.add("al", 8, sender=AL)
+    assert line.step_until("ann", 2) == 1
+    assert line.step_until("al", 2) == 1, "keys of one tenant are served fairly too"
+
+
+def test_callers_with_one_place_take_turns() -> None:
+    line = Line(max_num_seqs=1)
+    for at in range(3):
+        line.add(f"eve {at}", 4, max_tokens=2, sender=EVE)
+    line.step()
+    for at in range(2):
+        line.add(f"ann {at}", 4, max_tokens=2, sender=ANN)
+    order = list(dict.fromkeys(name for step in line.run() for name in step))
+    assert order == ["eve 0", "ann 0", "eve 1", "ann 1", "eve 2"]
+
+
+@pytest.mark.parametrize("newcomer", [ANN, AL])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 3}, {"num_blocks": 12}], ids=["places", "blocks"])
+def test_who_runs_several_yields_to_who_runs_none(newcomer: Sender, limits: dict[str, int]) -> None:
+    line = Line(**limits)
+    eves = [line.add(f"eve {at}", 8, max_tokens=8, sender=EVE) for at in range(3)]
+    for _ in range(4):
+        line.step()
+    first = line.add("new", 8, max_tokens=4, sender=newcomer)
+    line.add("second", 8, max_tokens=4, sender=newcomer)
+    assert line.step_until("new", 3) <= 3
+    assert line.scheduler.num_preemptions == 1, "one is enough, and a caller that runs one waits for its next"
+    assert eves[0].num_output_tokens > 0
+    line.run()
+    assert [each.num_output_tokens for each in (*eves, first)] == [8, 8, 8, 4]
+
+
+def test_more_urgent_sequences_do_not_yield() -> None:
+    line = Line(max_num_seqs=2)
+    for at in range(2):
+        line.add(f"eve {at}", 4, max_tokens=9, priority=-1, sender=EVE)
+    line.step()
+    line.add("ann", 4, sender=ANN)
+    line.run()
+    assert line.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_for_which_no_room_can_be_made_preempts_nobody() -> None:
+    line = Line(num_blocks=12, max_num_batched_tokens=64)
+    for at in range(3):
+        line.add(f"eve {at}", 12, max_tokens=4, sender=EVE)
+    line.step()
+    line.add("ann", 44, sender=ANN)
+    line.step()
+    assert (line.scheduler.num_preemptions, line.scheduler.num_running) == (0, 3)
+    line.run()
+
+
+def test_who_holds_most_blocks_loses_them_first() -> None:
+    line = Line(num_blocks=8, max_num_batched_tokens=64)
+    line.add("first", 4, max_tokens=16, sender=AL)
+    line.add("large", 16, max_tokens=8, sender=EVE)
+    last = line.add("last", 4, max_tokens=16, sender=ANN)
+    while line.scheduler.num_preemptions == 0:
+        line.step()
+    assert last.status is SequenceStatus.RUNNING
+    line.run()
+
+
+request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2), st.sampled_from([EVE, AL, ANN]))
 
 
 @settings(max_examples=150)
@@ -169,12 +260,13 @@ request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))
     budget=st.integers(1, 40),
 )
 def test_everyone_is_served(
-    requests: list[tuple[int, int, int]], spare_blocks: int, max_num_seqs: int, budget: int
+    requests: list[tuple[int, int, int, Sender]], spare_blocks: int, max_num_seqs: int, budget: int
 ) -> None:
-    largest = max(prompt + answer - 1 for prompt, answer, _ in requests)
+    largest = max(prompt + answer - 1 for prompt, answer, _, _ in requests)
     line = Line(-(-largest // BLOCK) + spare_blocks, max_num_seqs, budget)
     sequences = [
-        line.add(str(at), prompt, answer, priority=priority) for at, (prompt, answer, priority) in enumerate(requests)
+        line.add(str(at), prompt, answer, priority=priority, sender=sender)
+        for at, (prompt, answer, priority, sender) in enumerate(requests)
     ]
     line.run()
     assert all(sequence.num_output_tokens == sequence.max_output_tokens for sequence in sequences)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
 
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.contract.serving import REVISION_HEADER
@@ -22,6 +23,7 @@ from swiftkv_platform.errors import (
     ModelError,
     UnreadableRowError,
 )
+from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
@@ -164,7 +166,10 @@ def test_replicas_without_keys_know_their_hosts(serve_url: str, keys: bool, host
     files = {"api_keys_file": Path("/keys.json")} if keys else {}
     with serve(script) as url, closing(RayServe(url, serve_url, allowed_hosts=more, **files)) as cluster:
         cluster.apply([spec])
-    [application] = script.requests[-1].body["applications"]
+    sent = script.requests[-1].body
+    options = ServeDeploySchema.model_validate(sent).http_options
+    assert options.keep_alive_timeout_s == KEEP_ALIVE_SECONDS.default, "as long as our own servers keep connections"
+    [application] = sent["applications"]
     assert application["args"].get("allowed_hosts") == hosts
     assert ServeArgs.model_validate(application["args"]).allowed_hosts == tuple(hosts or ())
 

@@ -89,7 +89,7 @@ def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False)
 
 
 def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
-    observed = Observed(prompt=QUESTIONS[0])
+    observed = Observed(prompt=QUESTIONS[0], dtype=spec["model"].get("dtype"))
     with observed.phase("total"):
         step(console, "Starting Ray and the control plane")
         with observed.phase("up"):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,17 @@ from rich.table import Table
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.local.terminal import flops, size
+from swiftkv_platform.planning.machines import describe_processor
 
 _EVALUATION_KEYS = (
     "teacher",
     "rewired",
     "calibrated",
     "distilled",
+    "perplexity_ratio",
     "kl_recovered",
+    "num_positions",
+    "intervals",
     "prefill_flops_ratio",
     "kv_bytes_ratio",
     "prompt_length",
@@ -35,7 +42,20 @@ def build_report(evaluation: Mapping[str, Any], observed: Mapping[str, Any]) -> 
     missing = [name for name in _EVALUATION_KEYS if name not in evaluation]
     if missing:
         raise SwiftKVError(f"evaluation.json of the artifact lacks {', '.join(missing)}")
-    return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": dict(observed)}
+    demo = {**observed, "machine": describe_machine()}
+    return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": demo}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what a run's figures and times depend on. The built-in teacher's text is the running Python's library."""
+    name, simd = describe_processor()
+    return {
+        "processor": name,
+        "simd": simd,
+        "num_cpus": os.cpu_count(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:

@@ -56,6 +56,8 @@ class Observed:
     deployment_id: str = ""
     prompt: str = PROMPT
     generated_text: str = ""
+    dtype: str | None = None
+    """Data type that the job trained and measured in."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, and `total`."""
 
@@ -89,7 +91,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 
 
 def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
-    observed = Observed()
+    observed = Observed(dtype=spec["model"].get("dtype"))
     with observed.phase("total"):
         step(console, "Starting Ray and the control plane")
         with observed.phase("up"):

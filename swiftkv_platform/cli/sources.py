@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
@@ -91,8 +92,7 @@ def _from_hub(name: str) -> str:
         from huggingface_hub.errors import HfHubHTTPError
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub "
-            "(pip install 'swiftkv-platform[model]')",
+            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub ({install_command('model')})",
             field="model",
             value=name,
         ) from error

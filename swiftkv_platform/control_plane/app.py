@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from functools import partial
 
@@ -26,7 +25,7 @@ from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.running import running
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.credentials import open_credentials
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles, PatientRefusals, RequestTimes
@@ -87,11 +86,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
 
 
 def _check_host(host: str) -> None:
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
+    if not is_loopback(host):
         raise InvalidInputError(
             f"host is {host!r}; without API keys (SWIFTKV_API_KEYS_FILE) or issuers (SWIFTKV_OIDC_FILE) only a "
             "loopback address such as 127.0.0.1 is accepted",

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.local.terminal import flops, size
 from swiftkv_platform.planning.machines import describe_processor
 
@@ -110,7 +111,7 @@ def plot_loss(points: Sequence[MetricPoint], path: Path) -> str | None:
         # `Figure` instead of pyplot: no display, no global state.
         from matplotlib.figure import Figure
     except ImportError:
-        return "matplotlib is not installed (pip install 'swiftkv-platform[plot]')"
+        return f"matplotlib is not installed ({install_command('plot')})"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*measured, strict=True), linewidth=1.2)

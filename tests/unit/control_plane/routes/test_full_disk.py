@@ -55,7 +55,7 @@ def test_other_changes_on_a_full_disk_are_refused_too(server: Server, client: Te
         answers = [
             client.post("/jobs", json=SPEC),
             client.post("/deployments", json={"model": model}),
-            client.post(f"/models/{model}/promote", json={"alias": "production"}),
+            client.post(f"/models/{model}/promote", json={"alias": "production", "reason": "better"}),
             client.delete(f"/models/{model}"),
         ]
     assert [answer.status_code for answer in answers] == [503] * 4, [answer.text for answer in answers]

@@ -51,7 +51,7 @@ from swiftkv_platform.serve.schemas import (
 )
 from swiftkv_platform.web.bodies import Bodies, BodyRoute
 from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals
+from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals, SecurityHeaders
 from swiftkv_platform.web.places import Sender, Share
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
@@ -103,6 +103,7 @@ def create_http_app(
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
     app.add_middleware(PatientRefusals, statuses=(413,))  # not 429, on which routers try another replica
+    app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))
     app.include_router(anthropic_router(current))

@@ -9,27 +9,62 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import unquote
 
 REDACTED = "[redacted]"
-_SENSITIVE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_A_PLACE = re.compile(r"(_FILE|_PATH|_DIR|_URI|_URL)$", re.IGNORECASE)
+_SENSITIVE = re.compile(
+    r"KEY|SECRET|TOKEN|PASSWORD|PASSPHRASE|CREDENTIAL|CONN(?:ECTION)?_?STR|COOKIE|PRIVATE"
+    r"|(?:^|_)(?:SAS|SIG|SIGNATURE|DSN|PASS|PASSWD|PWD|PAT|JWT|BEARER|AUTH|AUTHORIZATION|AUTH_CONFIG)$"
+    r"|(?:^|_)(?:SAS|DSN)_",
+    re.IGNORECASE,
+)
+"""Matches names of variables, query parameters and members whose values are credentials."""
+_NO_CREDENTIAL = re.compile(r"(?:_FILE|_PATH|_DIR|_URI|_URL|_SOCK)$|^(?-i:(?:OLD)?PWD)$", re.IGNORECASE)
+_USER_AND_PASSWORD = re.compile(r"(\w+)://([^\s/?#@:]*)(?::([^\s@]*))?@")
+_MEMBER = re.compile(r"(?<![\w-])([\w-]+)=([^;&\s\"']+)")
+"""Matches a query parameter of a URL, and a part of a connection string."""
+_PRIVATE_KEY = "PRIVATE KEY-----"
 _SHORTEST = 8
 """Minimum length of a secret in characters; shorter values would match ordinary words."""
 
 
 def secrets_of(environment: Mapping[str, str]) -> set[str]:
-    """Return the values of variables named like credentials, each line of those values, and passwords in URLs."""
+    """Return the credentials of an environment: values of variables named like one, each line of those values, and in
+    any value private keys, passwords and tokens in URLs, parts of connection strings, and members of JSON objects."""
     found = set()
     for name, value in environment.items():
-        if _SENSITIVE.search(name) and not _A_PLACE.search(name):
+        if _is_credential(name) or _PRIVATE_KEY in value:
             found.update([value, *value.splitlines()])
-        elif "://" in value:
-            try:
-                found.add(urlsplit(value).password or "")
-            except ValueError:
-                continue  # not a URL
+        for scheme, user, password in _USER_AND_PASSWORD.findall(value):
+            # `https://TOKEN@host` has a token for a user.
+            found.add(password or (user if scheme.lower() in ("http", "https") else ""))
+        found.update(part for member, part in _MEMBER.findall(value) if _is_credential(member))
+        found.update(_json_members(value))
+    found |= {unquote(value) for value in found}
     return {value for value in found if len(value) >= _SHORTEST}
+
+
+def _is_credential(name: str) -> bool:
+    return _SENSITIVE.search(name) is not None and _NO_CREDENTIAL.search(name) is None
+
+
+def _json_members(value: str) -> set[str]:
+    """Return the credentials in a JSON object, such as the key file of a service account."""
+    if not value.lstrip().startswith("{"):
+        return set()
+    found: set[str] = set()
+
+    def read(pairs: list[tuple[str, Any]]) -> None:
+        for name, member in pairs:
+            if isinstance(member, str) and (_is_credential(name) or _PRIVATE_KEY in member):
+                found.update([member, *member.splitlines()])
+
+    try:
+        json.loads(value, object_pairs_hook=read)
+    except (ValueError, RecursionError):
+        return set()
+    return found
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:

@@ -4,10 +4,15 @@ keep the names their own libraries read (`AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`) a
 
 from __future__ import annotations
 
+import ipaddress
+import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from swiftkv_platform.frozen import FrozenModel
@@ -17,6 +22,39 @@ from swiftkv_platform.limits import BODY_BYTES, CONNECTIONS, HEAD_SECONDS, IMPOR
 def default_home() -> Path:
     """Return `~/.swiftkv`, where a machine without configuration keeps databases, stores, logs and pids."""
     return Path.home() / ".swiftkv"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is reachable from its own machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_keys_file(home: Path) -> Path:
+    """Return the file of API keys that holds unless `api_keys_file` names another one."""
+    return home / "keys.json"
+
+
+def _home_keys(values: Mapping[str, Any]) -> Path | None:
+    """Return the default file of API keys unless it does not exist. A file that cannot be looked up counts as existing:
+    opening it then fails, and nothing starts without keys by mistake."""
+    path = default_keys_file(values["home"])
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        pass
+    return path
+
+
+def _seen_by_local_ray(name: str, values: Mapping[str, Any]) -> Path | None:
+    """Return the control plane's own file `name` if Ray Serve runs on this machine, which then has the same files."""
+    address = urlsplit(values["serve_dashboard_url"] or values["ray_dashboard_url"])
+    path: Path | None = values[name]
+    return path.absolute() if path is not None and is_loopback(address.hostname or "") else None
 
 
 Days = Annotated[float, Field(ge=0.0)]
@@ -43,7 +81,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SWIFTKV_", frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    home: Path = Field(default_factory=default_home)
+    home: Annotated[Path, AfterValidator(Path.expanduser)] = Field(default_factory=default_home)
     """Directory for everything that no other setting places elsewhere."""
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
@@ -88,15 +126,18 @@ class Settings(BaseSettings):
     replica, and each swap, fetches its model again."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
-    api_keys_file: Path | None = None
-    """File of hashed API keys (`swiftkv keys create` writes it); None accepts every request from this machine."""
-    serve_api_keys_file: Path | None = None
-    """Path on Ray's nodes of `api_keys_file` or another such file: deployments then accept their tenant's keys with the
-    scope `generate`. None: deployments answer every request that reaches `serve_url`."""
+    api_keys_file: Path | None = Field(default_factory=_home_keys)
+    """File of hashed API keys (`swiftkv keys create` writes it). Default: `{home}/keys.json` if it exists; without a
+    file, every request from this machine is accepted."""
     oidc_file: Path | None = None
     """YAML file of OpenID Connect issuers whose bearer tokens are accepted as well as keys (docs/operations.md)."""
-    serve_oidc_file: Path | None = None
-    """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well."""
+    serve_api_keys_file: Path | None = Field(default_factory=partial(_seen_by_local_ray, "api_keys_file"))
+    """Path on Ray's nodes of `api_keys_file` or another such file: deployments then accept their tenant's keys with the
+    scope `generate`. Default: `api_keys_file` if Ray's dashboard has a loopback address; without a file, deployments
+    answer every request that reaches `serve_url`."""
+    serve_oidc_file: Path | None = Field(default_factory=partial(_seen_by_local_ray, "oidc_file"))
+    """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well. Default: as for
+    `serve_api_keys_file`."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None

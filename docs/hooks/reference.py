@@ -37,6 +37,13 @@ schema, and [recipes](../recipes.md) are examples."""
 SETTINGS = """\
 Read from the environment by the control plane and the command line. Credentials keep the names that their own
 libraries read: `AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`."""
+COMPUTED = {
+    "home": "`~/.swiftkv`",
+    "api_keys_file": "`{home}/keys.json` if it exists",
+    "serve_api_keys_file": "`api_keys_file`, if Ray is local",
+    "serve_oidc_file": "`oidc_file`, if Ray is local",
+}
+"""Defaults of settings that depend on the machine or on other settings."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -71,7 +78,7 @@ def settings() -> str:
     """Return the page of the environment variables."""
     lines = ["# Settings", "", SETTINGS, "", "| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        default = "`~/.swiftkv`" if name == "home" else f"`{field.default!r}`"
+        default = COMPUTED[name] if field.default_factory else f"`{field.default!r}`"
         lines.append(f"| `SWIFTKV_{name.upper()}` | {default} | {' '.join((field.description or '').split())} |")
     return "\n".join(lines) + "\n"
 

@@ -17,9 +17,11 @@ from swiftkv_platform.cli.context import Json, Url, connect, settings
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_fields, tell_table
 from swiftkv_platform.client import AuditEntry, ClusterUse, Quota
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.local.terminal import plural, size
 from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
 from swiftkv_platform.security.principals import Scope
+from swiftkv_platform.settings import default_keys_file
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
 
@@ -146,12 +148,34 @@ def revoke(
 
 
 def _tell(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None:
+    is_required, advice = _use_of(path)
     if json:
         told = key.model_dump(mode="json", include={"name", "tenant", "scopes", "expires_at", "not_before"})
-        print_json({"id": key.id, **told, "scopes": sorted(key.scopes), "key": token, "file": str(path)})
+        document = {"id": key.id, **told, "scopes": sorted(key.scopes), "key": token, "file": str(path)}
+        print_json({**document, "keys_required": is_required, "advice": advice})
     else:
         typer.echo(token)
-        err().print(f"{done} {path}. Callers send it as SWIFTKV_API_KEY.", highlight=False, soft_wrap=True)
+        # The key itself is on stdout alone, so that a script's log has it only if the script writes it.
+        line = f"{done} {path}. {advice} To use this key: export SWIFTKV_API_KEY=skv_..."
+        err().print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _use_of(path: Path) -> tuple[bool, str]:
+    """Return whether the control plane of this home requires the keys of a file now, and what to do otherwise."""
+    chosen = settings()
+    state = Stack(chosen).state()
+    is_default = path.absolute() == (chosen.api_keys_file or default_keys_file(chosen.home)).absolute()
+    if state is not None and state.alive("control-plane"):
+        if state.operator_files.get("api_keys_file") == path.absolute():
+            return True, "The running control plane reads it at the next request."
+        if is_default:
+            return False, "The running control plane requires no key yet; `swiftkv up` restarts it with these keys."
+    if is_default:
+        return (
+            False,
+            "From the next `swiftkv up` on, callers need a key; a control plane elsewhere needs this file too.",
+        )
+    return False, f"Nothing reads this file by itself: set SWIFTKV_API_KEYS_FILE={path.absolute()}, then `swiftkv up`."
 
 
 def _last_used() -> Mapping[str, int]:
@@ -177,7 +201,7 @@ def _from_now(seconds: int | None, now: int) -> int | None:
 
 def _path(file: Path | None) -> Path:
     chosen = settings()
-    return file or chosen.api_keys_file or chosen.home / "keys.json"
+    return file or chosen.api_keys_file or default_keys_file(chosen.home)
 
 
 Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this value.")]

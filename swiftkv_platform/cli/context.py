@@ -104,7 +104,9 @@ def _refusal(what: str, error: ValidationError, model: type[BaseModel]) -> Inval
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:
-    found = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+    # A default that depends on a refused value is missing too, which says nothing new.
+    errors = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
+    found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
     lines = []
     for place, item in most_telling([(place_of(item, model), item) for item in found]):
         message = unknown_key(item, model) if item["type"] == "extra_forbidden" else item["msg"]

@@ -186,7 +186,10 @@ def backup(
     objects_are = (
         f"{made.objects.lines} objects ({size(made.object_bytes)}) are {'copied' if made.has_objects else 'listed'}"
     )
-    tell(made, f"{directory} holds {rows} rows; {objects_are}.", json=json)
+    line = f"{directory} holds {rows} rows; {objects_are}."
+    if keys := chosen.api_keys_file:
+        line += f" API keys are not in it: copy {keys} as well."
+    tell(made, line, json=json)
 
 
 def restore(

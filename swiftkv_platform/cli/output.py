@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.installing import install_command
 
 _JSON = "swiftkv.json"
 _NO_HOME = "Could not determine home directory."
@@ -155,7 +156,7 @@ def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterat
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"{what} needs {error.name}; pip install 'swiftkv-platform[{extra}]'{instead}"
+        message = f"{what} needs {error.name}; {install_command(extra)}{instead}"
         raise InvalidInputError(message) from error
 
 

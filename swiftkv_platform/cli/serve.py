@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, checked
+from swiftkv_platform.cli.context import Json, checked, settings
 from swiftkv_platform.cli.output import err, needs_extra, tell
 from swiftkv_platform.cli.sources import model_path
 from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.settings import is_loopback
 from swiftkv_platform.specs.engine import EngineConfig
 
 _DEPLOYMENT = "local"
@@ -42,7 +43,12 @@ def serve(
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Keys from `swiftkv keys create`. Default: no key needed."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Keys from `swiftkv keys create`. Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home "
+            "directory if it exists, else no key is needed.",
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -68,19 +74,30 @@ def serve(
         verify=(directory / MANIFEST).is_file(),
         chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
     )
-    keys = None if api_keys_file is None else str(api_keys_file)
-    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=keys, allowed_hosts=tuple(allowed_host or ()))
+    keys = api_keys_file or settings().api_keys_file
+    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))
     configure_logging()
 
     spinner = err().status(f"Loading {called}")
 
     def ready(url: str) -> None:
         spinner.stop()
-        line = f"{called} answers at {url}/v1 (OpenAI's routes) and {url}/generate. Ctrl-C ends it."
-        tell({"url": url, "model": called}, line, json=json)
+        line = (
+            f"{called} answers at {url}/v1 (OpenAI's routes) and {url}/generate. {_callers(host, keys)} Ctrl-C ends it."
+        )
+        tell({"url": url, "model": called, "keys_required": keys is not None}, line, json=json)
 
     try:
         with spinner:
             answer(served, args, host=host, port=port, on_ready=ready)
     except KeyboardInterrupt:  # how it is meant to end
         return
+
+
+def _callers(host: str, keys: Path | None) -> str:
+    """Say who is answered."""
+    if keys is not None:
+        return f"Callers need an API key of {keys} with the scope generate."
+    if is_loopback(host):
+        return "Programs on this machine need no key."
+    return "It needs no key, also from other machines; --api-keys-file requires one (`swiftkv keys create`)."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from functools import partial
 
@@ -16,7 +15,7 @@ from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.http import error_handlers
-from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
+from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, too_large
 from swiftkv_platform.control_plane.jobs import history_routes, output_routes, quota, recipes
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
@@ -26,10 +25,10 @@ from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.running import running
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.credentials import open_credentials
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PageFiles, PatientRefusals, RequestTimes
+from swiftkv_platform.web.middleware import BodyLimit, PageFiles, PatientRefusals, RequestTimes, SecurityHeaders
 from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
@@ -73,11 +72,11 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     else:
         app.add_middleware(PageGuard)
-    app.add_middleware(SecurityHeaders)
     app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
     app.add_middleware(PatientRefusals, statuses=(413, 429))
+    app.add_middleware(SecurityHeaders)
     rooms = (jobs, history_routes, output_routes, models, deployments, files, fine_tuning, quota, recipes, audit_routes)
     for module in (*rooms, health, sign_in):
         app.include_router(module.router)
@@ -87,11 +86,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
 
 
 def _check_host(host: str) -> None:
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
+    if not is_loopback(host):
         raise InvalidInputError(
             f"host is {host!r}; without API keys (SWIFTKV_API_KEYS_FILE) or issuers (SWIFTKV_OIDC_FILE) only a "
             "loopback address such as 127.0.0.1 is accepted",

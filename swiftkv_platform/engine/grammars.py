@@ -138,7 +138,7 @@ class GrammarCompiler:
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError as error:
-            raise wanted.refusal("needs llguidance: pip install 'swiftkv-platform[serve]'") from error
+            raise wanted.refusal("needs llguidance, of the extra `serve`, where the model is served") from error
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))
         except ValueError as error:

@@ -19,11 +19,13 @@ import httpx
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.local import processes
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.state import PARTS, PartName, PartStatus, RunDirectory, StackState, port_of
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.settings import Settings, is_loopback
 
 _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
 _POLL_S = 0.25
@@ -34,6 +36,8 @@ _SERVICES = ("alembic", "fastapi", "obstore", "ray", "sqlalchemy", "uvicorn")
 _GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL. Ray takes half a minute to stop by itself, and has nothing to save."""
 _LOG_TAIL_LINES = 20
+OPERATOR_FILES = ("api_keys_file", "oidc_file", "serve_api_keys_file", "serve_oidc_file", "tenants_file", "secrets_dir")
+"""Settings that name files or directories of the operator."""
 
 Report = Callable[[str], None]
 
@@ -79,8 +83,9 @@ class Stack:
 
     def up(self, options: StackOptions, report: Report) -> StackState:
         """Start the parts that do not run, and return when everything answers. `report`: called with a line for each
-        step. Raises `StartError`, after stopping what it started, if packages are missing, the home cannot be written,
-        the port asked for is taken, or a part did not come up."""
+        step. Raises `InvalidInputError` for a file of keys or issuers that cannot be used, before anything is stopped,
+        and `StartError`, after stopping what it started, if packages are missing, the home cannot be written, the port
+        asked for is taken, or a part did not come up."""
         _check_installed()
         try:
             return self._up(options, report)
@@ -97,6 +102,7 @@ class Stack:
         with self._run.locked():
             ensure_token(self._run.token_file)
             state = self._run.load()
+            self._check_files({} if state is None else state.operator_files)
             if state is None or not state.alive("ray"):
                 # Without the head, processes that still run are useless and occupy the ports.
                 self._clear(state)
@@ -107,6 +113,20 @@ class Stack:
             except BaseException:
                 self._undo(before)
                 raise
+
+    def _check_files(self, last: Mapping[str, Path]) -> None:
+        """Check the files of keys and issuers before anything is stopped. Raises `InvalidInputError` for one that
+        cannot be used, and `StartError` if one of the last start is gone: deleting it must not open the platform.
+        """
+        files = self._files()
+        for name in last.keys() - files.keys():
+            raise StartError(
+                f"the last `swiftkv up` used {last[name]}, which is gone or no longer set; put it back, or run "
+                "`swiftkv down` first to start without it",
+                field=name,
+                value=str(last[name]),
+            )
+        open_credentials(files.get("api_keys_file"), files.get("oidc_file"))
 
     def down(self) -> int:
         """Stop every process of this home, and no others. Returns their number."""
@@ -162,18 +182,37 @@ class Stack:
         return state
 
     def _start_control_plane(self, state: StackState, options: StackOptions, report: Report) -> StackState:
-        if state.alive("control-plane"):
+        files = self._files()
+        if state.alive("control-plane") and files == state.operator_files:
             self._wait(state, "control-plane")
             report(f"The control plane is already running: dashboard and API at {state.url}")
             return state
-        report("Starting the control plane")
+        if state.alive("control-plane"):
+            report("Restarting the control plane with the files that it has now: API keys, issuers, tenants, secrets")
+            state.parts["control-plane"].terminate(_GRACE_S)
+        else:
+            report("Starting the control plane")
         wanted = options.port or port_of(state.url)
         [port] = free_ports([wanted])
         _tell_port(wanted, port, options, report)
-        state = state.model_copy(update={"url": f"http://127.0.0.1:{port}"})
-        environment = {
-            **os.environ,
+        if not is_loopback(self._settings.host):
+            report(f"SWIFTKV_HOST={self._settings.host} is not used here: `swiftkv up` listens on 127.0.0.1 only")
+        state = state.model_copy(update={"url": f"http://127.0.0.1:{port}", "operator_files": files})
+        command = [sys.executable, "-m", "swiftkv_platform.control_plane"]
+        state = self._start(state, "control-plane", command, self._environment(state, port))
+        self._wait(state, "control-plane")
+        report(f"The control plane is up: dashboard and API at {state.url}")
+        if keys := files.get("api_keys_file"):
+            report(f"Callers need an API key of {keys}: export SWIFTKV_API_KEY=skv_...")
+        return state
+
+    def _environment(self, state: StackState, port: int) -> dict[str, str]:
+        """Return the control plane's variables: the process's own, with this stack's addresses and files."""
+        unset = {f"SWIFTKV_{name.upper()}" for name in OPERATOR_FILES}
+        return {
+            **{name: value for name, value in os.environ.items() if name.upper() not in unset},
             **auth_environment(self._run.token_file),
+            **{f"SWIFTKV_{name.upper()}": str(path) for name, path in self._files().items()},
             "SWIFTKV_HOME": str(self.home),
             "SWIFTKV_HOST": "127.0.0.1",
             "SWIFTKV_PORT": str(port),
@@ -182,18 +221,14 @@ class Stack:
             "SWIFTKV_DATABASE_URL": self._settings.resolved_database_url,
             "SWIFTKV_STORAGE_URI": self._settings.resolved_storage_uri,
         }
-        keys = self._settings.serve_api_keys_file or self._settings.api_keys_file  # Ray is on this machine too
-        if keys is not None:
-            environment["SWIFTKV_SERVE_API_KEYS_FILE"] = str(keys.absolute())
-        issuers = self._settings.serve_oidc_file or self._settings.oidc_file
-        if issuers is not None:
-            environment["SWIFTKV_SERVE_OIDC_FILE"] = str(issuers.absolute())
-        state = self._start(
-            state, "control-plane", [sys.executable, "-m", "swiftkv_platform.control_plane"], environment
-        )
-        self._wait(state, "control-plane")
-        report(f"The control plane is up: dashboard and API at {state.url}")
-        return state
+
+    def _files(self) -> dict[str, Path]:
+        """Return the operator's files by setting. Absolute, since the control plane runs in the home; those of
+        deployments are by default the control plane's, since Ray is on this machine."""
+        given = {name: getattr(self._settings, name) for name in OPERATOR_FILES}
+        for name in ("api_keys_file", "oidc_file"):
+            given[f"serve_{name}"] = given[f"serve_{name}"] or given[name]
+        return {name: path.expanduser().absolute() for name, path in given.items() if path is not None}
 
     def _start(self, state: StackState, name: PartName, command: Sequence[str], env: Mapping[str, str]) -> StackState:
         log = self._log(name)
@@ -282,7 +317,8 @@ class Stack:
         pid = state.parts[name].pid
         complaint = self._complaint(state, name)
         if complaint is None:
-            return PartStatus(name, "running", address, pid)
+            keys = state.operator_files.get("api_keys_file") if name == "control-plane" else None
+            return PartStatus(name, "running", address, pid, "" if keys is None else f"callers need a key of {keys}")
         return PartStatus(name, "not ready", address, pid, f"{complaint}; log: {self._log(name)}")
 
     def _log(self, name: PartName) -> Path:
@@ -315,4 +351,4 @@ def _serve_status(state: StackState) -> PartStatus:
 def _check_installed() -> None:
     lacking = [name for name in _SERVICES if find_spec(name) is None]
     if lacking:
-        raise StartError(f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]'")
+        raise StartError(f"The platform here needs {', '.join(lacking)}; {install_command('train', 'serve')}")

@@ -33,6 +33,8 @@ class StackState(BaseModel):
     num_cpus: int
     object_store_memory: int
     """Bytes."""
+    operator_files: dict[str, Path] = {}
+    """Files that the control plane was started with, such as those of API keys, by setting."""
     parts: dict[PartName, ProcessRef] = {}
 
     def alive(self, name: PartName) -> bool:

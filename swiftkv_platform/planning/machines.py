@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from swiftkv_platform.frozen import FrozenModel
@@ -71,6 +72,22 @@ def multiplies_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
     An x86 processor needs AVX-512 for it; without, a product in bfloat16 takes tens of times as long as in float32.
     True on other processors and systems, where this cannot be read.
     """
-    lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines() if cpu_info.is_file() else []
-    flags = next((line for line in lines if line.startswith("flags")), None)
+    flags = _read_cpu_info(cpu_info).get("flags")
     return flags is None or set(flags.split()) >= _AVX512
+
+
+def describe_processor(cpu_info: Path = _CPU_INFO) -> tuple[str, str | None]:
+    """Return the name of this machine's processor, and its widest vector or matrix instructions for PyTorch: "AMX",
+    "AVX-512" or "AVX2"; None if it has none of these or they cannot be read."""
+    info = _read_cpu_info(cpu_info)
+    flags = set(info.get("flags", "").split())
+    classes = {"AMX": {"amx_tile", "amx_bf16"}, "AVX-512": _AVX512, "AVX2": {"avx2"}}
+    simd = next((name for name, needed in classes.items() if flags >= needed), None)
+    return info.get("model name") or platform.processor() or platform.machine(), simd
+
+
+def _read_cpu_info(path: Path) -> dict[str, str]:
+    """Read the fields of the first processor; empty on systems without the file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}

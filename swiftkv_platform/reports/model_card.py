@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
+from swiftkv_platform.installing import install_from_source
 from swiftkv_platform.layer_lists import format_layers
 
 
@@ -148,10 +149,10 @@ def _bypasses(lineage: Mapping[str, Any]) -> bool:
 def _serving(name: str, *, bypasses: bool) -> str:
     if bypasses:
         engine = "With SwiftKV Platform's own engine (vLLM does not serve it), or with transformers:"
-        commands = ["pip install 'swiftkv-platform[serve]'", f"swiftkv serve ./{name}"]
+        extra, command = "serve", f"swiftkv serve ./{name}"
     else:
         engine = "With vLLM and SwiftKV Platform's plugin, or with transformers:"
-        commands = ["pip install 'swiftkv-platform[vllm]'", f"vllm serve ./{name}"]
+        extra, command = "vllm", f"vllm serve ./{name}"
     return "\n".join(
         [
             "## Use",
@@ -159,8 +160,12 @@ def _serving(name: str, *, bypasses: bool) -> str:
             engine,
             "",
             "```bash",
-            *commands,
+            install_from_source(extra),
+            command,
             "```",
+            "",
+            "SwiftKV Platform is on no package index: a package with its name there is another one. Ask the publisher "
+            "of this model for the address of its repository.",
             "",
             "```python",
             "import swiftkv_platform.model  # registers the SwiftKV classes",

@@ -102,7 +102,7 @@ def untested(version: str, changed: list[str]) -> ModelError:
     """Return the error for an untested version; `changed`: clauses that say what differs in it."""
     return ModelError(
         f"this plugin has not been tested with vLLM {version}, and there {'; '.join(changed)}. Use vLLM "
-        f"{TESTED_VERSIONS[-1]}, a newer swiftkv-platform, or this project's own engine",
+        f"{TESTED_VERSIONS[-1]}, a newer version of this project, or this project's own engine",
         field="vllm.version",
         value=version,
     )

@@ -8,18 +8,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PAGE_HEADERS: Mapping[str, str] = {
-    # Only this origin may be loaded from or connected to; libraries need inline styles and icons as data URLs.
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-    "frame-ancestors 'none'",
+ANSWER_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Headers of answers that are no pages: browsers run nothing of them, and keep, frame and guess nothing."""
+PAGE_HEADERS: Mapping[str, str] = {
+    **ANSWER_HEADERS,
+    # Only this origin may be loaded from, connected to or sent forms; libraries need inline styles and icons as data
+    # URLs.
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
 """Headers of pages for browsers."""
@@ -49,6 +57,22 @@ class Middleware:
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         raise NotImplementedError
+
+
+class SecurityHeaders(Middleware):
+    """Adds `ANSWER_HEADERS` to answers that do not have them, and over TLS the order to stay with it."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in ANSWER_HEADERS.items():
+                    headers.setdefault(name, value)
+                if scope["scheme"] == "https":
+                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
 
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

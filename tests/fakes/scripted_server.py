@@ -99,8 +99,8 @@ class Script:
 
 
 @contextmanager
-def serve(answering: Answering) -> Iterator[str]:
-    """Run the server, and yield its address."""
+def serve(answering: Answering, host: str = "127.0.0.1") -> Iterator[str]:
+    """Run the server at an address of this machine, and yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -142,11 +142,11 @@ def serve(answering: Answering) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
             """Log nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

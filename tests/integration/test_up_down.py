@@ -27,10 +27,11 @@ class Machine:
 
     home: Path
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "swiftkv_platform.cli", *arguments]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SWIFTKV_"))}
         environment = {**inherited, "SWIFTKV_HOME": str(self.home), "HOME": str(self.home.parent)}
+        environment |= {"SWIFTKV_API_KEY": key} if key else {}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
     def up(self) -> StackState:
@@ -142,6 +143,34 @@ def test_a_dead_ray_is_replaced_and_leaves_no_orphans(machine: Machine, state: S
     assert running(before) == []
     assert mended.ray_dashboard_url == state.ray_dashboard_url
     assert {part["state"] for part in machine.parts().values()} == {"running", "idle"}
+
+
+def test_created_keys_are_required_from_the_next_up_on(machine: Machine, state: StackState) -> None:
+    """Nothing but `swiftkv keys create` and `swiftkv up` is needed, with and without `swiftkv down` between them."""
+    before = machine.up()
+    made = json.loads(machine.run("keys", "create", "ann", "--scope", "admin", "--json").stdout)
+    assert (made["keys_required"], "`swiftkv up` restarts it" in made["advice"]) == (False, True)
+    assert machine.run("jobs", "list", key="wrong").returncode == 0, "as the command says, none is required yet"
+
+    def check_keys() -> None:
+        assert machine.run("jobs", "list", key=made["key"]).returncode == 0
+        for key in ("", "wrong"):
+            refused = machine.run("jobs", "list", key=key)
+            assert (refused.returncode, "SWIFTKV_API_KEY" in refused.stderr) == (1, True), refused.stderr
+        assert machine.parts()["control-plane"]["detail"] == f"callers need a key of {machine.home / 'keys.json'}"
+
+    again = machine.run("up", "--port", "0")
+    assert "Restarting the control plane" in again.stderr
+    assert f"Callers need an API key of {machine.home / 'keys.json'}" in again.stderr
+    assert machine.up().parts["ray"] == before.parts["ray"], "Ray and its jobs go on"
+    check_keys()
+    more = json.loads(machine.run("keys", "rotate", "ann", "--json").stdout)
+    assert more["keys_required"]
+    assert machine.run("jobs", "list", key=more["key"]).returncode == 0, "without a restart"
+    machine.run("down")
+    assert machine.up().operator_files.keys() == {"api_keys_file", "serve_api_keys_file"}
+    check_keys()
+    assert machine.run("doctor", "--json", key="wrong").returncode == 1
 
 
 def test_down_ends_everything_of_ours_and_nothing_else(machine: Machine, state: StackState) -> None:

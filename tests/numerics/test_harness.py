@@ -316,7 +316,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, task_file: Pa
     assert caught.value.field == "evaluation.tasks"
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     check_tasks([], byte_tokenizer())
-    with pytest.raises(InvalidInputError, match=r"needs lm_eval; use pip install 'swiftkv-platform\[eval\]'"):
+    with pytest.raises(InvalidInputError, match=r"needs lm_eval; use pip install -e .*\[eval\]"):
         check_tasks([str(task_file)], byte_tokenizer())
 
 

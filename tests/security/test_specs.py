@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
@@ -14,6 +15,7 @@ from swiftkv_platform.control_plane.jobs.limits import AttemptLimits, JobLimits
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.worker.setup import access_of
+from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
@@ -193,3 +195,35 @@ def test_the_lower_of_both_maximum_runtimes_counts(own: int | None, operators: i
         assert reason is not None
         assert reason.code == "max_runtime_exceeded"
         assert str(most) in reason.message
+
+
+def test_the_operators_wandb_key_writes_only_to_entities_that_are_open(start: Start, tmp_path: Path) -> None:
+    """With keys a tenant's jobs write to the key's default entity, unless the operator opens others."""
+    keys, file = tmp_path / "keys.json", tmp_path / "tenants.yaml"
+    file.write_text("default: {max_queued_jobs: 100}\ntenants: {research: {wandb_entities: [research-team]}}\n")
+    tokens = {
+        tenant: create_key(keys, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
+        for tenant in ("acme", "research")
+    }
+    server = start("http://swiftkv.example", {"policies": Tenants(file)}, api_keys_file=keys)
+
+    def submit(tenant: str, route: str = "/jobs", **wandb: str) -> httpx.Response:
+        body = {**SPEC, "tracking": {"wandb": wandb}}
+        return server.client.post(route, json=body, headers={"authorization": f"Bearer {tokens[tenant]}"})
+
+    for route in ("/jobs", "/jobs/validate"):
+        for tenant, entity in (("acme", "victim"), ("acme", "research-team"), ("research", "victim")):
+            for mode in ("auto", "online"):
+                refused = refusal(submit(tenant, route, entity=entity, mode=mode))
+                assert (refused["field"], refused["value"]) == ("tracking.wandb.entity", entity)
+    assert "one of research-team" in submit("research", entity="victim").json()["detail"]
+    accepted = [
+        submit("research", entity="research-team"),
+        submit("acme"),
+        submit("acme", entity=""),
+        submit("acme", entity="victim", mode="offline"),
+        submit("acme", entity="victim", mode="disabled"),
+    ]
+    assert [answer.status_code for answer in accepted] == [201] * 5, [answer.text for answer in accepted]
+    open_plane = start()
+    assert open_plane.client.post("/jobs", json={**SPEC, "tracking": {"wandb": {"entity": "mine"}}}).status_code == 201

@@ -120,11 +120,6 @@ PAGES = {
 
 FIGURES = [
     # Row and column of README's table, then the figure's home page, row, column, and index of the number in the cell.
-    ("half the layers skipped", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 0),
-    ("the same: projections calibrated", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 1),
-    ("the same: distilled, 0.4 M", "KL to", "performance.md", "g = 2 (the demo)", "distilled", 0),
-    ("the same: distilled, 0.4 M", "perplexity", "performance.md", "g = 2 (the demo)", "perplexity ratio", 0),
-    ("the same: distilled, 0.4 M", "top-1", "performance.md", "g = 2 (the demo)", "agreement", 0),
     ("the same: distilled, 0.4 M", "prefill", "performance.md", "g = 2", "prefill", 0),
     ("the same: distilled, 0.4 M", "KV bytes", "performance.md", "g = 2", "KV bytes", 0),
     (
@@ -184,7 +179,6 @@ STATEMENTS = {
         r"\| 2048 \| ([\d.]+); [\d.]+% \|",
     ),
     "time of SmolLM2 at l = 22": (r"27% skipped, [^|]*\|(?:[^|]*\|){5} ([\d.]+)", r"at l = 22 takes ([\d.]+) of"),
-    "time of the demo": (r"0\.4 M counted tokens \|(?:[^|]*\|){5} ([\d.]+)", r"the demo's student took ([\d.]+)"),
 }
 
 

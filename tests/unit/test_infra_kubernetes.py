@@ -1,6 +1,7 @@
 """Manifests in infra/kubernetes agree with their readers' schemas and with the code. Nothing is started."""
 
 import importlib.util
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
@@ -62,15 +63,39 @@ def test_kustomizations_list_every_file() -> None:
     assert kustomizations()["base"]["namespace"] == namespace["metadata"]["name"]
 
 
+METADATA = (
+    "169.254.169.254",  # AWS, Google, Azure, Oracle and others
+    "169.254.170.2",  # credentials of tasks and pods of AWS
+    "169.254.170.23",
+    "fd00:ec2::254",  # AWS
+    "fd00:ec2::23",
+    "fd20:ce::254",  # Google
+    "168.63.129.16",  # Azure
+    "100.100.100.200",  # Alibaba
+    "192.0.0.192",  # Oracle
+    "fe80::a9fe:a9fe",
+    "64:ff9b::a9fe:a9fe",  # 169.254.169.254 behind NAT64
+)
+"""Addresses at which a cloud hands out the credentials of a node or pod."""
+
+
 def test_network_policies_close_what_nobody_needs() -> None:
-    """Link-local addresses are closed to all pods, except for DNS (a cache on the node); all others are open."""
+    """Addresses where clouds hand out a node's credentials are closed to all pods, except for DNS; others are open."""
     policies = [document["spec"] for document in objects("NetworkPolicy")]
     [egress] = [policy for policy in policies if "Egress" in policy["policyTypes"]]
     assert egress["podSelector"] == {}
     dns, others = egress["egress"]
     assert {(port["protocol"], port["port"]) for port in dns["ports"]} == {("UDP", 53), ("TCP", 53)}
     blocks = {block["ipBlock"]["cidr"]: block["ipBlock"]["except"] for block in others["to"]}
-    assert blocks == {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10"]}
+    assert blocks.keys() == {"0.0.0.0/0", "::/0"}
+    closed = [ip_network(block) for each in blocks.values() for block in each]
+
+    def is_closed(address: str) -> bool:
+        return any(ip_address(address) in network for network in closed)
+
+    assert [address for address in METADATA if not is_closed(address)] == []
+    harmless = ("10.0.0.7", "168.63.129.15", "1.1.1.1", "fd00::7", "2001:db8::1")
+    assert [address for address in harmless if is_closed(address)] == []
     assert "ports" not in others
     [rule] = named("NetworkPolicy", "swiftkv-redis")["spec"]["ingress"]
     [source] = rule["from"]

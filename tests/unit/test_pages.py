@@ -51,7 +51,7 @@ def test_a_page_and_all_it_loads_come_from_its_own_server(make_app: Callable[[],
     assert page.status_code == 200
     policy = page.headers["Content-Security-Policy"].replace(";", " ").split()
     assert {word for word in policy if not word.endswith("-src")} == {
-        "'self'", "'unsafe-inline'", "data:", "frame-ancestors", "'none'",
+        "'self'", "'unsafe-inline'", "data:", "base-uri", "form-action", "frame-ancestors", "'none'",
     }  # fmt: skip
     links = Links(page.text)
     assert links.inline_scripts == 0, "the policy allows no inline script"

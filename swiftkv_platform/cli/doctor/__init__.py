@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.doctor import installation, machine, services
+from swiftkv_platform.cli.doctor import exposure, installation, machine, services
 from swiftkv_platform.cli.doctor.findings import (
     GIB,
     Surroundings,
@@ -34,6 +34,7 @@ CHECKS = (
     services.clock,
     services.ray,
     services.control_plane,
+    exposure.exposure,
     machine.compiler,
     machine.gpu,
     installation.vllm,

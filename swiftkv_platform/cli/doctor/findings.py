@@ -13,6 +13,7 @@ from typing import Literal
 from rich.markup import escape
 
 from swiftkv_platform.cli.output import out
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 
@@ -130,7 +131,7 @@ def _examined(one: Check, surroundings: Surroundings) -> Finding:
     try:
         return one.examine(surroundings)
     except ModuleNotFoundError as error:
-        advice = "pip install 'swiftkv-platform[train,serve]' where jobs or deployments are to run"
+        advice = f"{install_command('train', 'serve')} where jobs or deployments are to run"
         return warning(f"Not checked: {error.name} is not installed.", advice)
     except Exception as error:  # a bug in one check must not hide the others' findings
         return failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)

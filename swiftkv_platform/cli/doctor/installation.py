@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 from collections.abc import Mapping
 from importlib.metadata import metadata, requires, version
 from pathlib import Path
@@ -25,18 +26,18 @@ from swiftkv_platform.cli.doctor.findings import (
 )
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.errors import InvalidInputError, ModelError, did_you_mean
+from swiftkv_platform.installing import DISTRIBUTION, install_command
+from swiftkv_platform.local.stack import OPERATOR_FILES
 from swiftkv_platform.security.issuers import parse_issuers
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.security.operator_files import OperatorFile
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.vllm.versions import TESTED_VERSIONS, is_tested
 
-_DISTRIBUTION = "swiftkv-platform"
-
 
 @check("python", "run it with another Python of 3.11 or newer")
 def python(_: Surroundings) -> Finding:
-    wanted, present = metadata(_DISTRIBUTION)["Requires-Python"], platform.python_version()
+    wanted, present = metadata(DISTRIBUTION)["Requires-Python"], platform.python_version()
     if SpecifierSet(wanted).contains(present, prereleases=True):
         return ok(f"Python {present}; {wanted} is required.")
     return failed(f"Python {present} is not {wanted}.", "create the environment again with such a Python")
@@ -48,13 +49,13 @@ _NAMED = 3
 """Most packages that a message names."""
 
 
-@check("packages", "install again, in a new environment: pip install 'swiftkv-platform[all]'")
+@check("packages", f"install again, in a new environment: {install_command('all')}")
 def packages(_: Surroundings) -> Finding:
     """Compare versions with this distribution's requirements, including those of completely installed extras, and in a
     checkout with its constraints.
     """
     pins = _constraints()
-    names = {canonicalize_name(Requirement(text).name) for text in requires(_DISTRIBUTION) or ()} | pins.keys()
+    names = {canonicalize_name(Requirement(text).name) for text in requires(DISTRIBUTION) or ()} | pins.keys()
     installed = {name: found for name in names if (found := installed_version(name)) is not None}
     extras = {extra: _required(extra) for extra in _USED_ON_MACHINES}
     lacking = {extra: [each for each in wanted if each.name not in installed] for extra, wanted in extras.items()}
@@ -78,7 +79,7 @@ def packages(_: Surroundings) -> Finding:
         message = f"{len(others)} packages differ from constraints.txt, which the tests ran with: {named}."
         return warning(message, "`pip install -c constraints.txt ...`, or `make install`, installs those")
     partly = [f"{extra} (lacks {', '.join(each.name for each in gone)})" for extra, gone in lacking.items() if gone]
-    message = f"{_DISTRIBUTION} {version(_DISTRIBUTION)} with extras {', '.join(complete) or 'none'}"
+    message = f"{DISTRIBUTION} {version(DISTRIBUTION)} with extras {', '.join(complete) or 'none'}"
     return ok(f"{message}; incomplete: {', '.join(partly)}." if partly else f"{message}.")
 
 
@@ -87,12 +88,12 @@ def _required(extra: str) -> list[Requirement]:
     those of two extras can be equal.
     """
     found = []
-    for text in requires(_DISTRIBUTION) or ():
+    for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         marker, name = requirement.marker, canonicalize_name(requirement.name)
         of_itself = marker is None or marker.evaluate({"extra": ""})
         wanted = of_itself if not extra else not of_itself and marker is not None and marker.evaluate({"extra": extra})
-        if wanted and name != _DISTRIBUTION:
+        if wanted and name != DISTRIBUTION:
             found.append(Requirement(f"{name}{requirement.specifier}"))
     return found
 
@@ -155,7 +156,17 @@ def operator_files(surroundings: Surroundings) -> Finding:
     if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
         message = f"SWIFTKV_SECRETS_DIR names {settings.secrets_dir}, which is not a directory."
         return failed(message, "create it, with a file {tenant}/{name} for each secret, or unset the variable")
+    named = (getattr(settings, name) for name in OPERATOR_FILES)
+    if loose := [str(path) for path in dict.fromkeys(named) if path is not None and _others_can_change(path)]:
+        message = f"Other users of this machine can change {', '.join(loose)}."
+        return warning(message, f"chmod go-w {' '.join(loose)}, and their directories")
     return ok(f"{', '.join(read)}." if read else "None is configured.")
+
+
+def _others_can_change(path: Path) -> bool:
+    """Whether other users may write to a file, or replace it in its directory."""
+    directory = path.parent.stat().st_mode
+    return bool(path.stat().st_mode & 0o022 or (directory & 0o002 and not directory & stat.S_ISVTX))
 
 
 @check("vllm", "install vLLM again")

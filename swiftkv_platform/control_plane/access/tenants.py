@@ -80,6 +80,9 @@ class TenantPolicy(FiniteModel):
     hub_organizations: tuple[str, ...] | None = None
     """Organisations of the hub whose models and data its specs may name, and repositories without an organisation by
     their name. The platform reads the hub with one token for all tenants."""
+    wandb_entities: tuple[str, ...] | None = None
+    """Entities of W&B that its jobs may write to with the operator's key, besides the key's default entity. None: all
+    without API keys, else no other."""
     webhook: WebhookSpec | None = None
     """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
 

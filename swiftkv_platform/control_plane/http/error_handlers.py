@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -13,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
-from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.hostile_json import Place, dotted
+from swiftkv_platform.web.middleware import ANSWER_HEADERS
 from swiftkv_platform.web.problems import (
     FieldProblem,
     error_response,
@@ -38,12 +40,21 @@ _OF_A_DEPLOYMENT = (
 )
 
 
+_EXHAUSTED = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+}
+"""Errors of a full, limited, read-only or failing disk, and of a machine without file descriptors, memory or
+processes."""
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
     app.add_exception_handler(SwiftKVError, _on_our_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(OSError, _on_system_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -74,10 +85,22 @@ def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
+def _on_system_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer what this machine has run out of: 503, as for a store that is full. Anything else is a bug."""
+    assert isinstance(error, OSError)
+    # Without room in any directory for temporary files, Python finds none.
+    if error.errno not in _EXHAUSTED and not str(error.strerror).startswith("No usable temporary directory"):
+        raise error
+    get_logger().error("out of resources", path=request.url.path, reason=str(error))
+    detail = f"the control plane's machine has run out: {error.strerror}; repeat this once its operator has made room"
+    return _on_our_error(request, StorageError(detail))
+
+
 def _on_bug(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
     detail = "internal error of the control plane; its log says more"
-    return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail))
+    # This answer is sent outside of the middleware that adds headers to all others.
+    return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail), ANSWER_HEADERS)
 
 
 def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:

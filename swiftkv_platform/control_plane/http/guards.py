@@ -1,4 +1,4 @@
-"""Guards around every request: its origin, its size, what browsers may do with the answer.
+"""Guards around every request: its origin and its size.
 
 Knows no route.
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host, foreign_page
@@ -72,32 +72,6 @@ class OriginGuard(Middleware):
 
 def _refused(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
     return error_response(make_problem(scope["path"], 403, code, detail))
-
-
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-_NOTHING_RUNS = "default-src 'none'; frame-ancestors 'none'"
-
-
-class SecurityHeaders(Middleware):
-    """Adds the headers that keep browsers from guessing types, framing, caching and sending referrers."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-                headers.setdefault("Content-Security-Policy", _NOTHING_RUNS)
-                if scope["scheme"] == "https":
-                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
 
 
 def too_large(path: str, detail: str) -> Response:

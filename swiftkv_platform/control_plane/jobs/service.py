@@ -106,6 +106,7 @@ class JobService:
         estimate."""
         check_spec_bytes(spec)
         self.limits.check(spec)
+        self._check_entity(spec, caller.tenant)
         organizations = self.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
             to = self.publishing.check(spec.publish.publication, caller.tenant)
@@ -180,6 +181,22 @@ class JobService:
         self.rehearse(job)
         policy = self.policies.policy(caller.tenant)
         return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
+
+    def _check_entity(self, spec: JobSpec, tenant: str) -> None:
+        """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""
+        wandb, allowed = spec.tracking.wandb, self.policies.policy(tenant).wandb_entities
+        if not wandb.entity or wandb.mode in ("offline", "disabled"):
+            return
+        if allowed is None and self.rules.roots is None:
+            return
+        if wandb.entity not in (allowed or ()):
+            others = f", or one of {', '.join(allowed)}" if allowed else ""
+            raise InvalidInputError(
+                f"tracking.wandb.entity is {wandb.entity!r}, which is not open to tenant {tenant!r}; leave it out for "
+                f"the default entity{others}, set mode: offline, or ask the operator to add it to wandb_entities",
+                field="tracking.wandb.entity",
+                value=wandb.entity,
+            )
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
         self.groups.check(spec)

@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness import ifeval, tool_calls
 from swiftkv_platform.evaluation.harness.trust import why_untrusted
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, names_task_file
@@ -70,9 +71,7 @@ def _check_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"{FIELD} needs {error.name}; use pip install 'swiftkv-platform[eval]'", field=FIELD
-        ) from error
+        raise InvalidInputError(f"{FIELD} needs {error.name}; use {install_command('eval')}", field=FIELD) from error
 
 
 @cache

@@ -23,13 +23,13 @@ from swiftkv_platform.local.demo.run import (
     DemoOptions,
     Observed,
     claim_home,
+    demo_settings,
     download_evaluation,
     follow_job,
     signals_as_exit,
     step,
 )
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import REAL_TEACHER
@@ -69,7 +69,7 @@ def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False)
     and `SwiftKVError` if a step failed; the output says where the logs are."""
     builtin_teacher(REAL_TEACHER)  # raises before anything is started
     home = options.home.expanduser().resolve()
-    stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+    stack = Stack(demo_settings(home))
     claim_home(stack, keep=True)
     kept = False
     with signals_as_exit():
@@ -89,7 +89,7 @@ def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False)
 
 
 def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
-    observed = Observed(prompt=QUESTIONS[0])
+    observed = Observed(prompt=QUESTIONS[0], dtype=spec["model"].get("dtype"))
     with observed.phase("total"):
         step(console, "Starting Ray and the control plane")
         with observed.phase("up"):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,19 @@ from rich.table import Table
 
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.local.terminal import flops, size
+from swiftkv_platform.planning.machines import describe_processor
 
 _EVALUATION_KEYS = (
     "teacher",
     "rewired",
     "calibrated",
     "distilled",
+    "perplexity_ratio",
     "kl_recovered",
+    "num_positions",
+    "intervals",
     "prefill_flops_ratio",
     "kv_bytes_ratio",
     "prompt_length",
@@ -35,7 +43,20 @@ def build_report(evaluation: Mapping[str, Any], observed: Mapping[str, Any]) -> 
     missing = [name for name in _EVALUATION_KEYS if name not in evaluation]
     if missing:
         raise SwiftKVError(f"evaluation.json of the artifact lacks {', '.join(missing)}")
-    return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": dict(observed)}
+    demo = {**observed, "machine": describe_machine()}
+    return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": demo}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what a run's figures and times depend on. The built-in teacher's text is the running Python's library."""
+    name, simd = describe_processor()
+    return {
+        "processor": name,
+        "simd": simd,
+        "num_cpus": os.cpu_count(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
@@ -90,7 +111,7 @@ def plot_loss(points: Sequence[MetricPoint], path: Path) -> str | None:
         # `Figure` instead of pyplot: no display, no global state.
         from matplotlib.figure import Figure
     except ImportError:
-        return "matplotlib is not installed (pip install 'swiftkv-platform[plot]')"
+        return f"matplotlib is not installed ({install_command('plot')})"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*measured, strict=True), linewidth=1.2)

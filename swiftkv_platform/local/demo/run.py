@@ -23,9 +23,9 @@ from rich.markup import escape
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
-from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
 from swiftkv_platform.local.terminal import follow
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.settings import Settings, default_keys_file
 from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
 
 RECIPE = "builtin-python-5m"
@@ -56,6 +56,8 @@ class Observed:
     deployment_id: str = ""
     prompt: str = PROMPT
     generated_text: str = ""
+    dtype: str | None = None
+    """Data type that the job trained and measured in."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, and `total`."""
 
@@ -71,7 +73,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     Raises `SwiftKVError` if a step failed; the output says where the logs are."""
     home = options.home.expanduser().resolve()
     spec = job_spec(options.model)
-    stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+    stack = Stack(demo_settings(home))
     claim_home(stack, keep=False)
     with signals_as_exit():
         try:
@@ -89,7 +91,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 
 
 def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
-    observed = Observed()
+    observed = Observed(dtype=spec["model"].get("dtype"))
     with observed.phase("total"):
         step(console, "Starting Ray and the control plane")
         with observed.phase("up"):
@@ -169,9 +171,15 @@ def job_spec(model: str | None) -> dict[str, Any]:
     return suited_to_cpu(spec)
 
 
+def demo_settings(home: Path) -> Settings:
+    """Return settings of a stack of its own: without the operator's database, store and files of keys."""
+    files = dict.fromkeys(OPERATOR_FILES)
+    return Settings.model_validate({"home": home, "database_url": None, "storage_uri": None, **files})
+
+
 def claim_home(stack: Stack, *, keep: bool) -> None:
     """Prepare the stack's home, emptied of an earlier demo unless `keep`. Raises `InvalidInputError` for a non-empty
-    directory that no demo made."""
+    directory that no demo made, and for a kept one with API keys."""
     mark = stack.home / _HOME_MARK
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
@@ -183,6 +191,8 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
         if not keep:
             stack.down()
             shutil.rmtree(stack.home)
+        elif (keys := default_keys_file(stack.home)).exists():
+            raise InvalidInputError.of("home", str(stack.home), f"; the demo runs without API keys: move {keys} away")
     stack.home.mkdir(parents=True, exist_ok=True)
     mark.touch()
 

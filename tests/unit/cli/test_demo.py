@@ -16,7 +16,7 @@ from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report
 from swiftkv_platform.local.demo.run import job_spec
-from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.machines import describe_processor, multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.requirements import required_module
 
@@ -25,7 +25,16 @@ EVALUATION: dict[str, Any] = {
     "rewired": {"perplexity": 12.0, "kl": 0.4, "top1_agreement": 0.6},
     "calibrated": {"perplexity": 10.0, "kl": 0.2, "top1_agreement": 0.7},
     "distilled": {"perplexity": 8.5, "kl": 0.1, "top1_agreement": 0.9},
+    "perplexity_ratio": 1.0625,
     "kl_recovered": 0.75,
+    "num_positions": 7313,
+    "intervals": {
+        "unit": "row",
+        "num_units": 34,
+        "kl": [0.0914, 0.11],
+        "top1_agreement": [0.88, 0.915],
+        "perplexity_ratio": [1.04, 1.09],
+    },
     "prefill_flops_ratio": 0.55,
     "kv_bytes_ratio": 0.75,
     "prompt_length": 2048,
@@ -118,15 +127,22 @@ def test_without_its_package_the_demo_says_the_command(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("flags", "fast"),
-    [("avx2 avx512f avx512bw avx512dq avx512vl", True), ("avx2 fma", False), ("avx512f avx512dq avx512vl", False)],
+    ("flags", "fast", "simd"),
+    [
+        ("avx2 avx512f avx512bw avx512dq avx512vl", True, "AVX-512"),
+        ("avx2 avx512f avx512bw avx512dq avx512vl amx_tile amx_bf16", True, "AMX"),
+        ("avx2 fma", False, "AVX2"),
+        ("avx512f avx512dq avx512vl", False, None),
+    ],
 )
 def test_a_cpu_without_bfloat16_products_computes_in_float32(
-    flags: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, fast: bool, simd: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert multiplies_bfloat16(tmp_path / "none")
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags} sse\n")
+    assert describe_processor(tmp_path / "none")[1] is None
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nmodel name\t: A CPU\nflags : fpu {flags} sse\n\nflags : none\n")
     assert multiplies_bfloat16(tmp_path / "cpuinfo") is fast
+    assert describe_processor(tmp_path / "cpuinfo") == ("A CPU", simd)
     monkeypatch.setattr("swiftkv_platform.sources.recipes.multiplies_bfloat16", lambda: fast)
     dtype = "bfloat16" if fast else "float32"
     for spec in (job_spec(None), job_spec("some/model"), llm_spec(short=True)):

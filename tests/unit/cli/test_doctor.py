@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import make_url, text
 from typer.testing import CliRunner
@@ -21,9 +22,10 @@ from swiftkv_platform.cli.doctor import CHECKS
 from swiftkv_platform.cli.doctor.findings import Check, Finding, Surroundings, run_checks, worst
 from swiftkv_platform.cli.doctor.installation import OF_TESTS, OTHERS
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.storage.addresses import open_store
-from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.fakes.scripted_server import Script, json_answer, list_answer, problem_answer, serve
 from tests.postgres import emptied, password_role
 from tests.s3_servers import S3Server, client_environment, free_port, run_moto, run_rclone
 
@@ -316,6 +318,64 @@ def test_parts_that_are_sound_say_what_they_are(doctor: Examine) -> None:
     assert "k" * 40 not in findings["wandb"].message
     with ray_and_wandb(nodes, viewer=None, version="1.0.0") as environment:
         assert "is 1.0.0, but" in only_failure(doctor(failed=True, **environment), "ray").message
+
+
+def test_services_that_answer_other_machines_without_a_key(doctor: Examine) -> None:
+    script = Script()
+    script.on("GET", "/jobs", list_answer([]))
+    script.on("GET", "/-/routes", json_answer({"/": "dep_1", "/closed": "dep_2"}))
+    script.on("GET", "/v1/models", list_answer([{"id": "m"}]))
+    script.on("GET", "/closed/v1/models", problem_answer(401, "send a key"))
+    script.on("GET", "/api/jobs/", json_answer([]))
+
+    def environment(url: str) -> dict[str, str]:
+        port = url.rpartition(":")[2]
+        return {"SWIFTKV_PORT": port, "SWIFTKV_SERVE_URL": url, "SWIFTKV_RAY_DASHBOARD_URL": url}
+
+    with serve(script) as url:
+        check(
+            doctor(failed=True, **environment(url)), {"ray": ("failed", "", ""), "exposure": ("ok", "No service", "")}
+        )
+    with serve(script, "0.0.0.0") as url:
+        found = doctor(failed=True, **environment(url.replace("0.0.0.0", "127.0.0.1")))["exposure"]
+        assert found.status == "warning"
+        at = f"http://{own_address()}:{url.rpartition(':')[2]}"
+        services = (f"control plane at {at}", f"deployment at {at}/", f"dashboard at {at}, which runs any program,")
+        assert [each for each in services if f"{each} answers other machines without" not in found.message] == []
+        assert "/closed" not in found.message
+        assert "swiftkv keys create" in found.advice
+        assert "RAY_AUTH_MODE=token" in found.advice
+        script.on("GET", "/jobs", problem_answer(401, "send a key"))
+        script.on("GET", "/v1/models", problem_answer(401, "send a key"))
+        script.on("GET", "/api/jobs/", problem_answer(401, "no token"))
+        assert doctor(failed=True, **environment(url))["exposure"].status == "ok"
+
+
+def own_address() -> str:
+    """An address of this machine that others may use."""
+    addresses = [
+        each.address for one in psutil.net_if_addrs().values() for each in one if each.family == socket.AF_INET
+    ]
+    found = [each for each in addresses if not is_loopback(each)]
+    if not found:
+        pytest.skip("this machine has no network")
+    return found[0]
+
+
+def test_operator_files_that_others_can_change(doctor: Examine, tmp_path: Path) -> None:
+    keys = tmp_path / "home" / "keys.json"
+    create_key(keys, name="ann", tenant="default", scopes=frozenset({Scope.ADMIN}))
+    check(doctor(failed=False), {"operator files": ("ok", f"1 keys in {keys}", "")})
+    keys.chmod(0o620)
+    told: Told = {
+        "operator files": ("warning", f"Other users of this machine can change {keys}.", f"chmod go-w {keys}")
+    }
+    check(doctor(failed=False), told)
+    keys.chmod(0o600)
+    keys.parent.chmod(0o777)
+    check(doctor(failed=False), told)
+    keys.write_text("")
+    check(doctor(failed=True), {"operator files": ("failed", "cannot be used", "SWIFTKV_API_KEYS_FILE")})
 
 
 def test_schemas_that_are_not_this_versions(

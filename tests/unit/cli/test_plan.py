@@ -9,6 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.installing import install_command
 from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.planning import plan
 from tests.tiny_models import save_teacher
@@ -155,7 +156,7 @@ def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = analyze(model, "--text", text, "--plot", "similarity.png")
     assert result.exit_code == 1
-    assert "a picture needs matplotlib; pip install 'swiftkv-platform[plot]'" in result.stderr
+    assert f"a picture needs matplotlib; {install_command('plot')}" in result.stderr
 
 
 def test_errors_are_one_line(text: Path, model: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(stack, "_SERVICES", ("json", "no_such_service"))
     home = tmp_path / "home"
-    with pytest.raises(StartError, match=r"needs no_such_service; pip install 'swiftkv-platform\[train,serve\]'"):
+    with pytest.raises(StartError, match=r"needs no_such_service; pip install -e .*\[train,serve\]'"):
         Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
     assert not home.exists()
 

@@ -198,7 +198,7 @@ def start(parts: Components, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def begin(url: str = URL, changed: Mapping[str, Any] | None = None, **settings: Any) -> Server:
-            chosen = Settings(**{"home": tmp_path, "_env_file": None, **settings})
+            chosen = Settings(**{"home": tmp_path, "api_keys_file": None, "_env_file": None, **settings})
             here = replace(parts, **(changed or {}))
             return Server(stack.enter_context(control_plane(here, chosen, url)), here, chosen)
 

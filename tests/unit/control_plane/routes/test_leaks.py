@@ -103,3 +103,47 @@ def test_what_counts_as_a_secret() -> None:
     assert secrets_of(ENVIRONMENT) == {*ENVIRONMENT.values(), "db-password-9"} - {ENVIRONMENT["SWIFTKV_DATABASE_URL"]}
     assert secrets_of({"SWIFTKV_API_KEYS_FILE": "/etc/swiftkv/keys.json", "KEY": "short", "PATH": "/usr/bin"}) == set()
     assert redact("a hf_token_5a5a5a5a b", ENVIRONMENT) == f"a {REDACTED} b"
+
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkq\n-----END PRIVATE KEY-----\n"
+AZURE = "DefaultEndpointsProtocol=https;AccountName=store;AccountKey=QWNjb3VudEtleQ==;EndpointSuffix=core.windows.net"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("AZURE_STORAGE_CONNECTION_STRING", AZURE, AZURE),
+        ("AZURE_STORAGE_CONNECTION_STRING", AZURE, "QWNjb3VudEtleQ=="),
+        ("SERVICE_BUS", "Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey=c2hhcmVkS2V5", "c2hhcmVkS2V5"),
+        ("AZURE_STORAGE_SAS", "sv=2026&sig=c2lnbmF0dXJl", "sv=2026&sig=c2lnbmF0dXJl"),
+        ("BLOB_URL", "https://store.blob.core.windows.net/c?sv=2026&sig=c2ln%2BbmF0dXJl", "c2ln+bmF0dXJl"),
+        ("SENTRY_DSN", "https://0123456789abcdef@sentry.example/1", "0123456789abcdef"),
+        ("PIP_INDEX_URL", "https://ghp_0123456789@pypi.example/simple", "ghp_0123456789"),
+        ("REDIS", "redis://:first-password@a:1,redis://:other-password@b:1", "other-password"),
+        ("DATABASE_URL", "postgresql://u:pass%2Fword-9@host/db", "pass/word-9"),
+        ("ODBC", "Driver={PostgreSQL};Server=db;Uid=u;Pwd=odbc-password;", "odbc-password"),
+        ("SSH_PASSPHRASE", "correct horse battery", "correct horse battery"),
+        ("BASIC_AUTH", "user:basic-password", "user:basic-password"),
+        ("GPG_PASS", "gpg-password", "gpg-password"),
+        ("SIGNING_PEM", PEM, "MIIEvQIBADANBgkq"),
+        ("ACCOUNT", json.dumps({"type": "service_account", "private_key": PEM}), "MIIEvQIBADANBgkq"),
+        ("DOCKER_CONFIG_JSON", json.dumps({"auths": {"r": {"auth": "dXNlcjpwYXNz"}}}), "dXNlcjpwYXNz"),
+    ],
+)
+def test_credentials_of_other_services_are_redacted(name: str, value: str, secret: str) -> None:
+    assert redact(f"failed with {secret}.", {name: value}) == f"failed with {REDACTED}."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PWD", "/home/ann/project"),
+        ("SSH_AUTH_SOCK", "/tmp/ssh-agent.1"),
+        ("DATABASE_URL", "postgresql://swiftkv_user@database.example/swiftkv"),
+        ("SWIFTKV_SERVE_URL", "http://swiftkv.example:8001/path?page=sections"),
+        ("PASSENGER_HOME", "/opt/passenger"),
+        ("ACCOUNT", json.dumps({"type": "service_account", "project_id": "distillation"})),
+    ],
+)
+def test_what_is_no_credential_stays(name: str, value: str) -> None:
+    assert redact(f"it is {value}", {name: value}) == f"it is {value}"

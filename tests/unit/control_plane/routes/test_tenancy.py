@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.control_plane.app import create_app
@@ -15,7 +16,7 @@ from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, StillClock, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")
 
@@ -290,10 +291,25 @@ def test_a_bucket_refills_with_time() -> None:
 
 
 def test_every_answer_tells_browsers_what_they_may_do(server: Server) -> None:
-    for path in ("/jobs", "/jobs/x", "/nowhere", "/healthz", "/openapi.json", "/docs", "/"):
-        headers = server.client.get(path).headers
+    app = server.client.app
+    assert isinstance(app, FastAPI)
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    client = TestClient(app, base_url=URL, raise_server_exceptions=False)
+    pages = ("/", "/docs", "/docs/assets/start.js")
+    for path in (*pages, "/jobs", "/jobs/x", "/nowhere", "/healthz", "/openapi.json", "/broken"):
+        headers = client.get(path).headers
         assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer"), path
-        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"], path
+        assert headers["X-Frame-Options"] == "DENY", path
+        form_action = "form-action 'self'" if path in pages else "form-action 'none'"
+        policy = headers["Content-Security-Policy"].split("; ")
+        assert {"base-uri 'none'", form_action, "frame-ancestors 'none'"} <= {*policy}, path
+    assert client.get("/broken").status_code == 500
+    rebound = client.get("/jobs", headers={"host": "rebound.example"})
+    assert (rebound.status_code, rebound.headers["X-Frame-Options"]) == (403, "DENY")
     assert server.client.get("/jobs").headers["Cache-Control"] == "no-store"
 
 

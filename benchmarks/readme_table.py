@@ -1,0 +1,113 @@
+"""README's table of the demo, from the report of a run of `make demo`.
+
+python -m benchmarks.readme_table demo-report.json     # store this report, and write its table into README.md
+python -m benchmarks.readme_table                      # write the table of the stored report again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recipes import markdown
+
+STORED = Path(__file__).with_name("demo_report.json")
+PAGE = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
+COLUMNS = (
+    "model",
+    "perplexity",
+    "KL to the teacher (nats)",
+    "top-1 agreement",
+    "prefill FLOPs",
+    "KV bytes",
+    "time to first token",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, nargs="?", help="demo-report.json of the run; default: the stored report")
+    options = parser.parse_args()
+    report = read_report(options.report or STORED)
+    # The page first: a page without markers leaves the stored report as it is.
+    page = with_table(PAGE.read_text(encoding="utf-8"), report)
+    STORED.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page, encoding="utf-8")
+    print(table(report))
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def with_table(page: str, report: dict[str, Any]) -> str:
+    """Replace the table between the markers of a page."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md needs two lines, {BEGIN} and {END}; the table is written between them")
+    return f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{after}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Format the rows of a demo's report, its samples and intervals, and the machine and minutes of the run."""
+    copied, calibrated, distilled = (report[name] for name in ("rewired", "calibrated", "distilled"))
+    costs = [report["prefill_flops_ratio"], report["kv_bytes_ratio"]]
+    ttft = report["ttft_ms"]["swiftkv"] / report["ttft_ms"]["dense"]
+    perplexity = f"{distilled['perplexity']:.2f} ({report['perplexity_ratio']:.2f}x)"
+    last = (perplexity, *_closeness(distilled), *(f"{cost:.3f}" for cost in costs), f"{ttft:.2f}")
+    rows = [
+        ("built-in teacher", f"{report['teacher']['perplexity']:.2f}", "", "", "1", "1", "1"),
+        (
+            "half the layers skipped, g = 2: projections copied",
+            f"{copied['perplexity']:.2f}",
+            *_closeness(copied),
+            *(f"{cost:.3f}" for cost in costs),
+            "",
+        ),
+        (
+            "the same: projections calibrated (no training yet)",
+            f"{calibrated['perplexity']:.2f}",
+            *_closeness(calibrated),
+            *[""] * 3,
+        ),
+        tuple(
+            f"**{cell}**"
+            for cell in (f"the same: distilled, {report['tokens_trained'] / 1e6:.1f} M counted tokens", *last)
+        ),
+    ]
+    return f"{markdown(COLUMNS, rows)}\n\n{_samples(report)}\n\n{_run(report['demo'])}"
+
+
+def _closeness(quality: dict[str, float]) -> tuple[str, str]:
+    return f"{quality['kl']:.3f}", f"{quality['top1_agreement']:.1%}"
+
+
+def _samples(report: dict[str, Any]) -> str:
+    intervals = report["intervals"]
+    if intervals is None:
+        return f"Samples: {report['num_positions']:,} positions of Python. Seeds: one. Interval: none measured."
+    kl, ratio, agreement = (intervals[name] for name in ("kl", "perplexity_ratio", "top1_agreement"))
+    return (
+        f"Samples: {report['num_positions']:,} positions of {intervals['num_units']} {intervals['unit']}s of Python. "
+        f"Seeds: one. Interval (95%) of the distilled student: KL {kl[0]:.3f} to {kl[1]:.3f}, "
+        f"perplexity {ratio[0]:.2f} to {ratio[1]:.2f}x, agreement {agreement[0]:.1%} to {agreement[1]:.1%}."
+    )
+
+
+def _run(demo: dict[str, Any]) -> str:
+    machine = demo["machine"]
+    name = f"{machine['processor']} ({machine['simd']})" if machine["simd"] else machine["processor"]
+    return (
+        f"`make demo` printed these figures after {demo['seconds']['total'] / 60:.1f} minutes, plus installation, on "
+        f"{machine['num_cpus']} CPUs of {name} in {demo['dtype']} with PyTorch {machine['torch']} and "
+        f"Python {machine['python']}."
+    )
+
+
+if __name__ == "__main__":
+    main()

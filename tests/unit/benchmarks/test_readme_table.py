@@ -1,0 +1,46 @@
+"""README's table of the demo is that of the stored report of a run."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.readme_table import BEGIN, END, PAGE, STORED, read_report, table, with_table
+from swiftkv_platform.local.demo.report import build_report
+from tests.unit.cli.test_demo import EVALUATION
+
+
+def test_the_page_shows_the_stored_run() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page, read_report(STORED)) == page, "python -m benchmarks.readme_table"
+
+
+def demo_report(**changes: Any) -> dict[str, Any]:
+    report = build_report({**EVALUATION, **changes}, {"seconds": {"total": 738.0}, "dtype": "float32"})
+    machine = {"processor": "A CPU", "simd": "AVX2", "num_cpus": 2, "torch": "2.13.0", "python": "3.12.1"}
+    assert report["demo"]["machine"].keys() == machine.keys()
+    return {**report, "demo": {**report["demo"], "machine": machine}}
+
+
+def test_every_figure_of_a_report_is_written() -> None:
+    written = with_table(f"# Title\n{BEGIN}\nold\n{END}\nrest\n", demo_report())
+    assert written.startswith(f"# Title\n{BEGIN}\n\n| model |")
+    assert written.endswith(f"\n\n{END}\nrest\n")
+    assert "old" not in written
+    assert [line for line in written.splitlines() if line.startswith("| ")][1:] == [
+        "| built-in teacher | 8.00 |  |  | 1 | 1 | 1 |",
+        "| half the layers skipped, g = 2: projections copied | 12.00 | 0.400 | 60.0% | 0.550 | 0.750 |  |",
+        "| the same: projections calibrated (no training yet) | 10.00 | 0.200 | 70.0% |  |  |  |",
+        "| **the same: distilled, 0.1 M counted tokens** | **8.50 (1.06x)** | **0.100** | **90.0%** | **0.550** "
+        "| **0.750** | **0.60** |",
+    ]
+    assert (
+        "Samples: 7,313 positions of 34 rows of Python. Seeds: one. Interval (95%) of the distilled student: KL 0.091 "
+        "to 0.110, perplexity 1.04 to 1.09x, agreement 88.0% to 91.5%." in written
+    )
+    assert "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in written
+    assert "Interval: none measured." in table(demo_report(intervals=None))
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(SystemExit, match="needs two lines"):
+        with_table("# Title\n", demo_report())

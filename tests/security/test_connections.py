@@ -49,6 +49,7 @@ class Endless:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not leaving.done():
             await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+            await asyncio.sleep(0)  # uvicorn's `send` returns at once when the client is gone
         ENDED.set()
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from swiftkv_platform.local.processes import ProcessRef
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
 from swiftkv_platform.local.state import RunDirectory
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
+from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.settings import Settings
 from tests.unit.local.test_stack import state
 
@@ -149,3 +151,20 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
         run.save(state(parts=parts, operator_files={"api_keys_file": home / "keys.json"}))
     assert create(home) == (True, "The running control plane reads it at the next request.")
     assert stat.S_IMODE((home / "keys.json").stat().st_mode) == 0o600
+
+
+def test_a_model_served_alone_requires_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+
+    def answer(served: Served, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+        given.append(args.api_keys_file)
+        on_ready("http://127.0.0.1:1")
+
+    monkeypatch.setattr("swiftkv_platform.serve.standalone.serve", answer)
+    runner = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)})
+    said = runner.invoke(cli, ["serve", "builtin:python-5m", "--host", "0.0.0.0"])
+    assert "It needs no key, also from other machines" in said.output
+    create_key(tmp_path / "keys.json", name="ann", tenant="default", scopes=ADMIN)
+    said = runner.invoke(cli, ["serve", "builtin:python-5m"])
+    assert f"Callers need an API key of {tmp_path / 'keys.json'}" in said.output.replace("\n", " ")
+    assert given == [None, str(tmp_path / "keys.json")]

@@ -21,6 +21,7 @@ from swiftkv_platform.limits import (
     CHECK_CPU_SECONDS,
     CHECK_SECONDS,
     CHECKS,
+    IMPORTS,
     UPLOAD_CHECKS,
     UPLOAD_CPU_SECONDS,
     UPLOAD_SECONDS,
@@ -29,6 +30,7 @@ from swiftkv_platform.limits import (
 _PARSERS = (
     "swiftkv_platform.control_plane.parser_process",
     "swiftkv_platform.control_plane.jobs.validation",
+    "swiftkv_platform.control_plane.models.imports",
     "swiftkv_platform.data.uploads",
 )
 """Modules that the server process imports before it forks."""
@@ -131,3 +133,9 @@ def upload_parsers() -> Parsers:
     """Make the limit of uploads that are checked at a time."""
     bounds = Bounds("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
     return Parsers(bounds, UPLOAD_CHECKS.default)
+
+
+def import_parsers() -> Parsers:
+    """Make the limit of imported models whose small files are checked at a time."""
+    bounds = Bounds("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
+    return Parsers(bounds, IMPORTS.default)

@@ -133,4 +133,5 @@ RAY_ANSWERS_WITHIN_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
 TheSpecParsers = Annotated[Parsers, _part("spec_parsers")]
 TheUploadParsers = Annotated[Parsers, _part("upload_parsers")]
+TheImportParsers = Annotated[Parsers, _part("import_parsers")]
 TheSettings = Annotated[Settings, _part("settings")]

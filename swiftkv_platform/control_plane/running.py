@@ -40,7 +40,7 @@ from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.models.imports import import_places
-from swiftkv_platform.control_plane.parsing import spec_parsers, upload_parsers
+from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
@@ -164,6 +164,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.import_places = import_places()
     app.state.spec_parsers = spec_parsers()
     app.state.upload_parsers = upload_parsers()
+    app.state.import_parsers = import_parsers()
 
 
 def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:

@@ -28,6 +28,7 @@ from swiftkv_platform.control_plane.models.answers import LineageAnswer
 from swiftkv_platform.control_plane.models.comparison import compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import IMPORT_BYTES, IMPORTS, IMPORTS_OF_TENANT, MANIFEST_BYTES
@@ -72,6 +73,8 @@ class ModelImports:
     """Max bytes of a model, for any tenant."""
     check_client: Callable[[], None] = lambda: None
     """Called before each piece that is copied; raises to stop the import."""
+    run: Run = run_here
+    """Runs the check of a model's small files."""
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
@@ -88,7 +91,7 @@ class ModelImports:
                 self._check_room(files, caller)
                 copy = directory / "model"
                 stored = self._copy_small(files, copy)
-                known = _checked(copy, stored, {file.name: file.size for file in files}, source)
+                known = self.run(_checked, copy, stored, {file.name: file.size for file in files}, source)
                 model = self._described(known, source, name, caller)
                 return self._keep(model, known, copy, files, stored)
         except OSError as error:

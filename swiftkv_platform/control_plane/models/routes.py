@@ -32,7 +32,7 @@ from swiftkv_platform.control_plane.models.answers import (
 from swiftkv_platform.control_plane.models.comparison import ComparisonAnswer, compare
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
-from swiftkv_platform.control_plane.parts import Deletions, Parts, TheParents, TheSettings
+from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheParents, TheSettings
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.places import Places
@@ -79,7 +79,13 @@ def create_model(
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
 def import_model(
-    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, client: WaitingClient, caller: Uploader
+    body: ImportModel,
+    request: Request,
+    parts: Parts,
+    settings: TheSettings,
+    parsers: TheImportParsers,
+    client: WaitingClient,
+    caller: Uploader,
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
@@ -95,6 +101,7 @@ def import_model(
         policies=parts.policies,
         max_bytes=settings.max_import_bytes,
         check_client=client.check_present,
+        run=parsers.run_for(client),
     )
     places: Places = request.app.state.import_places
     with places.place(caller.tenant, caller.name):

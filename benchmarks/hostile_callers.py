@@ -144,6 +144,7 @@ def serve(directory: str, port: str, keys: str) -> None:
     from swiftkv_platform.serve.current import Current, ModelCard, Version
     from swiftkv_platform.serve.http import create_http_app
     from swiftkv_platform.web.promptness import answer_promptly
+    from swiftkv_platform.web.server import ConnectionLimits, server_options
 
     config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))
@@ -156,7 +157,7 @@ def serve(directory: str, port: str, keys: str) -> None:
     )
     app = create_http_app(Current(Version(engine, card, created=1)), key_ring=open_credentials(Path(keys), None))
     answer_promptly()  # like a replica
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error")
+    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error", **server_options(ConnectionLimits()))
 
 
 def main() -> None:

@@ -39,6 +39,38 @@ MIB = 1 << 20
 BODY_BYTES = Limit(Scope.REQUEST, "bytes of a body", MIB, "SWIFTKV_MAX_REQUEST_BYTES")
 BODY_VALUES = Limit(Scope.REQUEST, "JSON values of a body", 1 << 14)
 BODY_STRINGS = Limit(Scope.REQUEST, "JSON strings of a body", 1 << 14)
+BODY_KEYS = Limit(Scope.REQUEST, "keys of a JSON object of a body", 1024)
+BODY_SECONDS = Limit(Scope.REQUEST, "seconds for a body to come", 60)
+BODY_BYTES_AT_ONCE = Limit(
+    Scope.CONTROL_PLANE,
+    "bytes of bodies at a time; a quarter for a tenant, an eighth for a key",
+    32 * MIB,
+    "SWIFTKV_MAX_BODY_BYTES_AT_ONCE",
+)
+
+# Requests and streams
+REQUESTS_PER_MINUTE = Limit(
+    Scope.KEY, "requests per minute; a tenth of them at once", 3000, "SWIFTKV_REQUESTS_PER_MINUTE"
+)
+SIGN_INS_PER_MINUTE = Limit(Scope.ADDRESS, "sign-ins to the dashboard per minute, without a key", 30)
+SIGN_INS_AT_ONCE = Limit(Scope.ADDRESS, "sign-ins to the dashboard at once, without a key", 10)
+FETCHES_AT_ONCE = Limit(Scope.TENANT, "concurrent requests that ask a store or the cluster", 4)
+REQUESTS_AT_ONCE = Limit(Scope.TENANT, "concurrent requests of each other kind", 1)
+QUEUED_REQUESTS = Limit(Scope.TENANT, "queued requests of each kind", 128)
+_STREAMS = "concurrent streams: events, logs, downloads, answers of deployments"
+STREAMS_OF_KEY = Limit(Scope.KEY, _STREAMS, 64, "SWIFTKV_MAX_STREAMS_OF_KEY")
+STREAMS_OF_TENANT = Limit(Scope.TENANT, _STREAMS, 128, "SWIFTKV_MAX_STREAMS_OF_TENANT")
+STREAMS = Limit(Scope.CONTROL_PLANE, _STREAMS, 512, "SWIFTKV_MAX_STREAMS")
+FOLLOWED_LOGS_OF_KEY = Limit(Scope.KEY, "followed logs", 16, "SWIFTKV_MAX_FOLLOWED_LOGS_OF_KEY")
+FOLLOWED_LOGS_OF_TENANT = Limit(Scope.TENANT, "followed logs", 32, "SWIFTKV_MAX_FOLLOWED_LOGS_OF_TENANT")
+FOLLOWED_LOGS = Limit(Scope.CONTROL_PLANE, "followed logs", 64, "SWIFTKV_MAX_FOLLOWED_LOGS")
+TURN_SECONDS = Limit(
+    Scope.TENANT, "seconds that a job holds a slot that another tenant's job waits for", 14_400, "SWIFTKV_TURN_S"
+)
+
+# Uploaded files
+FILE_BYTES = Limit(Scope.REQUEST, "bytes of an uploaded file", 512 * MIB, "SWIFTKV_MAX_FILE_BYTES")
+FILE_ROWS = Limit(Scope.REQUEST, "rows of an uploaded file", 1_000_000, "SWIFTKV_MAX_FILE_ROWS")
 
 # What a tenant stores
 UNFINISHED_JOBS = Limit(Scope.TENANT, "jobs that have not ended", 1000, "max_unfinished_jobs")

@@ -16,7 +16,23 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.limits import BODY_BYTES, CONNECTIONS, HEAD_SECONDS, IMPORT_BYTES
+from swiftkv_platform.limits import (
+    BODY_BYTES,
+    BODY_BYTES_AT_ONCE,
+    CONNECTIONS,
+    FILE_BYTES,
+    FILE_ROWS,
+    FOLLOWED_LOGS,
+    FOLLOWED_LOGS_OF_KEY,
+    FOLLOWED_LOGS_OF_TENANT,
+    HEAD_SECONDS,
+    IMPORT_BYTES,
+    REQUESTS_PER_MINUTE,
+    STREAMS,
+    STREAMS_OF_KEY,
+    STREAMS_OF_TENANT,
+    TURN_SECONDS,
+)
 
 
 def default_home() -> Path:
@@ -139,7 +155,7 @@ class Settings(BaseSettings):
     """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well. Default: as for
     `serve_api_keys_file`."""
     tenants_file: Path | None = None
-    """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
+    """YAML file of quotas and weights (docs/operations.md). None: every tenant has the default limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a GPU for an hour; without prices jobs have no cost and `limits.cost_cap` is refused."""
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
@@ -176,7 +192,7 @@ class Settings(BaseSettings):
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Seconds that an attempt that has not trained may hold its slot while its workers cannot be placed; then the job
     is queued again, which uses no retry."""
-    turn_s: Annotated[float, Field(gt=0.0)] | None = 14_400.0
+    turn_s: Annotated[float, Field(gt=0.0)] | None = TURN_SECONDS.default
     """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints and the
     job is queued again, which uses no retry. An attempt that is not training has twice as long as the one before, up
     to 16 times this value. None: no limit."""
@@ -188,26 +204,26 @@ class Settings(BaseSettings):
     """Maximum `training.batch_size`, and rows in one pass of a worker, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES.default
     """Maximum bytes of a request body; a larger one gets 413."""
-    max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = 32 << 20
+    max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = BODY_BYTES_AT_ONCE.default
     """Maximum bytes of request bodies that are being read or whose requests are not answered yet. A tenant may use a
     quarter and a key an eighth; requests beyond that get 429. Uploads of files are limited separately."""
-    max_streams: Annotated[int, Field(ge=1)] = 512
+    max_streams: Annotated[int, Field(ge=1)] = STREAMS.default
     """Maximum concurrent streaming responses: events, logs, files, answers of deployments; more get 429."""
-    max_streams_of_tenant: Annotated[int, Field(ge=1)] = 128
-    max_streams_of_key: Annotated[int, Field(ge=1)] = 64
-    max_followed_logs: Annotated[int, Field(ge=1)] = 64
+    max_streams_of_tenant: Annotated[int, Field(ge=1)] = STREAMS_OF_TENANT.default
+    max_streams_of_key: Annotated[int, Field(ge=1)] = STREAMS_OF_KEY.default
+    max_followed_logs: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS.default
     """Logs that are tailed at the same time, which are streams too; each holds a connection to Ray."""
-    max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = 32
-    max_followed_logs_of_key: Annotated[int, Field(ge=1)] = 16
+    max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS_OF_TENANT.default
+    max_followed_logs_of_key: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS_OF_KEY.default
     max_connections: Annotated[int, Field(ge=1)] = CONNECTIONS.default
     """Maximum open connections, and at most half of the files that the process may open. One more closes the connection
     that has been idle for longest, or is closed itself if all others have a request. A client address may have half."""
     request_head_timeout_s: Annotated[float, Field(gt=0.0)] = HEAD_SECONDS.default
     """Seconds that a connection may be open without a complete request head."""
-    max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20
+    max_file_bytes: Annotated[int, Field(ge=1024)] = FILE_BYTES.default
     """Maximum bytes of an uploaded file; the tenants file may allow less. Uploads pass through the temporary
     directory."""
-    max_file_rows: Annotated[int, Field(ge=1)] = 1_000_000
+    max_file_rows: Annotated[int, Field(ge=1)] = FILE_ROWS.default
     """Maximum rows of an uploaded file; the tenants file may allow less."""
     max_import_bytes: Annotated[int, Field(ge=1024)] = IMPORT_BYTES.default
     """Maximum bytes of an imported model, for any tenant."""
@@ -247,7 +263,7 @@ class Settings(BaseSettings):
     """Days from the arrival of a newer model of the same name until an unused model is deleted."""
     retention_jobs_days: Days = 365.0
     """Days from a job's end until its record and everything it has left are deleted; a job with a model stays."""
-    requests_per_minute: Annotated[int, Field(ge=1)] = 3000
+    requests_per_minute: Annotated[int, Field(ge=1)] = REQUESTS_PER_MINUTE.default
     """Requests per minute of one API key at one control plane; a tenth of them may come at once, more get 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
     """Seconds from a sign-in to the dashboard to the end of that session."""

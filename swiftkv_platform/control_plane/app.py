@@ -24,6 +24,7 @@ from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.running import running
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.limits import BODY_KEYS
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.web.bodies import Bodies
@@ -34,8 +35,6 @@ from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
 _SIGN_IN_BYTES = 1 << 16
-_MOST_KEYS = 1024
-"""Most keys of one JSON object in a body: each unknown key is reported, on the event loop."""
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -64,7 +63,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     error_handlers.install(app)
     at_once = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
     share = Share(of_key=at_once // 8, of_tenant=at_once // 4, of_all=at_once)
-    app.state.bodies = Bodies(admit, share, max_keys=_MOST_KEYS)
+    # Each unknown key is reported, on the event loop.
+    app.state.bodies = Bodies(admit, share, max_keys=BODY_KEYS.default)
     app.add_middleware(InputGuard)
     most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)

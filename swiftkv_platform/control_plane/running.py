@@ -47,6 +47,7 @@ from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
+from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
@@ -57,9 +58,6 @@ from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.rate_limits import RateLimit
 
 _STOP_TIMEOUT_S = 20.0
-_SIGN_INS_PER_MINUTE = 30
-"""Sign-ins of one address in a minute."""
-_SIGN_INS_AT_ONCE = 10
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
 _KEEP_NODES_S = 5.0
@@ -148,7 +146,9 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.sessions = credentials and Sessions(
         SqlSessions(parts.database), credentials, parts.clock, lifetime_s=settings.session_lifetime_s
     )
-    app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
+    app.state.sign_ins = RateLimit(
+        SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_INS_AT_ONCE.default, of="address"
+    )
     app.state.audit = SqlAudit(parts.database)
     app.state.floods = Floods(parts.clock)
     app.state.turns = Turns()

@@ -18,13 +18,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.limits import BODY_STRINGS, BODY_VALUES
+from swiftkv_platform.limits import BODY_SECONDS, BODY_STRINGS, BODY_VALUES
 from swiftkv_platform.web.hostile_json import exceeds, load_json
 from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, announced_bytes
 from swiftkv_platform.web.places import Place, Places, Sender, Share
 
-_LONGEST_READ_S = 60.0
-"""Seconds within which a body must arrive."""
+READ_TIMEOUT_S = BODY_SECONDS.default
 
 
 class Bodies:
@@ -74,13 +73,13 @@ class Bodies:
         place.grow(held)  # `BodyLimit` has refused larger announcements already
         body = bytearray()  # appending stays cheap however small the pieces are
         try:
-            async with asyncio.timeout(_LONGEST_READ_S):
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 async for piece in request.stream():
                     body += piece
                     place.grow(max(len(body) - held, 0))
                     held = max(len(body), held)
         except TimeoutError as error:
-            raise HTTPException(408, f"the body took more than {_LONGEST_READ_S:g} s to arrive") from error
+            raise HTTPException(408, f"the body took more than {READ_TIMEOUT_S:g} s to arrive") from error
         return bytes(body)
 
     async def parse(self, body: bytes) -> Any:

@@ -157,7 +157,7 @@ async def test_bodies_under_way_are_bounded(house: House) -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_LONGEST_READ_S", 0.01)
+    monkeypatch.setattr(bodies, "READ_TIMEOUT_S", 0.01)
 
     async def never() -> AsyncIterator[bytes]:
         yield b"{"

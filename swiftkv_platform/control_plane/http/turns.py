@@ -10,21 +10,20 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from swiftkv_platform.errors import OverloadedError
+from swiftkv_platform.limits import FETCHES_AT_ONCE, QUEUED_REQUESTS, REQUESTS_AT_ONCE
 
 Kind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
 """Kinds of requests: those that read rows of the database, change them, check a spec, or ask a store or a cluster;
 streams that look for what is new; and look-ups of the deployment that is asked. A kind waits only for others of its own
 kind."""
 
-_FETCHES_AT_ONCE = 4
-"""Requests of a tenant that ask a store or a cluster at a time; of any other kind it has one at a time."""
 SPARED_S = 0.001
 """Seconds of a turn for which no rest is due."""
 RESTS = 2.0
 """Seconds of rest for each second of the turn before it: two thirds of the time are left to others."""
 MOST_REST_S = 0.1
 """Longest rest between two turns of a tenant, in seconds."""
-MOST_WAITING = 128
+MOST_WAITING = QUEUED_REQUESTS.default
 """Most requests of a tenant that wait for a turn of one kind."""
 _RETRY_AFTER_S = 2.0
 
@@ -48,7 +47,8 @@ class Turns:
                 "send fewer at a time",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        turns = self._places.setdefault(place, asyncio.Semaphore(_FETCHES_AT_ONCE if kind == "fetching" else 1))
+        limit = FETCHES_AT_ONCE if kind == "fetching" else REQUESTS_AT_ONCE
+        turns = self._places.setdefault(place, asyncio.Semaphore(limit.default))
         self._waiting[place] += 1
         try:
             await turns.acquire()

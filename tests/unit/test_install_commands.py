@@ -107,7 +107,7 @@ def test_the_command_adds_to_the_checkout_or_asks_for_the_repository(
 
 
 def test_pip_refuses_the_placeholder() -> None:
-    """Nobody can claim what the command names as it is printed."""
+    """The printed command names no package that a stranger could claim."""
     arguments = [sys.executable, "-m", "pip", "download", "--no-deps", install_from_source("serve").split("'")[1]]
     refused = subprocess.run([*arguments, "--no-index"], capture_output=True, text=True)
     assert refused.returncode != 0

@@ -5,22 +5,24 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
-from swiftkv_platform.limits import Limit, Scope, all_limits
+from swiftkv_platform.limits import Limit, all_limits
+from swiftkv_platform.serve.args import ReplicaArgs
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs.deployment import DeploymentSpec
 from swiftkv_platform.specs.engine import EngineConfig
 
 PAGE = Path("SECURITY.md")
-HEAD = "| limit | " + " | ".join(f"per {scope}" for scope in Scope) + " | setting |"
+HEAD = ["| limit | default | setting |", "|---|---|---|"]
 
 
 def rows(limits: tuple[Limit, ...]) -> list[str]:
-    """Return the rows of the table: a row for each resource, with its limits by scope."""
+    """Return the rows of the table: one for each resource, with its limits by scope."""
     shown = []
     for resource in dict.fromkeys(limit.resource for limit in limits):
-        same = {limit.scope: limit for limit in limits if limit.resource == resource}
-        settings = dict.fromkeys(f"`{limit.setting}`" for limit in same.values() if limit.setting)
-        cells = [amount(same[scope]) if scope in same else "" for scope in Scope]
-        shown.append(f"| {' | '.join([resource, *cells, ', '.join(settings) or 'fixed'])} |")
+        same = [limit for limit in limits if limit.resource == resource]
+        defaults = ", ".join(f"{amount(limit)} per {limit.scope}" for limit in same)
+        settings = ", ".join(dict.fromkeys(f"`{limit.setting}`" for limit in same if limit.setting))
+        shown.append(f"| {resource} | {defaults} | {settings or 'fixed'} |")
     return shown
 
 
@@ -35,7 +37,7 @@ def amount(limit: Limit) -> str:
 
 def test_the_page_shows_every_limit() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    expected = "\n".join([HEAD, "|" + "---|" * HEAD.count(" | ") + "---|", *rows(all_limits())])
+    expected = "\n".join([*HEAD, *rows(all_limits())])
     assert expected in text, f"replace the table of {PAGE} by:\n{expected}"
 
 
@@ -43,8 +45,14 @@ def test_the_page_shows_every_limit() -> None:
 def test_a_limit_is_finite_and_its_setting_exists(limit: Limit) -> None:
     assert 0 < limit.default < 1 << 50
     if limit.setting is not None:
-        fields = {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields} | set(TenantPolicy.model_fields)
-        assert limit.setting in fields | set(EngineConfig.model_fields), limit.setting
+        fields = {
+            *(f"SWIFTKV_{name.upper()}" for name in Settings.model_fields),
+            *TenantPolicy.model_fields,
+            *DeploymentSpec.model_fields,
+            *ReplicaArgs.model_fields,
+            *(f"engine.{name}" for name in EngineConfig.model_fields),
+        }
+        assert limit.setting in fields, limit.setting
 
 
 def test_no_two_limits_say_the_same() -> None:

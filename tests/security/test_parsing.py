@@ -24,6 +24,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.models.imports import _checked
 from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
@@ -269,3 +270,17 @@ def test_rows_of_uploads_are_bounded_and_parsed_elsewhere(plane: DeploymentPlane
     assert refused.status_code == 400
     assert f"line 2 has more than {most} JSON values" in refused.json()["error"]["message"]
     assert counting.calls == [check_upload] * 2
+
+
+def test_configurations_of_imported_models_are_parsed_elsewhere(plane: DeploymentPlane, tmp_path: Path) -> None:
+    plane.app.state.import_parsers = counting = Counting(plane.app.state.import_parsers)
+    student = tmp_path / "student"
+    student.mkdir()
+    (student / "config.json").write_text('{"model_type": "llama_swiftkv"}')
+    (student / "model.safetensors").write_bytes(b"")
+    assert plane.ask("eve", "POST", "/models/import", {"source": str(student)}).status_code == 201
+    (student / "config.json").write_text('{"model_type": "llama"}')
+    refused = plane.ask("eve", "POST", "/models/import", {"source": str(student)})
+    assert refused.status_code == 422
+    assert "not a SwiftKV student" in refused.json()["detail"]
+    assert counting.calls == [_checked] * 2

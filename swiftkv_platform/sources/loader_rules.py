@@ -101,6 +101,11 @@ def _rope(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and all(_is_rope_value(item) for item in value.values()))
 
 
+def _is_word_or_settings(value: Any) -> bool:
+    """Whether a value is a word, or an object of numbers and words."""
+    return is_word(value) or _rope(value)
+
+
 def _is_rope_value(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(is_number(item) or is_word(item) for item in value.values())
@@ -182,7 +187,13 @@ _CONFIG = Rules(
     },
     refused=_CONFIG_REFUSED,
 )
-_GENERATION = Rules(known=dict.fromkeys(("cache_implementation", "early_stopping"), is_word), refused={})
+_GENERATION = Rules(
+    known={
+        **dict.fromkeys(("cache_implementation", "early_stopping", "kv_cache_dtype"), is_word),
+        "early_exit": _is_word_or_settings,
+    },
+    refused={},
+)
 _SAYS_VOCABULARY = {
     **dict.fromkeys(("vocab", "merges", "tokenizer_object", "gguf_file", "spm_file"), _OTHER_FILE),
     "init_inputs": "leave it out; arguments of a tokenizer have names",
@@ -265,7 +276,7 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clean_generation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what loaders may see of a `generation_config.json`: numbers. Raises `ModelError`."""
+    """Return what loaders may see of a `generation_config.json`: numbers and names of modes. Raises `ModelError`."""
     return _GENERATION.clean(GENERATION, values)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Parent
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Parent
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Retries, load_whole_state
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork
@@ -65,7 +65,7 @@ class Restored:
 
     @property
     def read_of_pieces(self) -> list[int]:
-        return [sum(size for name, size in read.items() if not name.endswith(INDEX)) for read in self.read]
+        return [sum(size for name, size in read.items() if not name.endswith((INDEX, MANIFEST))) for read in self.read]
 
 
 class CountingStore:

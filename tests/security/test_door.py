@@ -103,6 +103,7 @@ async def test_nothing_is_read_of_who_shows_no_key(house: House) -> None:
                         method, path, content=unread(read if method != "GET" else []), headers=sent
                     )
                     assert answer.status_code == 401 or method == "GET", (method, path, answer.status_code)
+                    assert read == [], (method, path, headers, kind)
         assert (read, house.parsed) == ([], [])
 
 

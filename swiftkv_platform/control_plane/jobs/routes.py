@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated
 
@@ -99,8 +100,6 @@ def _service(
     settings: TheSettings,
     parents: TheParents,
     nodes: TheNodes,
-    parsers: TheSpecParsers,
-    client: WaitingClient,
 ) -> JobService:
     told = partial(nodes.within, RAY_ANSWERS_WITHIN_S, None)
     return JobService(
@@ -116,7 +115,6 @@ def _service(
         parents=parents,
         publishing=PublishRules(settings.publish_targets),
         groups=GroupLimits(settings.node_groups, driver_needs(settings), told),
-        run=parsers.run_for(client),
         rehearse=lambda job: JobAnswer.of(job, prices(settings), parts.clock()).model_dump_json(),
     )
 
@@ -124,9 +122,22 @@ def _service(
 Service = Annotated[JobService, Depends(_service)]
 
 
+def _checking_service(
+    service: Service,
+    _caller: Submitter,  # before the client, since watching it reads from its connection
+    parsers: TheSpecParsers,
+    client: WaitingClient,
+) -> JobService:
+    return replace(service, run=parsers.run_for(client))
+
+
+CheckingService = Annotated[JobService, Depends(_checking_service)]
+"""Service that checks specs in parser processes, as long as the client waits."""
+
+
 def _submission(
     request: Request,
-    service: Service,
+    service: CheckingService,
     caller: Submitter,
     spans: JobSpans,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
@@ -157,7 +168,7 @@ def create_job(spec: JobSpec, submit: Submit, present: Present, response: Respon
 
 
 @router.post("/validate")
-def validate_job(spec: JobSpec, service: Service, caller: Submitter) -> EstimateAnswer:
+def validate_job(spec: JobSpec, service: CheckingService, caller: Submitter) -> EstimateAnswer:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
     return EstimateAnswer(**dict(service.validate(spec, caller)))
 

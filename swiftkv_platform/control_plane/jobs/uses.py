@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -20,7 +19,6 @@ from swiftkv_platform.errors import ConflictError
 
 _HOLDS_TARGET = [*LIVE, JobStatus.SUCCEEDED.value]
 """Statuses of jobs whose publish target no other tenant may use."""
-_SPECS_AT_A_TIME = 20
 _ADDRESS = re.compile(r"(?:^|/)(?:jobs/(job_[0-9A-Za-z]{1,36})|models/(mdl_[0-9A-Za-z]{1,36}))(?=/|$)")
 """Part of the address, in any store, of the objects of a job or of an imported model."""
 _PARENT = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}):")
@@ -76,12 +74,16 @@ def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: in
     `without`: a job that does not count.
     """
     named = select(UseRow.job_id).where(UseRow.used.in_(names))
-    jobs = select(JobRow.id, JobRow.spec).where(
+    jobs = select(JobRow.id).where(
         JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE), JobRow.id != without
     )
-    # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
-    with closing(session.execute(jobs.order_by(JobRow.id).execution_options(yield_per=_SPECS_AT_A_TIME))) as rows:
-        return list(islice((row.id for row in rows if not uses_of(row.spec).isdisjoint(names)), limit))
+
+    def is_user(job_id: str) -> bool:
+        # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
+        spec = session.scalar(select(JobRow.spec).where(JobRow.id == job_id))
+        return not uses_of(spec).isdisjoint(names)
+
+    return list(islice(filter(is_user, session.scalars(jobs.order_by(JobRow.id)).all()), limit))
 
 
 def _source_names(spec: Any) -> Iterator[str]:

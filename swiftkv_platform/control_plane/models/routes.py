@@ -84,8 +84,8 @@ def import_model(
     parts: Parts,
     settings: TheSettings,
     parsers: TheImportParsers,
+    caller: Uploader,  # before the client, since watching it reads from its connection
     client: WaitingClient,
-    caller: Uploader,
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 

@@ -64,7 +64,13 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> NoReturn:
         raise AssertionError(f"asks the network for {arguments[-1]}")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    def connect(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:  # a parser process is started through one
+            refuse(address)
+        connect_anywhere(self, address)
+
+    connect_anywhere = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 

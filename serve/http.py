@@ -19,7 +19,7 @@ from sse_starlette import EventSourceResponse
 from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS
+from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, SPARED_REFUSALS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
     AnswerHeaders,
@@ -102,7 +102,7 @@ def create_http_app(
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
-    app.add_middleware(PatientRefusals, statuses=(413,))  # not 429, on which routers try another replica
+    app.add_middleware(PatientRefusals, statuses=(413, 429), spared_per_minute=SPARED_REFUSALS.default)
     app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))

@@ -153,6 +153,9 @@ REPLICA_BODIES_BYTES = Limit(Scope.REPLICA, "bytes of bodies at a time; half by 
 WAITING_SEQUENCES = Limit(
     Scope.KEY, "waiting sequences of a replica; less by half of what others hold", 64, "engine.max_num_waiting"
 )
+SPARED_REFUSALS = Limit(
+    Scope.KEY, "refusals of a replica per minute that are not delayed; a thirtieth of them at once", 600
+)
 COMPILING_GRAMMARS = Limit(Scope.KEY, "grammars of a replica that are compiled or wait for it", 8)
 GRAMMAR_SECONDS_PER_MINUTE = Limit(Scope.KEY, "CPU seconds of grammars a minute on a replica", 6)
 

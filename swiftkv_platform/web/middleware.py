@@ -14,6 +14,9 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from swiftkv_platform.errors import RateLimitedError
+from swiftkv_platform.web.rate_limits import RateLimit
+
 ANSWER_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -118,11 +121,18 @@ LARGE_BODY_BYTES = 1 << 16
 class PatientRefusals(Middleware):
     """Delays refusals (one of `statuses`, or 422 for a large body) by `REFUSAL_WAIT_S` for each waiting refusal of the
     same caller, up to `MOST_REFUSAL_WAIT_S`. A caller that retries at once over many connections would otherwise slow
-    down all others."""
+    down all others.
 
-    def __init__(self, app: ASGIApp, *, statuses: Collection[int]) -> None:
+    `spared_per_minute`: refusals of a caller that are sent at once, a thirtieth of them together, for routers that then
+    try another server.
+    """
+
+    def __init__(self, app: ASGIApp, *, statuses: Collection[int], spared_per_minute: int = 0) -> None:
         super().__init__(app)
         self._statuses = statuses
+        self._spared = (
+            RateLimit(spared_per_minute, time.monotonic, burst=spared_per_minute // 30) if spared_per_minute else None
+        )
         self._waiting: Counter[tuple[str, str]] = Counter()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,6 +148,8 @@ class PatientRefusals(Middleware):
     async def _wait(self, scope: Scope) -> None:
         host, _ = scope.get("client") or ("", 0)
         caller = host, Headers(scope=scope).get("authorization", "")
+        if self._is_spared(" ".join(caller)):
+            return
         self._waiting[caller] += 1
         try:
             await asyncio.sleep(min(REFUSAL_WAIT_S * self._waiting[caller], MOST_REFUSAL_WAIT_S))
@@ -145,6 +157,15 @@ class PatientRefusals(Middleware):
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
+
+    def _is_spared(self, caller: str) -> bool:
+        if self._spared is None:
+            return False
+        try:
+            self._spared.take(caller)
+        except RateLimitedError:
+            return False
+        return True
 
 
 def _is_large(scope: Scope) -> bool:

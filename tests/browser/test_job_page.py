@@ -240,7 +240,7 @@ def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> Non
     page.goto(f"{address(server)}/#/submit?recipe=builtin-python-5m")
     expect(page.get_by_label("Steps")).to_have_value("100")
     page.get_by_label("Steps").fill("60")
-    expect(editor(page)).to_contain_text("max_steps: 60 # three to four minutes")  # the comment stays
+    expect(editor(page)).to_contain_text("max_steps: 60 # minutes on two cores")  # the comment stays
     page.get_by_label("l, layers with KV").fill("5")
     expect(editor(page)).to_contain_text("num_key_value_layers: 5")
     expect(editor(page)).not_to_contain_text("prefill_reduction")  # l replaces it

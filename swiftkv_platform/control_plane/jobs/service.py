@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, che
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
 from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.jobs.validation import check_spec
+from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
 from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
@@ -125,7 +125,8 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        found = self.run(check_spec, spec, access, machines)
+        run = self.run if reads_files(spec) else run_here
+        found = run(check_spec, spec, access, machines)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.planning import has_quantized_weights, read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines
-from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
+from swiftkv_platform.sources import OPEN, Access, PathSource, S3Source, parse_location, parse_source
 from swiftkv_platform.sources.relative import refuse_relative_paths
 from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
@@ -34,6 +34,16 @@ def read_object(store: str, key: str) -> bytes:
     """Read a small object of any store, to check a spec's sources. Raises `UnusableFileError` if it is too long."""
     data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
     return checked_length(data, CONFIG_BYTES)
+
+
+def reads_files(spec: JobSpec) -> bool:
+    """Whether checking a spec reads files or stored objects, rather than names only. Raises as `parse_source`."""
+    names = {"model.name_or_path": spec.model.name_or_path}
+    names |= {f"data.sources[{at}].name_or_path": source.name_or_path for at, source in enumerate(spec.data.sources)}
+    parsed = (parse_source(name, field=field) for field, name in names.items())
+    return any(isinstance(source, PathSource | S3Source) for source in parsed) or any(
+        data is not None or names_task_file(name) for name, data in map(name_and_data, spec.evaluation.tasks)
+    )
 
 
 def check_spec(spec: JobSpec, access: Access, machines: Machines) -> JobEstimate:

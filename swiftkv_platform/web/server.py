@@ -8,9 +8,8 @@ there are too many connections, the one that has been silent for longest is clos
 from __future__ import annotations
 
 import asyncio
-import itertools
 import resource
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -38,7 +37,6 @@ _READ_BYTES = 1 << 20
 _MAX_FILES = 1 << 16
 _CONNECTIONS_PER_FILE = 0.5
 """Connections per file that may be open: requests, databases and stores need the others."""
-_ORDER = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def server_options(limits: ConnectionLimits, *, shutdown_timeout_s: int = _SHUTD
     of_files = max(int(_raise_open_files() * _CONNECTIONS_PER_FILE), 1)
     used = replace(limits, max_connections=min(limits.max_connections, of_files))
     return {
-        "http": type("LimitedConnection", (Connection,), {"limits": used}),
+        "http": type("LimitedConnection", (Connection,), {"limits": used, "silent": {}, "open_of": Counter()}),
         "ws": "none",
         "access_log": False,
         "proxy_headers": False,  # the applications read them themselves, by their own settings
@@ -95,11 +93,15 @@ class Connection(HttpToolsProtocol):
     place while it is silent. It is silent while no request is being answered."""
 
     limits = ConnectionLimits()
+    silent: dict[Connection, None]
+    """Silent connections of the server, the one that has been silent for longest first."""
+    open_of: Counter[str]
+    """Open connections of each client address."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._silent_since: int | None = None
-        """Sequence number of falling silent, since clocks are too coarse; None while there is a request."""
+        self._is_counted = False
+        """Whether it counts as open."""
         self._in_message = False
         """Whether a request has begun to come and is not complete."""
         self._overhead_bytes = 0
@@ -124,12 +126,15 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self._is_counted = True
+        self.open_of[self.address] += 1
         self._fall_silent(self.limits.head_s)
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _stop(self._silence_timer)
         _stop(self._unread_timer)
+        self._stop_counting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -149,7 +154,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_message = True
         super().on_message_begin()
-        if self._silent_since is not None and not self._is_new:
+        if self in self.silent and not self._is_new:
             self._start_timer(self.limits.head_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -161,7 +166,8 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= PIPELINED_REQUESTS.default:
             raise ValueError("too many requests before the first answer")
         super().on_headers_complete()
-        self._overhead_bytes, self._silent_since = 0, None
+        self._overhead_bytes = 0
+        self.silent.pop(self, None)
         _stop(self._silence_timer)
 
     def on_body(self, body: bytes) -> None:
@@ -171,7 +177,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         super().on_message_complete()
-        if self._silent_since is not None:
+        if self in self.silent:
             self._start_timer(self.limits.keep_alive_s)
 
     def send_400_response(self, msg: str) -> None:
@@ -247,7 +253,9 @@ class Connection(HttpToolsProtocol):
     # Silence
 
     def _fall_silent(self, seconds: float) -> None:
-        self._silent_since = next(_ORDER)
+        self.silent.pop(self, None)
+        if self._is_counted:
+            self.silent[self] = None
         self._start_timer(seconds)
 
     def _start_timer(self, seconds: float) -> None:
@@ -258,23 +266,25 @@ class Connection(HttpToolsProtocol):
     def _make_room(self) -> None:
         """If there are too many connections, of this address or of all, close the one that has been silent for longest,
         or this one if none is silent."""
-        of_address = [
-            each for each in self.connections if isinstance(each, Connection) and each.address == self.address
-        ]
-        if len(of_address) > self.limits.max_of_address:
-            self._close_silent(of_address)
+        if self.open_of[self.address] > self.limits.max_of_address:
+            self._close_silent(self.address)
         elif len(self.connections) > self.limits.max_connections:
-            self._close_silent(each for each in self.connections if isinstance(each, Connection))
+            self._close_silent(None)
 
-    def _close_silent(self, among: Iterable[Connection]) -> None:
-        waiting = {
-            each: each._silent_since
-            for each in among
-            if each._silent_since is not None and not each.transport.is_closing()
-        }
-        oldest = min(waiting, key=waiting.__getitem__, default=self)
-        self.connections.discard(oldest)  # no longer counted, although `connection_lost` comes later
+    def _close_silent(self, address: str | None) -> None:
+        """Close the connection that has been silent for longest; with an address, of that address."""
+        oldest = next((each for each in self.silent if address in (None, each.address)), self)
+        oldest._stop_counting()  # `connection_lost` comes later
         oldest.transport.abort()
+
+    def _stop_counting(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self.connections.discard(self)
+            self.silent.pop(self, None)
+            self.open_of[self.address] -= 1
+            if not self.open_of[self.address]:
+                del self.open_of[self.address]
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -118,8 +118,12 @@ LARGE_BODY_BYTES = 1 << 16
 """Bytes above which parsing a body takes noticeable time."""
 
 
+_OF_LARGE_BODIES = frozenset({401, 403, 422})
+"""Statuses of refusals that are delayed if the body is large, since the rest of it is still received."""
+
+
 class PatientRefusals(Middleware):
-    """Delays refusals (one of `statuses`, or 422 for a large body) by `REFUSAL_WAIT_S` for each waiting refusal of the
+    """Delays refusals (one of `statuses`, or of a large body) by `REFUSAL_WAIT_S` for each waiting refusal of the
     same caller, up to `MOST_REFUSAL_WAIT_S`. A caller that retries at once over many connections would otherwise slow
     down all others.
 
@@ -138,7 +142,7 @@ class PatientRefusals(Middleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_late(message: Message) -> None:
             if message["type"] == "http.response.start" and (
-                message["status"] in self._statuses or (message["status"] == 422 and _is_large(scope))
+                message["status"] in self._statuses or (message["status"] in _OF_LARGE_BODIES and _is_large(scope))
             ):
                 await self._wait(scope)
             await send(message)

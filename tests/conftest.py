@@ -3,6 +3,7 @@
 import atexit
 import gc
 import inspect
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -27,6 +28,7 @@ from tests.rays import become_a_driver
 from tests.requirements import missing
 
 become_a_driver()
+multiprocessing.util.get_temp_dir()  # where parser processes are reached; tests replace the directory for such files
 
 # Hypothesis searches for new counterexamples in `make soak`; elsewhere it repeats the same examples.
 SOAK = "SWIFTKV_SOAK" in os.environ

@@ -7,8 +7,11 @@ plane ends. So no file outlives its request, and none can affect another's.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +41,9 @@ _END_S = 5.0
 """Seconds within which a process that has answered, or is killed, ends."""
 _RETRY_AFTER_S = 5.0
 
+_LONGEST_DIRECTORY = 70
+"""Characters of a directory for temporary files that leave room for the name of a socket, of 107 in all."""
+
 _processes = multiprocessing.get_context("forkserver")
 
 P = ParamSpec("P")
@@ -60,6 +66,7 @@ class Parsers:
 
     def __init__(self, bounds: Bounds, at_once: int) -> None:
         _processes.set_forkserver_preload(list(_PARSERS))
+        _choose_socket_directory()
         self._bounds = bounds
         self._slots = threading.BoundedSemaphore(at_once)
 
@@ -122,6 +129,15 @@ class Parsers:
 
     def _overloaded(self, why: str) -> OverloadedError:
         return OverloadedError(f"checking {self._bounds.what} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
+
+
+def _choose_socket_directory() -> None:
+    """Let the server process listen below /tmp if the path of the directory for temporary files is too long for a
+    socket, as Python does itself from 3.14 on."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # which 3.14 sets
+    if config.get("tempdir") is None and len(tempfile.gettempdir()) > _LONGEST_DIRECTORY:
+        config["tempdir"] = directory = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
 def spec_parsers() -> Parsers:

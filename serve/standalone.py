@@ -55,7 +55,7 @@ async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_
     app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
     over = asyncio.Event()
     app.add_middleware(Waiting, over=over)
-    options = server_options(ConnectionLimits.of(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
+    options = server_options(ConnectionLimits.from_settings(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
 
     async def load() -> None:

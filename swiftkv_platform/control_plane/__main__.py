@@ -14,7 +14,7 @@ from swiftkv_platform.web.server import ConnectionLimits, server_options
 def main() -> None:
     configure_logging()
     settings = Settings()
-    options = server_options(ConnectionLimits.of(settings))
+    options = server_options(ConnectionLimits.from_settings(settings))
     uvicorn.run(answering_promptly(create_app(settings)), host=settings.host, port=settings.port, **options)
 
 

@@ -221,7 +221,7 @@ class EngineFrontend(ABC):
 
     @property
     def max_sequences(self) -> int:
-        """Maximum number of running and waiting sequences of one caller; others get more beside it."""
+        """Max running and waiting sequences of one caller. Other callers have their own share."""
         return self.config.max_num_seqs + self.config.max_num_waiting
 
     @property

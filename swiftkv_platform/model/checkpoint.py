@@ -79,7 +79,7 @@ class Checkpoint:
                 raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
             if elsewhere := next((shard for shard in shards.values() if not is_beside(shard)), None):
                 raise _unusable(
-                    source, f"{SAFE_WEIGHTS_INDEX_NAME} names {elsewhere[:200]!r}; a file beside it is accepted"
+                    source, f"{SAFE_WEIGHTS_INDEX_NAME} names {elsewhere[:200]!r}; use a file in the same directory"
                 )
             return cls(str(source), shards, hub)
         if any(_find(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):

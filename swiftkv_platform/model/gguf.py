@@ -40,8 +40,8 @@ def gguf_directory(
 ) -> Path:
     """Return the model directory for a GGUF file, converting the file if this machine has not done so before.
 
-    A conversion is made of a private copy, since the file's owner could change the file, or put others beside it, after
-    its digest is known. It holds the whole model in memory, in bfloat16.
+    A private copy is converted, since the owner could change the file, or add files to its directory, once the digest
+    is known. The conversion holds the whole model in memory, in bfloat16.
 
     Args:
         name: name of the file in error messages.
@@ -73,7 +73,7 @@ def gguf_directory(
 def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, field: str) -> None:
     """Convert a copy of an open file to `directory`. Raises `ModelError` if the copy has another digest."""
     with tempfile.TemporaryDirectory(prefix=".file-", dir=directory.parent) as workspace:
-        # Alone in its directory, since transformers also reads the files beside it, such as a tokenizer_config.json.
+        # The copy is alone in its directory: transformers also reads other files there, e.g. tokenizer_config.json.
         copy = Path(workspace) / f"model{SUFFIX}"
         stream.seek(0)
         with copy.open("xb") as target:

@@ -314,12 +314,13 @@ def clean_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clean_index(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an index of shards, without its metadata. Raises `ModelError`: a shard is not a file beside it."""
+    """Return an index of shards, without its metadata. Raises `ModelError` if a shard is outside the directory of
+    the index."""
     shards = values.get("weight_map")
     for shard in shards.values() if isinstance(shards, Mapping) else ():
         if not is_beside(shard):
             raise ModelError(
-                f"{INDEX} names the shard {str(shard)[:200]!r}; a file beside it is accepted",
+                f"{INDEX} names the shard {str(shard)[:200]!r}; use a file in the same directory",
                 field="weight_map",
                 value=str(shard)[:200],
             )

@@ -31,7 +31,7 @@ def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
         raise _unusable(str(error.field), field, f"the model's {error.message}") from error
     for key, value in tokenizer.items():
         if key.endswith("_file") and key not in _HARMLESS and isinstance(value, str) and leads_out(value):
-            why = f"names {value[:200]!r}; without {key} the file beside it is read"
+            why = f"names {value[:200]!r}; leave {key} out to use the file in the model directory"
             raise _unusable(TOKENIZER_CONFIG, field, f"the model's {TOKENIZER_CONFIG} {why}")
 
 

@@ -58,7 +58,7 @@ class ConnectionLimits:
         return max(self.max_connections // 2, 1)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings) -> Self:
         """Return the limits that an operator has set."""
         return cls(settings.max_connections, settings.request_head_timeout_s)
 

@@ -126,13 +126,19 @@ def test_a_second_head_without_an_end_is_cut_off_during_the_first_answer(served:
         assert ENDED.wait(PATIENCE_S)
 
 
+def fill_with_requests(opened: ExitStack, url: str) -> list[socket.socket]:
+    """Open two connections with endless answers, and check that this address gets no third one. Returns the two."""
+    busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
+    for each in busy:
+        assert each.recv(12) == b"HTTP/1.1 200"
+    wait_for_end(opened.enter_context(connect(url)))
+    return busy
+
+
 def test_an_address_takes_half_of_the_connections(served: ExitStack) -> None:
     url = begin(served, max_connections=4)
     with ExitStack() as opened:
-        busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
-        for each in busy:
-            assert each.recv(12) == b"HTTP/1.1 200"
-        wait_for_end(opened.enter_context(connect(url)))
+        fill_with_requests(opened, url)
         address = urlsplit(url)
         other = socket.create_connection((address.hostname, address.port), PATIENCE_S, ("127.0.0.2", 0))
         opened.enter_context(other).sendall(SHORT)
@@ -152,10 +158,7 @@ def test_silent_connections_make_room_for_requests(served: ExitStack) -> None:
 def test_requests_that_are_answered_are_not_closed_for_others(served: ExitStack) -> None:
     url = begin(served, max_connections=4)
     with ExitStack() as opened:
-        busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
-        for each in busy:
-            assert each.recv(12) == b"HTTP/1.1 200"
-        wait_for_end(opened.enter_context(connect(url)))
+        busy = fill_with_requests(opened, url)
         assert all(each.recv(1 << 10) for each in busy)
 
 

@@ -51,7 +51,7 @@ sys.addaudithook(_opened)
 
 
 @contextmanager
-def opened() -> Iterator[list[str]]:
+def record_opened_files() -> Iterator[list[str]]:
     _opened.paths = paths = []
     try:
         yield paths
@@ -174,7 +174,7 @@ def other(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_names_another_file_is_refused_unread(student: Path, other: Path, name: str, way: str) -> None:
     REFUSED[name](student, other)
-    with opened() as paths, pytest.raises(ModelError) as caught:
+    with record_opened_files() as paths, pytest.raises(ModelError) as caught:
         LOADERS[way](student)
     assert str(other) not in paths
     assert CANARY not in str(caught.value)
@@ -184,7 +184,7 @@ def test_a_model_that_names_another_file_is_refused_unread(student: Path, other:
 @pytest.mark.parametrize("name", DROPPED)
 def test_names_that_change_nothing_are_not_followed(student: Path, other: Path, name: str, way: str) -> None:
     DROPPED[name](student, other)
-    with opened() as paths:
+    with record_opened_files() as paths:
         LOADERS[way](student)
     assert str(other) not in paths
 

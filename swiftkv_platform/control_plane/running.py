@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.access.audit import Floods
 from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
 from swiftkv_platform.control_plane.access.tenants import source_rules
-from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
+from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.errors import ForbiddenError, InvalidInputError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 
@@ -65,50 +63,8 @@ DeploymentChange = Callable[[Deployment, Demand], tuple[ResolvedDeployment, Depl
 """(deployment, demand of its tenant's jobs and other deployments) -> its new spec and state."""
 
 
-LONGEST_PREFIX = 200
-"""Most characters of a prefix, its tenant's part included."""
 REPLICA_PATHS = frozenset({"generate", "v1", "tokenize", "detokenize", "health", "metrics", "openapi.json", "docs"})
 """First segments of the paths that a replica answers below its prefix."""
-_TENANTS = "t"
-_SERVES_OWN = "-"
-"""First segment of paths that Serve's proxies answer themselves, such as `/-/healthz`."""
-
-
-@dataclass(frozen=True)
-class RouteRules:
-    """Rules on the route prefixes that callers ask for."""
-
-    below_tenant: bool = False
-    """Whether a tenant is confined to paths below `/t/{tenant}` and the prefixes that `policies` grant it."""
-    policies: Tenants = NO_LIMITS
-
-    def placed(self, route_prefix: str, tenant: str) -> str:
-        """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
-
-        Raises `ForbiddenError` for a prefix below another tenant's, and `InvalidInputError` for a reserved or too long
-        path.
-        """
-        _check_segments(route_prefix)
-        if not self.below_tenant or route_prefix in self.policies.policy(tenant).route_prefixes:
-            return route_prefix
-        home = f"/{_TENANTS}/{tenant}"
-        if route_prefix == home or route_prefix.startswith(f"{home}/"):
-            return route_prefix
-        if route_prefix.startswith(f"/{_TENANTS}/"):
-            raise ForbiddenError(
-                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has the routes below {home}, such as "
-                f"{home}/chat; '/chat' is placed there automatically",
-                field="route_prefix",
-                value=route_prefix,
-            )
-        placed = home + route_prefix.rstrip("/")
-        if len(placed) > LONGEST_PREFIX:
-            raise InvalidInputError(
-                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} are accepted",
-                field="route_prefix",
-                value=route_prefix,
-            )
-        return placed
 
 
 def outer_routes(route_prefix: str) -> list[str]:
@@ -122,17 +78,6 @@ def inner_routes(route_prefix: str) -> list[str]:
     """Return the beginnings of prefixes that would take requests from this one: /a -> [/a/docs/, /a/generate/, ...].
     A prefix that is followed by "/" counts as its own beginning."""
     return [f"{route_prefix.rstrip('/')}/{path}/" for path in sorted(REPLICA_PATHS)]
-
-
-def _check_segments(route_prefix: str) -> None:
-    segments = route_prefix.split("/")[1:]
-    if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
-        raise InvalidInputError(
-            f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' as the first one, are reserved; use "
-            "another name",
-            field="route_prefix",
-            value=route_prefix,
-        )
 
 
 class ServeCluster(Protocol):

@@ -5,34 +5,143 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache, partial
 from ssl import SSLContext
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 import httpx
 from fastapi import APIRouter, Depends, Request, Response, status
 from fastapi.responses import StreamingResponse
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ConfigDict, Field
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
-from swiftkv_platform.control_plane.deployments.answers import (
-    DeploymentAnswer,
-    DeploymentChange,
-    DeploymentMetricsAnswer,
-)
-from swiftkv_platform.control_plane.deployments.deployment import RouteRules
-from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
-from swiftkv_platform.control_plane.deployments.replica_metrics import read_replica_metrics
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
-from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
 from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.web.bodies import BodyRoute
+
+
+@merge_patch_of(DeploymentSpec)
+class DeploymentChange(MergePatch):
+    """Changes of a deployment, as a JSON merge patch (RFC 7396); fields that are left out keep their value."""
+
+
+class ReplicaMetricsAnswer(Answer):
+    """Measurements of one replica since it was started."""
+
+    replica: str
+    values: dict[str, float]
+    """Values by the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
+    `tokens_exited_total`, `kv_cache_usage_perc`, `num_requests_waiting`, `time_to_first_token_seconds_sum` and
+    `_count`. Totals only grow; rates are differences between two answers."""
+
+
+class DeploymentMetricsAnswer(Answer):
+    """The metrics of the replicas that answered."""
+
+    object: Literal["deployment.metrics"] = "deployment.metrics"
+    time: float
+    """Unix seconds at which they were read."""
+    replicas: list[ReplicaMetricsAnswer]
+
+
+class _DeploymentHead(Answer):
+    """First fields of a deployment's answer."""
+
+    id: str
+    object: Literal["deployment"] = "deployment"
+    created_at: int
+    version: int
+    """Increases with every change; also in `ETag`, for `If-Match`."""
+
+
+class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
+    """A served model."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    # Callers only see deployments of their own tenant.
+    tenant: str | None = Field(default=None, exclude=True)
+    status: DeploymentStatus
+    message: str
+    replicas: int
+    """Replicas running now."""
+    load_seconds: dict[str, float]
+    """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch`: from the
+    object store or the machine's cache; `load`: into the engine; `check`: its first token. Empty until a replica
+    runs."""
+    url: str
+    """Base URL; requests go to `{url}/generate`."""
+
+    @classmethod
+    def of(cls, deployment: Deployment, serve_url: str) -> Self:
+        spec, kept = deployment.spec, {"created_at": deployment.created_at, "version": deployment.version}
+        url = serve_url.rstrip("/") + spec.route_prefix.rstrip("/")
+        return cls(**spec.model_dump(), **vars(deployment.state), **kept, url=url)
+
+
+_PREFIX = "swiftkv:"
+_REPLICA = "swiftkv:replica_info"
+_MOST_ASKED = 16
+"""Most requests; the proxy routes each to any replica."""
+_METRICS_TIMEOUT = httpx.Timeout(5.0)
+"""Seconds."""
+
+
+async def read_replica_metrics(
+    url: str, num_replicas: int, *, authorization: str | None = None
+) -> list[ReplicaMetricsAnswer]:
+    """Return the metrics of the replicas that answered, ordered by replica name.
+
+    Args:
+        url: address of the deployment.
+        num_replicas: number of replicas; the proxy is asked until all have answered, or a limited number of times.
+        authorization: the caller's header; replicas with keys show their metrics to their tenant.
+
+    Raises:
+        ClusterUnavailableError: a request gets no answer.
+    """
+    found: dict[str, ReplicaMetricsAnswer] = {}
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT, trust_env=False, headers=headers) as client:
+        for _ in range(max(1, min(4 * num_replicas, _MOST_ASKED))):
+            try:
+                answer = await client.get(f"{url}/metrics")
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                raise ClusterUnavailableError(
+                    f"{url}/metrics does not answer: {error or type(error).__name__}"
+                ) from error
+            metrics = _parse_metrics(answer.text)
+            found[metrics.replica] = metrics
+            if len(found) >= num_replicas:
+                break
+    return [found[name] for name in sorted(found)]
+
+
+def _parse_metrics(page: str) -> ReplicaMetricsAnswer:
+    """Parse a page in Prometheus' text format. Counters and histograms (`_count`, `_sum`) are summed over their labels,
+    buckets left out."""
+    replica = ""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == _REPLICA:
+                replica = sample.labels["replica"]
+            elif sample.name.startswith(_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
+                name = sample.name.removeprefix(_PREFIX)
+                values[name] = values.get(name, 0.0) + sample.value
+    return ReplicaMetricsAnswer(replica=replica, values=values)
+
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a busy replica sends nothing before the first token."""
@@ -42,12 +151,14 @@ router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=Body
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
     registry = RegistryService(parts.registry, clock=parts.clock)
-    has_keys = settings.knows_callers
-    routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
-    limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
-    access = partial(tenant_access, source_rules(settings), parts.policies)
     return DeploymentService(
-        parts.deployments, registry, clock=parts.clock, routes=routes, limits=limits, access=access
+        parts.deployments,
+        registry,
+        clock=parts.clock,
+        policies=parts.policies,
+        max_replicas=settings.max_deployment_replicas,
+        has_keys=settings.knows_callers,
+        access=partial(tenant_access, source_rules(settings), parts.policies),
     )
 
 

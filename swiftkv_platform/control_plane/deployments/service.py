@@ -1,10 +1,9 @@
-"""Operations on deployments that routes offer, and the reconciler that applies them to the cluster."""
+"""Operations on deployments that routes offer, within the limits of the operator and the tenant's quotas."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,29 +12,28 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
-from swiftkv_platform.control_plane.deployments.deployment import (
-    Deployment,
-    DeploymentState,
-    DeploymentStatus,
-    RouteRules,
-    ServeCluster,
-)
-from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.deployments.shares import Granted, Shares, released
-from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService, changed
-from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit
-from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
-from swiftkv_platform.logs import get_logger
+from swiftkv_platform.errors import (
+    ForbiddenError,
+    InvalidInputError,
+    OverQuotaError,
+    QuotaExceededError,
+    StaleVersionError,
+    did_you_mean,
+)
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 
-ONE_TENANT = RouteRules()
-UNLIMITED = DeploymentLimits()
+LONGEST_PREFIX = 200
+"""Max characters of a route prefix, its tenant's part included."""
+_TENANTS = "t"
+_SERVES_OWN = "-"
+"""First segment of paths that Serve's proxies answer themselves, such as `/-/healthz`."""
 
 
 @dataclass
@@ -46,9 +44,12 @@ class DeploymentService:
     registry: RegistryService
     _: KW_ONLY
     clock: Clock
-    routes: RouteRules = ONE_TENANT
-    """Rules on route prefixes."""
-    limits: DeploymentLimits = UNLIMITED
+    policies: Tenants = NO_LIMITS
+    max_replicas: int | None = None
+    """Max replicas of one deployment, set by the operator."""
+    has_keys: bool = False
+    """Whether callers are known. Then a tenant is confined to paths below `/t/{tenant}` and the prefixes that its
+    policy grants, and needs a grant to set a chat template."""
     access: Callable[[str], Access] = lambda _: OPEN
     """Sources that a tenant may read, including base models of adapters."""
 
@@ -59,23 +60,23 @@ class DeploymentService:
             wanted: `model` is resolved by `RegistryService.resolve`; an alias is followed from then on.
 
         Raises `InvalidInputError` for an unknown model, `QuotaExceededError` if the tenant has too many deployments,
-        `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as
-        `RouteRules.placed` and `DeploymentLimits.check`.
+        `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as `place_route`
+        and `check_limits`.
         """
         spec = _valid(
             {
                 **self._resolved(wanted.model_dump(), caller),
                 "id": new_id("dep"),
-                "route_prefix": self.routes.placed(wanted.route_prefix, caller.tenant),
+                "route_prefix": self.place_route(wanted.route_prefix, caller.tenant),
                 "tenant": caller.tenant,
             }
         )
 
         def admit(held: Demand) -> None:
-            self.limits.check(spec, caller.tenant, held)
+            self.check_limits(spec, caller.tenant, held)
 
         deployment = Deployment(spec, caller.tenant, int(self.clock()))
-        policy = self.limits.policies.policy(caller.tenant)
+        policy = self.policies.policy(caller.tenant)
         return self.deployments.create_deployment(deployment, policy=policy, admit=admit)
 
     def update(
@@ -94,7 +95,7 @@ class DeploymentService:
         Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
         `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` if a field is
         changed to another value at the same time, `ConflictError` for a deployment that is being deleted, and as
-        `DeploymentLimits.check`.
+        `check_limits`.
         """
         seen = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
@@ -105,10 +106,93 @@ class DeploymentService:
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
             spec = _valid(merged(present.spec.model_dump(), patch))
-            self.limits.check(spec, caller.tenant, held, before=present.spec)
+            self.check_limits(spec, caller.tenant, held, before=present.spec)
             return changed(present, spec)
 
         return self.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
+
+    def place_route(self, route_prefix: str, tenant: str) -> str:
+        """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
+
+        Raises `ForbiddenError` for a prefix below another tenant's, and `InvalidInputError` for a reserved or too long
+        path.
+        """
+        segments = route_prefix.split("/")[1:]
+        if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
+            raise InvalidInputError(
+                f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' as the first one, are reserved; "
+                "use another name",
+                field="route_prefix",
+                value=route_prefix,
+            )
+        if not self.has_keys or route_prefix in self.policies.policy(tenant).route_prefixes:
+            return route_prefix
+        home = f"/{_TENANTS}/{tenant}"
+        if route_prefix == home or route_prefix.startswith(f"{home}/"):
+            return route_prefix
+        if route_prefix.startswith(f"/{_TENANTS}/"):
+            raise ForbiddenError(
+                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has the routes below {home}, such as "
+                f"{home}/chat; '/chat' is placed there automatically",
+                field="route_prefix",
+                value=route_prefix,
+            )
+        placed = home + route_prefix.rstrip("/")
+        if len(placed) > LONGEST_PREFIX:
+            raise InvalidInputError(
+                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} are accepted",
+                field="route_prefix",
+                value=route_prefix,
+            )
+        return placed
+
+    def check_limits(
+        self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
+    ) -> None:
+        """Refuse a deployment that asks for more than `before`, if that exceeds a limit.
+
+        Args:
+            held: demand of the tenant's jobs and its other deployments.
+
+        Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
+        `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does
+        together with `held`.
+        """
+        policy = self.policies.policy(tenant)
+        had_template = None if before is None else before.chat_template
+        if self.has_keys and spec.chat_template not in (None, had_template) and not policy.chat_templates:
+            raise ForbiddenError(
+                f"chat_template is given, but tenant {tenant!r} may not set one: the operator grants it with "
+                "chat_templates: true in the tenants file; leave it out to use the model's own",
+                field="chat_template",
+            )
+        wanted = Demand.of_deployment(spec)
+        more = wanted if before is None else wanted.beyond(Demand.of_deployment(before))
+        if self.max_replicas is not None and more.replicas and spec.max_replicas > self.max_replicas:
+            raise InvalidInputError(
+                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} per deployment "
+                "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
+                field="max_replicas",
+                value=spec.max_replicas,
+            )
+        alone = wanted.exceeded_limit(policy, adding=more)
+        if alone is not None:
+            name, asked, most = alone
+            raise OverQuotaError(
+                f"the deployment asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could "
+                "never run; use fewer max_replicas or smaller ones",
+                field=name,
+                value=asked,
+            )
+        together = (held + wanted).exceeded_limit(policy, adding=more)
+        if together is not None:
+            name, asked, most = together
+            raise QuotaExceededError(
+                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g}, and its quota {name} "
+                f"is {most:g}; try again when others have ended, or with fewer max_replicas",
+                field=name,
+                value=asked,
+            )
 
     def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         """Return the changes with ids and artifact addresses of the models that they name."""
@@ -189,125 +273,3 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         place = ".".join(["engine", *map(str, first["loc"])])
         why = known if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error
-
-
-_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being redeployed")
-_PATIENCE_S = 600.0
-"""Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
-
-_DRAIN_S = 150.0
-"""Seconds after which stopped replicas are gone; they finish the requests they have begun for up to 120 s."""
-
-
-@dataclass
-class DeploymentReconciler:
-    """Applies the wanted deployments, as far as the cluster has room, whenever they or the served applications have
-    changed."""
-
-    deployments: DeploymentRepository
-    cluster: ServeCluster
-    lease: Lease = UNDISPUTED
-    """Lease to hold for any change; the default is for the only control plane."""
-    _: KW_ONLY
-    nodes: Callable[[], Sequence[Node] | None] = lambda: None
-    """Nodes that replicas run on; None if they are unknown, and then all wanted replicas are applied."""
-    share: float = 1.0
-    """Share of these nodes that is open to deployments."""
-    policies: Tenants = NO_LIMITS
-    clock: Clock = time.time
-    unreadable: Sequence[str] = field(default=(), init=False)
-    """Ids of deployments whose rows cannot be read; they stay served as they are."""
-    _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
-    """Deployments that this process last applied; None before it has applied any."""
-    _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
-    """Deployments that were last applied, whatever has failed since."""
-    _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
-    """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
-    _believed: Sequence[Bundle] | None = field(default=None, init=False)
-    """Nodes that count; None before any were reported."""
-    _believed_at: float = field(default=0.0, init=False)
-    """Unix seconds at which they were last reported."""
-
-    def tick(self) -> None:
-        """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
-        round catches up."""
-        found = self.deployments.all_deployments()
-        deployments, kept = found.items, found.left_out
-        if kept and list(kept) != list(self.unreadable):
-            get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
-        self.unreadable = kept
-        if not deployments and not self._applied:
-            return
-        states = self.cluster.status()
-        self._drained(states)
-        granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
-        wanted = [
-            granted[item.spec.id].of(item.spec)
-            for item in deployments
-            if item.spec.id in granted and granted[item.spec.id].replicas
-        ]
-        stale: Collection[str] = ()
-        if wanted != self._applied or _differ(wanted, states, kept):
-            # The states of these are older than the spec that is applied only now.
-            applied = {spec.id: spec for spec in self._applied or ()}
-            stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
-            self._applied = None
-            self.lease.check()  # another control plane may have applied something newer
-            self.cluster.apply(wanted, keep=kept)
-            self._drain(wanted)
-            self._applied = wanted
-        for deployment in deployments:
-            place, state = granted.get(deployment.spec.id), states.get(deployment.spec.id)
-            if place is not None and not place.replicas:
-                state = DeploymentState(DeploymentStatus.PENDING, place.why)
-            elif place is not None and place.why and state is not None:
-                state = replace(state, message="; ".join(filter(None, (state.message, place.why))))
-            if deployment.spec.id not in stale:
-                self._store_state(deployment, state)
-
-    def _granted(self, wanted: Sequence[Deployment]) -> Mapping[str, Granted]:
-        """Return the replicas that each deployment may start, by id."""
-        nodes = self._nodes()
-        if nodes is None:
-            return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
-        draining: dict[str, Demand] = {}
-        for _, spec, demand in self._draining:
-            if spec.tenant is not None:
-                draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
-        shares = Shares(nodes, self.share, self.policies)
-        return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
-
-    def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
-        """Record what was applied, and what replicas of the previous set hold while they drain."""
-        until = self.clock() + _DRAIN_S
-        self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
-        self._served = applied
-
-    def _drained(self, states: Collection[str]) -> None:
-        """Forget drained replicas whose time is over or whose application is gone. `states`: ids of present
-        applications."""
-        now = self.clock()
-        self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
-
-    def _nodes(self) -> Sequence[Bundle] | None:
-        told, now = self.nodes(), self.clock()
-        nodes = None if told is None else [node.total for node in told]
-        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _PATIENCE_S):
-            self._believed, self._believed_at = nodes, now
-        return self._believed
-
-    def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
-        self.lease.check()
-        deleting = deployment.state.status is DeploymentStatus.DELETING
-        if state is None and deleting:
-            self.deployments.remove_deployment(deployment.spec.id)
-        elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
-            self.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
-        elif state is not None and state != deployment.state and not deleting:
-            self.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
-
-
-def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
-    """Whether a wanted deployment is not served, or another is that is neither to be kept nor being deleted."""
-    served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
-    return {spec.id for spec in wanted} != served - set(kept)

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from ray.util.metrics import Metric
 
-from swiftkv_platform.control_plane.deployments.replica_metrics import read_replica_metrics
+from swiftkv_platform.control_plane.deployments.routes import read_replica_metrics
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.errors import ClusterUnavailableError, QueueFullError
 from swiftkv_platform.serve.metrics import Metrics

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
+from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules

@@ -1,0 +1,268 @@
+"""Reconciler of deployments: applies the wanted ones to the cluster, as far as it has room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+
+from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.deployments.deployment import (
+    Deployment,
+    DeploymentState,
+    DeploymentStatus,
+    ServeCluster,
+    replica_needs,
+)
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, open_to_deployments, plain, take
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+_OPTIONS = {"CPU": "engine.num_threads", "GPU": "engine.tensor_parallel_size"}
+
+_NOTHING = Demand()
+
+
+@dataclass(frozen=True)
+class Granted:
+    """Most replicas of a deployment that Serve may start, and why that is fewer than it asks for."""
+
+    replicas: int = 0
+    why: str = ""
+
+    def of(self, spec: ResolvedDeployment) -> ResolvedDeployment:
+        """Return the deployment with its bounds reduced to the granted replicas; the same if it gets all."""
+        if self.replicas >= spec.max_replicas:
+            return spec
+        bounds = {name: min(getattr(spec, name), self.replicas) for name in ("min_replicas", "max_replicas")}
+        return spec.model_copy(update=bounds)
+
+
+class Shares:
+    """Division of the nodes' resources, of which `share` is open to deployments."""
+
+    def __init__(self, nodes: Sequence[Bundle], share: float, policies: Tenants) -> None:
+        self._nodes = nodes
+        self._policies = policies
+        self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
+        self._open = {name: open_to_deployments(most, share) for name, most in self._total.items()}
+
+    def granted(
+        self,
+        deployments: Sequence[Deployment],
+        *,
+        present: Mapping[str, ResolvedDeployment] = {},
+        draining: Mapping[str, Demand] = {},
+    ) -> Mapping[str, Granted]:
+        """Grant places replica by replica. Returns the grants by deployment id.
+
+        The next replica goes to the tenant with the smallest dominant share relative to its weight; on a tie, to the
+        one with the oldest deployment. Within a tenant, deployments take turns: one replica of each, oldest first, then
+        up to `min_replicas`, then up to `max_replicas`.
+
+        Args:
+            deployments: those that are wanted, oldest first.
+            present: those that have been applied, by id; they keep their replicas whatever drains.
+            draining: demand that draining replicas still hold, by tenant; its new replicas do not get that as well.
+        """
+        free, left = [plain(node) for node in self._nodes], dict(self._open)
+        whole = Demand(0, self._open["GPU"], self._open["CPU"])
+        replicas = {item.spec.id: 0 for item in deployments}
+        full: set[str] = set()
+        held, turns = dict[str, Demand](), dict[str, Iterator[ResolvedDeployment]]()
+        for tenant in dict.fromkeys(item.tenant for item in deployments):
+            held[tenant] = Demand()
+            turns[tenant] = _in_turn([item.spec for item in deployments if item.tenant == tenant], full)
+        while turns:
+            tenant = min(turns, key=lambda name: held[name].share(whole) / self._policies.policy(name).weight)
+            spec = next(turns[tenant], None)
+            if spec is None:
+                del turns[tenant]
+                continue
+            was, needs = present.get(spec.id), replica_needs(spec)
+            is_new = was is None or replica_needs(was) != needs or replicas[spec.id] >= was.max_replicas
+            kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
+            open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
+            if fit([open_now], [needs]) and take(free, [needs]):
+                take([left], [needs])
+                replicas[spec.id] += 1
+                held[tenant] += Demand(0, needs["GPU"], needs["CPU"])
+            else:
+                full.add(spec.id)
+        return {item.spec.id: self._said(item.spec, replicas[item.spec.id]) for item in deployments}
+
+    def _said(self, spec: ResolvedDeployment, replicas: int) -> Granted:
+        if replicas >= spec.max_replicas:
+            return Granted(replicas)
+        needs = {name: amount for name, amount in replica_needs(spec).items() if amount}
+        options = (f"{_OPTIONS[name]} {spec.engine.get(_OPTIONS[name].removeprefix('engine.'), 1)}" for name in needs)
+        opened = _words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
+        each = _words(f"{amount:g} {name}" for name, amount in needs.items())
+        alone = f"a replica needs {each} ({_words(options)})"
+        if not fit(self._nodes, [needs]):
+            largest = {name: max((node.get(name, 0.0) for node in self._nodes), default=0.0) for name in needs}
+            most = _words(f"{amount:g} {name}" for name, amount in largest.items())
+            return Granted(0, f"{alone}, and no node has as much: the largest have {most}; use less")
+        if not fit([self._open], [needs]):
+            return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
+        bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
+        placed = f"{replicas} of {bound} {getattr(spec, bound)} can be placed, with {each} each"
+        return Granted(
+            replicas, f"{placed}: tenants share the {opened} open to deployments, including what is still draining"
+        )
+
+
+def released(
+    before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
+) -> Iterator[tuple[ResolvedDeployment, Demand]]:
+    """Yield deployments that lose replicas when `after` replaces `before`, and what these replicas hold."""
+    now = {spec.id: spec for spec in after}
+    for spec in before:
+        then, held = now.get(spec.id), Demand.of_deployment(spec)
+        left = (
+            held
+            if then is None or replica_needs(then) != replica_needs(spec)
+            else held.beyond(Demand.of_deployment(then))
+        )
+        if left != _NOTHING:
+            yield spec, left
+
+
+def _words(parts: Iterable[str]) -> str:
+    return " and ".join(parts)
+
+
+def _in_turn(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
+    """Yield a tenant's deployments, once for each replica, skipping those that are full by then."""
+    fewest = {spec.id: max(spec.min_replicas, 1) for spec in specs}
+    for bounds in ({}, fewest), (fewest, {spec.id: spec.max_replicas for spec in specs}):
+        number, rest = 1, specs
+        while rest := [spec for spec in rest if number <= bounds[1][spec.id] and spec.id not in full]:
+            yield from (spec for spec in rest if number > bounds[0].get(spec.id, 0))
+            number += 1
+
+
+_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being redeployed")
+_PATIENCE_S = 600.0
+"""Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
+
+_DRAIN_S = 150.0
+"""Seconds after which stopped replicas are gone; they finish the requests they have begun for up to 120 s."""
+
+
+@dataclass
+class DeploymentReconciler:
+    """Applies the wanted deployments, as far as the cluster has room, whenever they or the served applications have
+    changed."""
+
+    deployments: DeploymentRepository
+    cluster: ServeCluster
+    lease: Lease = UNDISPUTED
+    """Lease to hold for any change; the default is for the only control plane."""
+    _: KW_ONLY
+    nodes: Callable[[], Sequence[Node] | None] = lambda: None
+    """Nodes that replicas run on; None if they are unknown, and then all wanted replicas are applied."""
+    share: float = 1.0
+    """Share of these nodes that is open to deployments."""
+    policies: Tenants = NO_LIMITS
+    clock: Clock = time.time
+    unreadable: Sequence[str] = field(default=(), init=False)
+    """Ids of deployments whose rows cannot be read; they stay served as they are."""
+    _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
+    """Deployments that this process last applied; None before it has applied any."""
+    _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
+    """Deployments that were last applied, whatever has failed since."""
+    _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
+    """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
+    _believed: Sequence[Bundle] | None = field(default=None, init=False)
+    """Nodes that count; None before any were reported."""
+    _believed_at: float = field(default=0.0, init=False)
+    """Unix seconds at which they were last reported."""
+
+    def tick(self) -> None:
+        """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
+        round catches up."""
+        found = self.deployments.all_deployments()
+        deployments, kept = found.items, found.left_out
+        if kept and list(kept) != list(self.unreadable):
+            get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
+        self.unreadable = kept
+        if not deployments and not self._applied:
+            return
+        states = self.cluster.status()
+        self._drained(states)
+        granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
+        wanted = [
+            granted[item.spec.id].of(item.spec)
+            for item in deployments
+            if item.spec.id in granted and granted[item.spec.id].replicas
+        ]
+        stale: Collection[str] = ()
+        if wanted != self._applied or _differ(wanted, states, kept):
+            # The states of these are older than the spec that is applied only now.
+            applied = {spec.id: spec for spec in self._applied or ()}
+            stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
+            self._applied = None
+            self.lease.check()  # another control plane may have applied something newer
+            self.cluster.apply(wanted, keep=kept)
+            self._drain(wanted)
+            self._applied = wanted
+        for deployment in deployments:
+            place, state = granted.get(deployment.spec.id), states.get(deployment.spec.id)
+            if place is not None and not place.replicas:
+                state = DeploymentState(DeploymentStatus.PENDING, place.why)
+            elif place is not None and place.why and state is not None:
+                state = replace(state, message="; ".join(filter(None, (state.message, place.why))))
+            if deployment.spec.id not in stale:
+                self._store_state(deployment, state)
+
+    def _granted(self, wanted: Sequence[Deployment]) -> Mapping[str, Granted]:
+        """Return the replicas that each deployment may start, by id."""
+        nodes = self._nodes()
+        if nodes is None:
+            return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
+        draining: dict[str, Demand] = {}
+        for _, spec, demand in self._draining:
+            if spec.tenant is not None:
+                draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
+        shares = Shares(nodes, self.share, self.policies)
+        return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
+
+    def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
+        """Record what was applied, and what replicas of the previous set hold while they drain."""
+        until = self.clock() + _DRAIN_S
+        self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
+        self._served = applied
+
+    def _drained(self, states: Collection[str]) -> None:
+        """Forget drained replicas whose time is over or whose application is gone. `states`: ids of present
+        applications."""
+        now = self.clock()
+        self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
+
+    def _nodes(self) -> Sequence[Bundle] | None:
+        told, now = self.nodes(), self.clock()
+        nodes = None if told is None else [node.total for node in told]
+        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _PATIENCE_S):
+            self._believed, self._believed_at = nodes, now
+        return self._believed
+
+    def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
+        self.lease.check()
+        deleting = deployment.state.status is DeploymentStatus.DELETING
+        if state is None and deleting:
+            self.deployments.remove_deployment(deployment.spec.id)
+        elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
+            self.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+        elif state is not None and state != deployment.state and not deleting:
+            self.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
+
+
+def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
+    """Whether a wanted deployment is not served, or another is that is neither to be kept nor being deleted."""
+    served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
+    return {spec.id for spec in wanted} != served - set(kept)

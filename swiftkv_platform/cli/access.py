@@ -183,7 +183,7 @@ def _last_used() -> Mapping[str, int]:
     chosen = settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would create it
-    from swiftkv_platform.control_plane.access.rows import SqlKeyUses  # other commands need no SQL
+    from swiftkv_platform.control_plane.access.sessions import SqlKeyUses  # other commands need no SQL
     from swiftkv_platform.control_plane.database.session import open_database
 
     try:

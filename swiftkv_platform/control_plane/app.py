@@ -9,17 +9,17 @@ from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access import audit_routes, sign_in
+from swiftkv_platform.control_plane.access import routes as access
 from swiftkv_platform.control_plane.access.audit import Audit
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
+from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, too_large
 from swiftkv_platform.control_plane.jobs import history_routes, output_routes, quota, recipes
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
-from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms
 from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.running import running
@@ -77,10 +77,10 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(RequestTimes, answered=histograms.answered)
     app.add_middleware(PatientRefusals, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
-    rooms = (jobs, history_routes, output_routes, models, deployments, files, fine_tuning, quota, recipes, audit_routes)
-    for module in (*rooms, health, sign_in):
+    rooms = (jobs, history_routes, output_routes, models, deployments, files, fine_tuning, quota, recipes, access)
+    for module in (*rooms, health):
         app.include_router(module.router)
-    app.mount("/dashboard", PageFiles(directory=sign_in.FILES))
+    app.mount("/dashboard", PageFiles(directory=access.FILES))
     add_docs(app)
     return app
 

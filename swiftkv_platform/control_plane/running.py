@@ -12,17 +12,15 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.audit import Floods
-from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
-from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
+from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
+from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
-from swiftkv_platform.control_plane.health import Readiness
-from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
+from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.capacity import driver_needs, nodes_of
 from swiftkv_platform.control_plane.jobs.costs import prices
@@ -38,7 +36,6 @@ from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.models.imports import import_places
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.access.rows import AuditEntry, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import Page, address, expect

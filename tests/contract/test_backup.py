@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.rows import SqlSessions
+from swiftkv_platform.control_plane.access.sessions import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow

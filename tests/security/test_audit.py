@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
-from swiftkv_platform.control_plane.access.rows import AuditEntry, AuditFilter, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, SqlAudit
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows

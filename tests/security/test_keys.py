@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app as cli
-from swiftkv_platform.control_plane.access.rows import SqlKeyUses
-from swiftkv_platform.control_plane.access.sessions import KeyUses
+from swiftkv_platform.control_plane.access.sessions import KeyUses, SqlKeyUses
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError

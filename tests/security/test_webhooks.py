@@ -11,10 +11,9 @@ import pytest
 
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.hooks import sender
+from swiftkv_platform.control_plane.hooks import webhooks
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import SecretFiles, WebhookRules
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules, send_webhook
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
@@ -174,7 +173,7 @@ def test_a_receiver_that_hangs_delays_no_other_and_takes_a_few_connections(
 @pytest.mark.parametrize("body", [b"{}", b"x" * (64 << 20)])
 def test_a_delivery_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """The deadline holds for an answer that drips, and for a body larger than the buffers, whose write blocks."""
-    monkeypatch.setattr(sender, "_DEADLINE_S", 0.5)
+    monkeypatch.setattr(webhooks, "_DEADLINE_S", 0.5)
     with receiving(dripping if len(body) == 2 else silent) as slow:
         with pytest.raises(ConnectionError):
             send_webhook(slow.url, {}, body)

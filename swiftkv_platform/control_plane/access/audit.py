@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
-from sqlalchemy import event
+from fastapi import Query
+from sqlalchemy import event, insert, select, update
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -19,13 +21,108 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from swiftkv_platform.control_plane.access.rows import AuditEntry, SqlAudit, add, made_in
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, Page, Slice
+from swiftkv_platform.control_plane.database.paging import Store, fetch, unknown_cursor, value_of
 from swiftkv_platform.control_plane.database.session import ALONGSIDE
+from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Principal
 from swiftkv_platform.web.rate_limits import RateLimit
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """A request that changed something, tried to, or was refused access."""
+
+    id: str
+    created_at: float
+    """Unix seconds."""
+    request_id: str
+    """Value of the answer's `X-Request-ID`."""
+    actor: str | None
+    """Name of the caller; None where none was known."""
+    credential: str | None
+    """Id of the key, or issuer and subject of the token."""
+    tenant: str | None
+    address: str
+    method: str
+    route: str
+    """Template of the route, such as `/jobs/{job_id}/cancel`."""
+    object: str | None
+    """Id of what the request was about."""
+    status: int
+    """HTTP status of the answer."""
+    left_out: int = 0
+    """Number of earlier refusals that were not recorded because there were too many."""
+
+
+_Value = Annotated[str | None, Query(max_length=300)]
+_Time = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, description="Unix seconds")]
+
+
+@dataclass(frozen=True)
+class AuditFilter:
+    """Values that entries must have, as the query of a request names them; None matches any."""
+
+    tenant: _Value = None
+    actor: _Value = None
+    credential: _Value = None
+    address: _Value = None
+    route: _Value = None
+    object: Annotated[_Value, Query(alias="about")] = None
+    request_id: _Value = None
+    status: Annotated[int | None, Query(ge=100, le=599)] = None
+    since: _Time = None
+    """Inclusive."""
+    until: _Time = None
+    """Exclusive."""
+
+
+_EQUAL = ("tenant", "actor", "credential", "address", "route", "object", "request_id", "status")
+
+
+class SqlAudit(Store):
+    """Audit entries, which do not change once their request is answered."""
+
+    def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
+        """Return a page of matching entries in order of time. Raises `InvalidInputError` for an unknown cursor."""
+        query = select(AuditRow)
+        for name in _EQUAL:
+            value = getattr(wanted, name)
+            if value is not None:
+                query = query.where(getattr(AuditRow, name) == value)
+        if wanted.since is not None:
+            query = query.where(AuditRow.created_at >= wanted.since)
+        if wanted.until is not None:
+            query = query.where(AuditRow.created_at < wanted.until)
+        with self._database.reading() as session:
+            if page.after is not None:
+                seen = session.get(AuditRow, page.after)
+                if seen is None or wanted.tenant not in (None, seen.tenant):
+                    raise unknown_cursor(page.after)
+            rows = fetch(session, query, AuditRow.id, page, after=page.after)
+            return Slice([value_of(AuditEntry, row) for row in rows.items], rows.has_more)
+
+    def store(self, entry: AuditEntry) -> None:
+        """Write an entry; if a transaction has already added it, update its status and object."""
+        with self._database.writing() as session:
+            changed = update(AuditRow).where(AuditRow.id == entry.id)
+            done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
+            if not done.rowcount:
+                _add(session, entry)
+
+
+def _add(session: Session, entry: AuditEntry) -> None:
+    """Write an entry as a part of the session's transaction."""
+    session.execute(insert(AuditRow).values(**asdict(entry)))
+
+
+def _made_in(session: Session) -> str | None:
+    """Return the id of the job, deployment or file that the session is about to insert, if any."""
+    made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
+    return next(made, None)
+
 
 REQUEST_ID_HEADER = "X-Request-ID"
 _LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -98,7 +195,7 @@ class AuditRecord:
         made: list[str] = []
 
         def look(flushed: Session, *_: object) -> None:
-            made.extend(found for found in (made_in(flushed),) if found is not None)
+            made.extend(found for found in (_made_in(flushed),) if found is not None)
 
         event.listen(session, "before_flush", look)
 
@@ -107,7 +204,7 @@ class AuditRecord:
             if made and self.entry.object is None:
                 self.entry = replace(self.entry, object=made[0])
             event.listen(session, "after_commit", self._note_stored)
-            add(session, self.entry)
+            _add(session, self.entry)
 
         return write
 

@@ -1,4 +1,4 @@
-"""The dashboard's sessions, with which a browser sends a key or token that no script can read. Knows no route.
+"""The dashboard's sessions, with which a browser sends a key or token that no script can read, and last uses of keys.
 
 The cookie holds a random id. The database holds the id's hash, and the key sealed with the id: every control plane can
 serve every session, and the database alone, or a copy of it, gives no access. The key itself is needed, not just its
@@ -10,15 +10,65 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swiftkv_platform.control_plane.access.rows import SqlKeyUses, SqlSessions
+from sqlalchemy import delete, insert, select, update
+
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.database.tables import SessionRow
+from swiftkv_platform.control_plane.database.paging import Store
+from swiftkv_platform.control_plane.database.tables import KeyUseRow, SessionRow
 from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
+from swiftkv_platform.limits import SESSIONS
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.keys import ApiKey
 from swiftkv_platform.security.principals import Authenticator, Principal
+
+_MOST_ENDED = 100
+"""Most excess sessions of a key that a new one ends; earlier versions did not limit them."""
+
+
+class SqlSessions(Store):
+    """Sessions in a database that several control planes share."""
+
+    def add(self, session: SessionRow, *, now: float) -> None:
+        """Store a session; delete those that have ended, and the key's oldest ones beyond `SESSIONS`."""
+        of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == session.key_name)
+        with self._database.writing() as transaction:
+            self._database.take_turns(transaction, f"sessions of {session.key_name}")
+            transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MOST_ENDED)
+            if oldest := transaction.scalars(excess).all():
+                transaction.execute(delete(SessionRow).where(SessionRow.id_sha256.in_(oldest)))
+            transaction.add(session)
+
+    def get(self, id_sha256: str) -> SessionRow | None:
+        with self._database.reading() as transaction:
+            return transaction.get(SessionRow, id_sha256)
+
+    def remove(self, id_sha256: str) -> None:
+        with self._database.writing() as transaction:
+            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == id_sha256))
+
+
+class SqlKeyUses(Store):
+    """Last uses in a database that several control planes share."""
+
+    def note(self, key_id: str, now: float, *, at_least_s: float) -> None:
+        """Store a use, unless the stored one is less than `at_least_s` seconds older."""
+        with self._database.writing() as session:
+            self._database.take_turns(session, f"uses of {key_id}")
+            seen = session.scalar(select(KeyUseRow.last_used_at).where(KeyUseRow.key_id == key_id))
+            if seen is None:
+                session.execute(insert(KeyUseRow).values(key_id=key_id, last_used_at=int(now)))
+            elif seen <= now - at_least_s:
+                session.execute(update(KeyUseRow).where(KeyUseRow.key_id == key_id).values(last_used_at=int(now)))
+
+    def all(self) -> Mapping[str, int]:
+        """Return Unix seconds of the last use by key id."""
+        with self._database.reading() as session:
+            return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}
+
 
 _ID_BYTES = 32
 _LONGEST_NAME = 64

@@ -19,9 +19,8 @@ from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetch
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
-from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.parts import Parts, TheSettings

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
+from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService, changed
 from swiftkv_platform.errors import (

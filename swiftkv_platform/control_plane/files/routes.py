@@ -17,9 +17,8 @@ from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Strea
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileLimits, FileService
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
 from swiftkv_platform.control_plane.http.clients import watched_client
-from swiftkv_platform.control_plane.http.lists import paged
 from swiftkv_platform.control_plane.parts import Parts, TheSettings, TheUploadParsers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS, UPLOADS, UPLOADS_OF_KEY, UPLOADS_OF_TENANT

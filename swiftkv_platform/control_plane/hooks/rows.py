@@ -6,8 +6,8 @@ step that was repeated has its newest values in every event that reports it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,14 +16,30 @@ from sqlalchemy.orm import Session, aliased
 
 from swiftkv_platform.control_plane.database.paging import Store, stored_bytes, value_of
 from swiftkv_platform.control_plane.database.tables import DeliveryRow, EventRow, JobRow, PointRow
-from swiftkv_platform.control_plane.hooks.webhooks import Delivery, Recipients
 from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.limits import EVENT_POINTS
 from swiftkv_platform.specs.publish import WebhookSpec
 
+Recipients = Callable[[Job], Sequence[WebhookSpec]]
+
 PENDING = "pending"
 DELIVERED = "delivered"
 FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Delivery of one event to one address."""
+
+    sequence: int
+    webhook: WebhookSpec
+    event: Event
+    tenant: str
+    job_name: str
+    metadata: Mapping[str, str]
+    created_at: float
+    attempts: int
+    """Failed tries so far."""
 
 
 def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:

@@ -1,35 +1,34 @@
-"""Webhooks of a job's changes: their recipients, allowed addresses and signing secrets. Sends nothing."""
+"""Webhooks of a job's changes: allowed addresses, signing secrets, and delivery from the outbox until it succeeds.
+
+A change and its deliveries are stored in one transaction, so none is forgotten; a process that dies after sending may
+send again. Receivers recognise repetitions by `webhook-id`, the event's id. Deliveries of one job to one address are
+sent in order. Deliveries to different receivers do not wait for each other.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.job import Event, Job
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.security.webhooks import Secret
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.hooks.rows import Delivery, Outbox, Recipients
+from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, Secret
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.publish import WebhookSpec
-
-Recipients = Callable[[Job], Sequence[WebhookSpec]]
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Delivery of one event to one address."""
-
-    sequence: int
-    webhook: WebhookSpec
-    event: Event
-    tenant: str
-    job_name: str
-    metadata: Mapping[str, str]
-    created_at: float
-    attempts: int
-    """Failed tries so far."""
 
 
 def recipients(policies: Tenants) -> Recipients:
@@ -93,3 +92,160 @@ def _is_within(url: str, allowed: str) -> bool:
 
 def webhook_rules(settings: Settings) -> WebhookRules:
     return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
+
+
+Send = Callable[[str, Mapping[str, str], bytes], int]
+"""(url, headers, body) -> HTTP status. Raises `OSError` if there is no answer."""
+
+_FIRST_DELAY_S = 5.0
+_LONGEST_DELAY_S = 3600.0
+_GIVE_UP_S = 24 * 3600.0
+_CLAIM_S = 60.0
+"""Seconds for which a begun delivery is claimed, so that no other control plane sends it; longer than `Send` ever
+takes."""
+_MOST = 32
+"""Most deliveries under way at a time."""
+_MOST_OF_ONE_RECEIVER = 4
+
+_DEADLINE_S = 15.0
+"""Seconds for connecting, writing and reading together, so that a receiver cannot stretch them byte by byte."""
+_TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+"""Timeouts of each step of a delivery."""
+
+
+def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:
+    """Send one webhook and return the HTTP status. Follows no redirect, uses no proxy from the environment, and reads
+    no body. Raises `ConnectionError` if there is no answer in time."""
+    try:
+        return asyncio.run(_send(url, headers, body))
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise ConnectionError(type(error).__name__) from error
+
+
+async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
+    sent = {"Content-Type": "application/json", "User-Agent": "swiftkv-platform", **headers}
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=False, trust_env=False) as client,
+        client.stream("POST", url, content=body, headers=sent) as response,
+    ):
+        return response.status_code
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port of an address in lower case."""
+    parts = urlsplit(url.lower())
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class Deliverer:
+    """Sends due deliveries, each in a thread of its own.
+
+    A round starts the deliveries there is room for and waits for none: up to `_MOST` are under way, up to
+    `_MOST_OF_ONE_RECEIVER` of them to one origin.
+    """
+
+    def __init__(self, outbox: Outbox, rules: WebhookRules, send: Send, clock: Clock) -> None:
+        self._outbox = outbox
+        self._rules = rules
+        self._send = send
+        self._clock = clock
+        self._log = get_logger(loop="webhooks")
+        self._pool = ThreadPoolExecutor(_MOST, thread_name_prefix="webhook")
+        self._under_way: Counter[str] = Counter()
+        """Deliveries by origin."""
+        self._changed = threading.Condition()
+
+    def tick(self) -> None:
+        """Start due deliveries. Raises `DatabaseUnavailableError`."""
+        while (full := self._full()) is not None:
+            now = self._clock()
+            # One at a time: each claim decides whether its receiver has room for another.
+            claimed = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=1, without=full)
+            if not claimed:
+                return
+            [delivery] = claimed
+            receiver = _origin(delivery.webhook.url)
+            with self._changed:
+                self._under_way[receiver] += 1
+            self._pool.submit(self._run, delivery, receiver)
+
+    def wait(self) -> None:
+        """Return when no delivery is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way.total())
+
+    def close(self) -> None:
+        """Finish the deliveries under way, within their deadlines; no other is started."""
+        self._pool.shutdown()
+
+    def _full(self) -> Sequence[str] | None:
+        """Return the origins that have no room for another delivery; None if there is no room at all."""
+        with self._changed:
+            if self._under_way.total() >= _MOST:
+                return None
+            return [origin for origin, count in self._under_way.items() if count >= _MOST_OF_ONE_RECEIVER]
+
+    def _run(self, delivery: Delivery, receiver: str) -> None:
+        """Send a delivery and store its outcome in the outbox."""
+        try:
+            self._settle(delivery, self._deliver(delivery))
+        except DatabaseUnavailableError as error:
+            # Nothing is lost: the claim runs out, and the delivery is sent again.
+            self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
+        finally:
+            with self._changed:
+                self._under_way[receiver] -= 1
+                self._under_way += Counter()  # drops origins that have none left
+                self._changed.notify_all()
+
+    def _deliver(self, delivery: Delivery) -> str | None:
+        """Send a delivery. Returns None on success, else the problem, without anything that the receiver said."""
+        try:
+            secret = self._rules.check(delivery.webhook, delivery.tenant)
+            body, timestamp = _body(delivery), int(self._clock())
+            headers = {
+                ID_HEADER: delivery.event.id,
+                TIMESTAMP_HEADER: str(timestamp),
+                SIGNATURE_HEADER: secret.sign(delivery.event.id, timestamp, body),
+            }
+            status = self._send(delivery.webhook.url, headers, body)
+        except InvalidInputError as error:
+            return error.message
+        except OSError as error:
+            return f"no answer: {error or type(error).__name__}"
+        except Exception:
+            self._log.exception("unexpected", job_id=delivery.event.job_id, event_id=delivery.event.id)
+            return "not sent: an unexpected error"
+        return None if 200 <= status < 300 else f"answered with {status}"
+
+    def _settle(self, delivery: Delivery, problem: str | None) -> None:
+        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
+        if problem is None:
+            self._outbox.delivered(delivery.sequence, now)
+        elif now - delivery.created_at > _GIVE_UP_S:
+            log.error("webhook given up", reason=problem, attempts=delivery.attempts + 1)
+            self._outbox.give_up(delivery.sequence, problem)
+        else:
+            delay = min(_FIRST_DELAY_S * 2.0 ** min(delivery.attempts, 16), _LONGEST_DELAY_S)
+            log.warning("webhook not delivered", reason=problem, retry_in_s=delay)
+            self._outbox.put_off(delivery.sequence, problem, now + delay)
+
+
+def _body(delivery: Delivery) -> bytes:
+    """Return the body of a delivery; it is the same at every try, since an event never changes."""
+    event = delivery.event
+    document: dict[str, Any] = {
+        "type": f"distillation.job.{event.data['status']}",
+        "timestamp": event.created_at,
+        "data": {
+            **event.data,
+            "id": event.id,
+            "job_id": event.job_id,
+            "name": delivery.job_name,
+            "tenant": delivery.tenant,
+            "metadata": dict(delivery.metadata),
+            "message": event.message,
+        },
+    }
+    return json.dumps(document, separators=(",", ":")).encode()

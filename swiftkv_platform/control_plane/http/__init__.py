@@ -1,3 +1,3 @@
 """HTTP code that every room's routes share."""
 
-__all__ = ["answers", "changes", "clients", "lists", "turns"]
+__all__ = ["answers", "changes", "clients", "turns"]

@@ -1,15 +1,16 @@
-"""JSON models of answers that every room's routes share."""
+"""Lists and other answers that every room's routes share: query parameters of pages, and JSON models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
+from fastapi import Depends, Query
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from swiftkv_platform.control_plane.base import Slice
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.limits import PAGE_BYTES
 
 T = TypeVar("T")
@@ -69,3 +70,25 @@ def fitting_answers(items: Iterable[Item]) -> list[Item]:
             break
         found.append(item)
     return found
+
+
+Order = Literal["asc", "desc"]
+
+
+def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
+    """Return the dependency that reads a page from the query; by default it has `default` items, in order `first`."""
+
+    def page(
+        after: str | None = Query(None, description="`last_id` of the previous page"),
+        limit: int = Query(default, ge=1, le=most),
+        order: Order = first,
+    ) -> Page:
+        return Page(after, limit, order)
+
+    return page
+
+
+NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+
+
+OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

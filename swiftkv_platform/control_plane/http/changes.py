@@ -1,4 +1,5 @@
-"""Bodies of `PATCH`, derived from a spec: JSON merge patches (RFC 7396). Knows no route.
+"""Changes by JSON merge patches (RFC 7396): how to apply one, where two contradict each other, and bodies of `PATCH`,
+derived from a spec. Knows no route.
 
 Each field that may be changed has the same bounds as in the spec; fields that a body leaves out keep their value.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union
 
@@ -15,10 +17,67 @@ from fastapi import Depends, Header, Response
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from swiftkv_platform.control_plane.merge_patches import Expected
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, PreconditionFailedError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.deployment import Change
+
+Path = tuple[str, ...]
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """Apply `patch` to `target`: null removes a member, and a patch that is no object replaces the whole value."""
+    if not isinstance(patch, Mapping):
+        return patch
+    result = dict(target) if isinstance(target, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
+
+
+def contradicted(patch: Mapping[str, Any], seen: Mapping[str, Any], present: Mapping[str, Any]) -> Path | None:
+    """Return the path of the first member of `patch` that changed from `seen` to `present`, but to another value; None
+    if none did."""
+    for path, wanted in _leaves(patch):
+        now = _at(present, path)
+        if now != wanted and now != _at(seen, path):
+            return path
+    return None
+
+
+def _leaves(patch: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in patch.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _at(document: Any, path: Path) -> Any:
+    """Return the value at a path; None where there is nothing."""
+    for name in path:
+        document = document.get(name) if isinstance(document, Mapping) else None
+    return document
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Versions to which a change may be applied, from `If-Match`."""
+
+    versions: frozenset[int] | None
+    """Versions that the condition names; None for any."""
+
+    def check(self, what: str, version: int) -> None:
+        """Raise `PreconditionFailedError` if `what` is at a version that the condition does not name."""
+        if self.versions is not None and version not in self.versions:
+            raise PreconditionFailedError(
+                f"{what} is at version {version}, and If-Match names another; read it again, and name its ETag if the "
+                "change still applies",
+                field="If-Match",
+                value=", ".join(f'"{number}"' for number in sorted(self.versions)),
+            )
 
 
 class MergePatch(FiniteModel, use_attribute_docstrings=False):

@@ -14,8 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, wants_events
 from swiftkv_platform.control_plane.base import Caller, Page
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
-from swiftkv_platform.control_plane.http.lists import OldestFirst
+from swiftkv_platform.control_plane.http.answers import ListAnswer, OldestFirst, list_answer
 from swiftkv_platform.control_plane.jobs.answers import EventAnswer, MetricPointAnswer
 from swiftkv_platform.control_plane.jobs.following import Followers
 from swiftkv_platform.control_plane.jobs.logs import LogFollowers, read_logs, read_tail

@@ -11,8 +11,7 @@ from fastapi.responses import StreamingResponse
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.control_plane.access.callers import Fetcher, Streamed
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
-from swiftkv_platform.control_plane.http.lists import OldestFirst
+from swiftkv_platform.control_plane.http.answers import ListAnswer, OldestFirst, list_answer
 from swiftkv_platform.control_plane.jobs.answers import (
     ArtifactFileAnswer,
     CheckpointAnswer,

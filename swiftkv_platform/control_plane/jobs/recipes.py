@@ -11,8 +11,7 @@ import yaml
 from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
-from swiftkv_platform.control_plane.http.lists import OldestFirst
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, OldestFirst, list_answer
 from swiftkv_platform.control_plane.jobs.answers import page_of
 from swiftkv_platform.sources.recipes import recipes as shipped_recipes
 from swiftkv_platform.specs import JobSpec

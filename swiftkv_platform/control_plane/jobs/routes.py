@@ -15,9 +15,8 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
-from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
 from swiftkv_platform.control_plane.jobs.capacity import GroupLimits, Needs, driver_needs
 from swiftkv_platform.control_plane.jobs.costs import prices

@@ -24,8 +24,7 @@ from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.files.file import check_quota
-from swiftkv_platform.control_plane.models.answers import LineageAnswer
-from swiftkv_platform.control_plane.models.comparison import compare
+from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import Run, run_here

@@ -14,7 +14,7 @@ from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.control_plane.http.changes import Expected
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.rows import MOST_CANDIDATES, Registry
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError

@@ -12,15 +12,15 @@ from pydantic import ValidationError
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
 from swiftkv_platform.control_plane.http.clients import WaitingClient
-from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
 from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
 from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
+    ComparisonAnswer,
     CreateModel,
     ImportModel,
     LineageAnswer,
@@ -28,8 +28,8 @@ from swiftkv_platform.control_plane.models.answers import (
     PromotionAnswer,
     PromotionRequest,
     RollbackRequest,
+    compare,
 )
-from swiftkv_platform.control_plane.models.comparison import ComparisonAnswer, compare
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheParents, TheSettings

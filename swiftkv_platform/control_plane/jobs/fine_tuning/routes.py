@@ -9,8 +9,7 @@ from fastapi import APIRouter, Depends, Request
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
-from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
+from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
     FineTuningEventAnswer,

@@ -19,8 +19,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.files.rows import files_of
-from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus

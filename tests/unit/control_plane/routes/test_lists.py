@@ -11,7 +11,7 @@ from sqlalchemy import event, inspect
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ManifestFile, new_file_id
-from swiftkv_platform.control_plane.access.rows import AuditEntry, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, ModelRow, PromotionRow

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv_platform.control_plane import metrics
+from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
@@ -159,7 +159,7 @@ def test_metrics_tell_what_is_away_and_are_there_without_it(
         replace_method(getattr(parts, PARTS[away]), name)
     server = start(changed={"clock": StillClock()})
     with monkeypatch.context() as hasty:
-        hasty.setattr(metrics, "_SCRAPE_WAITS_S", 1.0 if how == "is silent" else 30.0)
+        hasty.setattr(health, "_SCRAPE_WAITS_S", 1.0 if how == "is silent" else 30.0)
         is_away.set()
         found = samples(server.client)
     told = {name: found["swiftkv_dependency_up", (("dependency", name),)] for name in PARTS}

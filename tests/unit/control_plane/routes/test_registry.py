@@ -8,7 +8,7 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.models.comparison import compare
+from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention

@@ -1,0 +1,153 @@
+"""`/`, `/session` and `/audit`: the dashboard's files, signing in and out, and who changed what, or was refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from fastapi import APIRouter, Depends, Request, Response, status
+from fastapi.responses import FileResponse
+from pydantic import Field
+
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, SqlAudit, record_of
+from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, current_session, taking_turns
+from swiftkv_platform.control_plane.access.sessions import Session, Sessions
+from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
+from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
+from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.security.principals import Principal, Scope
+from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.middleware import PAGE_HEADERS
+
+FILES = Path(__file__).parent.parent / "dashboard"
+
+router = APIRouter(tags=["operations"], route_class=BodyRoute)
+
+
+@router.get("/", include_in_schema=False)
+def index() -> FileResponse:
+    """The dashboard."""
+    return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
+
+
+class SignIn(FrozenModel):
+    api_key: Annotated[str, Field(max_length=8192)]
+
+
+@router.post(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT, include_in_schema=False)
+def sign_in(body: SignIn, request: Request, response: Response) -> None:
+    """Begin a session. Its id goes into a cookie that scripts cannot read, since an event stream cannot send a
+    header."""
+    sessions: Sessions | None = request.app.state.sessions
+    if sessions is None:
+        return
+    principal = sessions.identify(body.api_key)
+    record = record_of(request)
+    record.identify(request, principal, name=principal.name, tenant=principal.tenant)
+    record.open()
+    session = sessions.open(body.api_key, principal)
+    _close(request, sessions)
+    response.set_cookie(
+        SESSION_COOKIE,
+        session.id,
+        max_age=max(int(session.expires_at - session.began_at), 0),
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+@router.get(SIGN_IN_PATH, include_in_schema=False)
+def show_session(request: Request) -> dict[str, object]:
+    """Return the session's key and end, null without a session, and whether the caller may read the audit trail."""
+    session = _session_or_none(request)
+    if session is None:
+        return {"session": None, "reads_audit": request.app.state.authenticator is None}
+    told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
+    return {"session": told, "reads_audit": session.key.reads_audit}
+
+
+@router.delete(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT, include_in_schema=False)
+def sign_out(request: Request, response: Response) -> None:
+    """End the session."""
+    sessions: Sessions | None = request.app.state.sessions
+    if sessions is not None:
+        session = _session_or_none(request)
+        if session is not None:
+            record = record_of(request)
+            record.identify(request, session.key, name=session.key.name, tenant=session.key.tenant)
+            record.open()
+        _close(request, sessions)
+    response.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+
+
+def _session_or_none(request: Request) -> Session | None:
+    try:
+        return current_session(request)
+    except UnauthenticatedError:
+        return None
+
+
+def _close(request: Request, sessions: Sessions) -> None:
+    cookie = request.cookies.get(SESSION_COOKIE)
+    if cookie:
+        sessions.close(cookie)
+
+
+class AuditAnswer(Answer):
+    """A request that changed something, tried to, or was refused access."""
+
+    id: str
+    object: Literal["audit.entry"] = "audit.entry"
+    created_at: float
+    """Unix seconds."""
+    request_id: str
+    """`X-Request-ID` of its answer."""
+    actor: str | None
+    """Name of the key's owner, or issuer and subject of the token; null where the caller was not known."""
+    credential: str | None
+    """Id of the key (`swiftkv keys list`), or issuer and subject."""
+    tenant: str | None
+    address: str
+    """Address of the caller, as a trusted proxy names it."""
+    method: str
+    route: str
+    """Template of the route."""
+    about: str | None
+    """Id of what the request was about."""
+    status: int
+    """HTTP status of its answer."""
+    left_out: int
+    """Number of earlier refusals that were not recorded because there were too many."""
+
+    @classmethod
+    def of(cls, entry: AuditEntry) -> Self:
+        return cls.model_validate({**vars(entry), "object": "audit.entry", "about": entry.object})
+
+
+def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("reading")]) -> str | None:
+    """Return the tenant whose entries the caller may see; None for all tenants. Raises `ForbiddenError`."""
+    principal: Principal | None = getattr(request.state, "principal", None)
+    if principal is None or principal.operator:
+        return None
+    principal.require(Scope.ADMIN)
+    return caller.tenant
+
+
+@router.get("/audit")
+def list_audit(
+    request: Request,
+    seen: Annotated[str | None, Depends(seen_tenant)],
+    wanted: Annotated[AuditFilter, Depends()],
+    page: NewestFirst,
+) -> ListAnswer[AuditAnswer]:
+    """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
+    asked = wanted.tenant
+    if seen is not None and asked not in (None, seen):
+        message = f"tenant is {asked!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
+        raise ForbiddenError(message, field="tenant")
+    trail: SqlAudit = request.app.state.audit
+    found = trail.list(page, replace(wanted, tenant=seen or asked))
+    return list_answer(found, AuditAnswer.of, order=page.order)

@@ -1,5 +1,4 @@
-"""The control plane: jobs, models, deployments and files of tenants over HTTP, one room a subject.
+"""The control plane: jobs, models, deployments and files of tenants over HTTP, one package per subject.
 
-A room's rules, rows and routes stand side by side. Rooms meet through the modules that their `__all__` names
-(`tests/unit/test_rooms.py`); the modules of this package itself put them together.
+The modules of this package itself put the subjects together.
 """

@@ -17,7 +17,6 @@ from packaging.utils import canonicalize_name
 
 import swiftkv_platform
 from tests.parameters import WIDE
-from tests.requirements import REQUIRE_ALL, missing, required_module
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -114,18 +113,6 @@ def test_the_command_line_starts_with_what_is_always_installed(tmp_path: Path, o
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout
-
-
-def test_what_is_missing_skips_or_fails_where_everything_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(REQUIRE_ALL, raising=False)
-    with pytest.raises(pytest.skip.Exception, match="no such browser"):
-        missing("no such browser")
-    monkeypatch.setenv(REQUIRE_ALL, "1")
-    with pytest.raises(pytest.fail.Exception, match="no such browser"):
-        missing("no such browser")
-    with pytest.raises(pytest.fail.Exception, match="no_such_package is not installed, and no other"):
-        required_module("no_such_package.part", otherwise=", and no other")
-    assert required_module("json.decoder").JSONDecoder
 
 
 def python(code: str, directory: Path) -> str:

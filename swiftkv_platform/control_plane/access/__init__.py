@@ -1,3 +1,1 @@
 """Callers and what they may do: tenants, sessions, quotas and the audit trail."""
-
-__all__ = ["callers", "demand", "tenants"]

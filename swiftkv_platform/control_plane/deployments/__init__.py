@@ -1,3 +1,1 @@
 """Deployments: their rules, rows and routes, and the reconciler that runs them on Ray Serve."""
-
-__all__ = ["deployment", "rows"]

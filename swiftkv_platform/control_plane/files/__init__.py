@@ -1,3 +1,1 @@
 """Uploaded files that jobs train on."""
-
-__all__ = ["file", "rows"]

@@ -1,3 +1,1 @@
 """Webhooks: deliveries of a job's changes, signed and repeated until they arrive."""
-
-__all__ = ["rows", "webhooks"]

@@ -1,3 +1,1 @@
 """HTTP code that every room's routes share."""
-
-__all__ = ["answers", "changes", "clients", "turns"]

@@ -1,3 +1,1 @@
 """Distillation jobs: their rules, rows and routes, and the reconciler that runs them on a Ray cluster."""
-
-__all__ = ["answers", "job", "parents", "routes", "uses"]

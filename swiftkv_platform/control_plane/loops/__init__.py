@@ -1,3 +1,1 @@
 """The loops of a control plane, and the leases that elect who runs them."""
-
-__all__ = ["leadership", "loop", "rows"]

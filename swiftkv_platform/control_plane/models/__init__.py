@@ -1,3 +1,1 @@
 """Distilled models: lineage, comparison, and the aliases that name those in use."""
-
-__all__ = ["model", "registry", "rows"]

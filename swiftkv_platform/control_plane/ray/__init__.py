@@ -1,3 +1,1 @@
 """Ray's dashboard over HTTP, and placement on Ray's nodes, for jobs and deployments."""
-
-__all__ = ["dashboard", "places"]

@@ -1,3 +1,1 @@
 """Retention: rules on what is kept for how long, and the sweeper that removes the rest."""
-
-__all__ = []

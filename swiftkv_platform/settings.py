@@ -161,19 +161,8 @@ class Settings(BaseSettings):
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a CPU core for an hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """FLOPs per second of one worker, for the time estimate of a job until a similar one has been measured."""
-    node_gpus: Annotated[int, Field(ge=1)] = 8
-    """GPUs of a node; this and the five settings that follow are for the plan of a job's disk, downloads and time."""
-    node_cpus: Annotated[float, Field(gt=0.0)] | None = None
-    """CPUs of a node; None: plan all workers without GPUs on one node."""
-    node_disk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a node's disk that a job may use; a job that needs more is refused. None: unknown."""
-    hub_bytes_per_second: Annotated[float, Field(gt=0.0)] = 100e6
-    """Rate at which a node reads from the hub."""
-    store_bytes_per_second: Annotated[float, Field(gt=0.0)] = 500e6
-    """Rate at which a node reads from the object store, or writes to it."""
-    disk_bytes_per_second: Annotated[float, Field(gt=0.0)] = 1e9
-    """Rate at which a node reads its disk, or writes to it."""
+    """FLOPs per second of one worker, for the time estimate of a job until a similar one has been
+    measured; None: an assumed share of a known GPU's peak."""
     webhook_origins: tuple[str, ...] = ()
     """Origins that webhooks may be sent to: `https://host`, `https://*.domain`, `http://host:port`. Empty: webhooks
     are refused."""

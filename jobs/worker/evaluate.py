@@ -42,8 +42,6 @@ from swiftkv_platform.model.checkpoint import LazyTensors, StoredTensors
 from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.phases import MODEL_SHARE
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.sources import Access
@@ -54,6 +52,9 @@ from swiftkv_platform.storage.artifacts import StoredDirectory, publish_director
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.publishing import CARD
 from swiftkv_platform.traces import spans_of_jobs
+
+MODEL_SHARE = 0.5
+"""Share of a worker's free memory up to which weights are measured whole; the rest is for activations and caches."""
 
 
 def evaluate_and_publish(
@@ -191,7 +192,7 @@ class _Student:
         copies, directory = self.workspace.num_local > 1, self.workspace.path / "trained"
         if copies and self.workspace.fetches:
             directory.mkdir()
-            writer = ShardWriter(directory, "trained", MAX_SHARD_BYTES)
+            writer = ShardWriter(directory, "trained")
             for name, tensor in self.trained.items():
                 writer.add(name, tensor)
             writer.flush()

@@ -44,9 +44,9 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.planning.fit import refuse_writers, teacher_bytes
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
-from swiftkv_platform.planning.phases import refuse, teacher_bytes
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.sources.hub import local_directory
@@ -245,7 +245,7 @@ def _check_room(spec: JobSpec, path: str) -> None:
     """Raise `InvalidInputError` if this worker cannot hold the teacher."""
     needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
     if needed >= given:
-        refuse(spec, needed, given, "free")
+        refuse_writers(spec, needed, given, "free")
 
 
 def _load_engine(spec: JobSpec, path: str) -> LLMEngine:

@@ -43,7 +43,6 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -313,7 +312,7 @@ def calibrate(
         rows, spec.swiftkv.calibration_tokens, seed=spec.training.seed, share=workers.rank, num_shares=workers.size
     )
     source = open_lazy(spec, path, device=device)
-    writer = ShardWriter(directory, "calibrated", MAX_SHARD_BYTES)
+    writer = ShardWriter(directory, "calibrated")
     found = calibrate_streamed(
         source,
         batches,

@@ -1,4 +1,4 @@
-"""Print estimates of a job: the student, memory, time and cost as sentences, and its phases as a table."""
+"""Print estimates of a job: the student, memory, time and cost as sentences, and what its gates can decide."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.cli.context import read_spec, settings
-from swiftkv_platform.cli.output import print_json, print_table, say
+from swiftkv_platform.cli.output import print_fields, print_json, print_table, say
 from swiftkv_platform.client import Estimate
-from swiftkv_platform.control_plane.jobs.estimates import machines
+from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
@@ -76,10 +76,11 @@ def _training(known: Mapping[str, Any], spec: JobSpec) -> str | None:
     if "flops_per_token" not in known:
         return None
     each = f"{flops(known['flops_per_token'])} a token"
-    if "max_tokens" not in known or spec.training.max_steps is None:
+    if "max_tokens" not in known:
         return f"{each}; data and epochs decide the number of tokens"
-    steps, tokens = plural(spec.training.max_steps, "step"), known["max_tokens"]
-    return f"{steps}, {count(tokens)} tokens: {flops(known['total_flops'])}, {each}"
+    training = spec.training
+    steps = plural(training.num_epochs, "epoch") if training.max_steps is None else plural(training.max_steps, "step")
+    return f"{steps}, {count(known['max_tokens'])} tokens: {flops(known['total_flops'])}, {each}"
 
 
 def _memory(known: Mapping[str, Any], spec: JobSpec, machine_bytes: int | None) -> str | None:
@@ -108,9 +109,12 @@ def _on_gpu(wanted: float, accelerator_type: str | None) -> str:
 def _time(known: Mapping[str, Any]) -> str | None:
     if "seconds" not in known:
         return "unknown: no similar job has been measured" if "flops_per_token" in known else None
-    source = known.get("speed_source")
-    basis = "at the speed that the operator has set" if source == "configured" else f"at the speed of {source}"
-    return f"{duration(known['seconds'])} from start to model, {basis}"
+    seconds, source = duration(known["seconds"]), str(known.get("speed_source"))
+    if source == "configured":
+        return f"{seconds} of training, at the speed that the operator has set"
+    if source.startswith("assumed"):
+        return f"{seconds} of training, {source}"
+    return f"{seconds} from start to model, at the speed of {source}"
 
 
 def _source(source: Mapping[str, Any]) -> str:
@@ -125,25 +129,7 @@ def _source(source: Mapping[str, Any]) -> str:
     return f"{source['name_or_path']}: {', '.join(facts) or 'only the workers can read it'}"
 
 
-_COLUMNS = ("phase", "workers", "device", "host", "node's disk", "store", "downloads", "uploads", "time")
 _GATE_COLUMNS = ("gate on", "samples", "smallest loss excluded, points", "limit", "samples needed")
-_NOUNS = {
-    "prepare": "preparation",
-    "calibrate": "calibration",
-    "train": "training",
-    "evaluate": "evaluation",
-    "publish": "publishing",
-}
-_PARTS = {"cache": "teacher, rows and initialization", "checkpoints": "checkpoints", "artifact": "the artifact"}
-_SECONDS = {
-    "download": "downloads",
-    "read": "reading and writing disks",
-    "compute": "computing",
-    "steering": "measuring and trying rates",
-    "upload": "uploads",
-}
-
-Phase = Mapping[str, Any]
 
 
 def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Estimate:
@@ -151,21 +137,27 @@ def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None
     `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
-    found = validate(spec, config=config, machines=machines(settings()), num_tokens=num_tokens)
+    speed = speed_for(spec, (), settings().flops_per_second)
+    found = with_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Estimate.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
 
 def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json: bool) -> None:
-    """Print the phases of the job spec at `path`."""
-    estimate = foresee(read_spec(path), config=config, num_tokens=num_tokens)
+    """Print the estimate of the job spec at `path`."""
+    spec = read_spec(path)
+    estimate = foresee(spec, config=config, num_tokens=num_tokens)
     if json:
         print_json(estimate)
-    elif estimate.model_dump()["phases"]:
-        print_phases(estimate.model_dump())
     else:
-        say("The teacher is on the hub; give its config.json (--config) to plan the job's phases.")
-    if not json:
-        print_gates(estimate.model_dump())
+        print_estimate(estimate, spec, machine_bytes=None)
+
+
+def print_estimate(estimate: Estimate, spec: JobSpec, machine_bytes: int | None) -> None:
+    """Print an answer of `POST /jobs/validate`. `machine_bytes` as in `describe_estimate`."""
+    print_fields(describe_estimate(estimate, spec, machine_bytes))
+    print_gates(estimate.model_dump())
+    if estimate.model_dump().get("num_hidden_layers") is None:
+        say("The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too.")
 
 
 def print_gates(estimate: Mapping[str, Any]) -> None:
@@ -196,89 +188,3 @@ def print_gates(estimate: Mapping[str, Any]) -> None:
             f"A student {WORSE:g} points worse on every task passes in about {worse:.0%} of evaluations: use more "
             "samples, or further tasks."
         )
-
-
-def print_phases(estimate: Mapping[str, Any]) -> None:
-    """Print the phases in an answer of `POST /jobs/validate`; nothing if it has none."""
-    phases: Sequence[Phase] = estimate.get("phases") or ()
-    if not phases:
-        return
-    rows = [
-        (
-            phase["phase"],
-            f"{phase['num_workers']}",
-            "" if phase["device_bytes"] is None else size(phase["device_bytes"]),
-            size(phase["host_bytes"]),
-            size(phase["node_disk"]["total"]),
-            size(phase["store"]["total"]),
-            size(phase["downloaded_bytes"]),
-            size(phase["uploaded_bytes"]),
-            "not known" if phase["seconds"] is None else duration(phase["seconds"]),
-        )
-        for phase in phases
-    ]
-    print_table(_COLUMNS, rows, empty="")
-    say(f"{_longest(phases)} {_most_memory(phases)} {_fullest_disk(phases)}")
-    if left_out := _left_out(phases):
-        say(left_out)
-    say(_assumed(estimate["assumptions"]))
-
-
-def _longest(phases: Sequence[Phase]) -> str:
-    unknown = [_NOUNS[phase["phase"]] for phase in phases if phase["seconds"] is None]
-    known = [phase for phase in phases if phase["seconds"] is not None]
-    if unknown:
-        return f"The time of {_listed(unknown)} is not known."
-    longest = max(known, key=lambda phase: float(phase["seconds"]))
-    whole = sum(phase["seconds"] for phase in known)
-    parts = {name: longest["seconds_of"][part] for part, name in _SECONDS.items()}
-    what = max(parts, key=lambda name: parts[name])
-    share = f"{_NOUNS[longest['phase']]} {duration(longest['seconds'])}"
-    return f"All phases take {duration(whole)}, of which {share}, most of that {what}."
-
-
-def _most_memory(phases: Sequence[Phase]) -> str:
-    on_gpu = phases[0]["device_bytes"] is not None
-    key, where = ("device_bytes", "device") if on_gpu else ("host_bytes", "process")
-    most = max(phases, key=lambda phase: int(phase[key]))
-    return f"A worker's {where} memory is largest in {_NOUNS[most['phase']]}, {size(most[key])}."
-
-
-def _fullest_disk(phases: Sequence[Phase]) -> str:
-    most = max(phases, key=lambda phase: int(phase["node_disk"]["total"]))
-    use = most["node_disk"]
-    what = max(_PARTS, key=lambda part: int(use[part]))
-    return (
-        f"A node's disk use is largest in {_NOUNS[most['phase']]}, {size(use['total'])}, of which {_PARTS[what]} "
-        f"{size(use[what])}."
-    )
-
-
-def _left_out(phases: Sequence[Phase]) -> str | None:
-    found: dict[str, list[str]] = {}
-    for phase in phases:
-        for part in phase["left_out"]:
-            found.setdefault(part, []).append(phase["phase"])
-    where = {
-        part: "all phases" if len(names) == len(phases) else _listed([_NOUNS[name] for name in names])
-        for part, names in found.items()
-    }
-    listed = "; ".join(f"{part} ({names})" for part, names in where.items())
-    return f"Left out: {listed}." if listed else None
-
-
-def _assumed(assumptions: Mapping[str, Any]) -> str:
-    nodes = f"{plural(assumptions['num_nodes'], 'node')} of up to {plural(assumptions['workers_per_node'], 'worker')}"
-    if assumptions["flops_per_second"] is None:
-        speed = "unknown worker speed"
-    else:
-        speed = f"{flops(assumptions['flops_per_second'])} per second and worker ({assumptions['flops_source']})"
-    rates = ", ".join(
-        f"{size(assumptions[f'{name}_bytes_per_second'])}/s {what}"
-        for name, what in (("hub", "from the hub"), ("store", "to and from the store"), ("disk", "on a node's disk"))
-    )
-    return f"Assumed: {nodes}; {speed}; {rates}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

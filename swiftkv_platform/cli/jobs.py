@@ -13,13 +13,12 @@ import typer
 import yaml
 
 from swiftkv_platform.cli.context import JobId, Json, Limit, MaybeSpecFile, SpecFile, Url, checked, connect, read_spec
-from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_gates, print_phases
+from swiftkv_platform.cli.estimates import foresee, print_estimate
 from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
     err,
     local_time,
     out,
-    print_fields,
     print_json,
     print_schema,
     say,
@@ -121,13 +120,7 @@ def validate(
         print_json(estimate)
     else:
         say(f"{file} is accepted.")
-        print_fields(describe_estimate(estimate, spec, _memory_here(url)))
-        print_phases(estimate.model_dump())
-        print_gates(estimate.model_dump())
-        if estimate.model_dump().get("num_hidden_layers") is None:
-            say(
-                "The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too."
-            )
+        print_estimate(estimate, spec, _memory_here(url))
 
 
 @jobs_app.command("list")

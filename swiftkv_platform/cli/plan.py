@@ -80,7 +80,7 @@ def plan(
 ) -> None:
     """Compare FLOPs per prompt token by component (paper, table 1) and KV bytes of students and teacher.
 
-    For a job spec: memory, disk, bytes moved and time of each phase.
+    For a job spec: the student, and memory, time and gates of the job.
     """
     if dry_run:
         _dry_run(model, config, json=json)

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+MAX_ACTIVATION_BYTES = 4 << 30
+"""Bytes of activations that a worker keeps in host memory by default."""
+
 
 class KeptTensor:
     """A tensor in an `ActivationStore`; deleting this object frees its memory or file."""

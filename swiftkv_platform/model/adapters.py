@@ -36,7 +36,6 @@ from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_
 from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
 from swiftkv_platform.model.loading import find_checkpoint
 from swiftkv_platform.model.stored_quantization import QUANTIZED_DTYPES
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
@@ -110,7 +109,7 @@ def write_adapter(
     Raises:
         ModelError: `refuses_whole` is set, and the adapter has at least the share `WHOLE` of the student's bytes.
     """
-    writer = ShardWriter(target, ADAPTER_WEIGHTS, MAX_SHARD_BYTES)
+    writer = ShardWriter(target, ADAPTER_WEIGHTS)
     found = _Difference(base, writer)
     for name, tensor in student:
         found.take(name, tensor)
@@ -156,7 +155,7 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
     }
     shards = _place(base, {name: shard for name, shard in kept.items() if shard in whole}, target, "base", files)
     shards |= _place(own, own.shards, target, "swiftkv", files)
-    writer = ShardWriter(target, "changed", MAX_SHARD_BYTES)
+    writer = ShardWriter(target, "changed")
     for name, shard in kept.items():
         if shard not in whole:
             writer.add(name, adapter.as_stored(name, base.tensors([name])[name]))

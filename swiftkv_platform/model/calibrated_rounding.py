@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.activations import ActivationStore, KeptTensor
+from swiftkv_platform.model.activations import MAX_ACTIVATION_BYTES, ActivationStore, KeptTensor
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.calibration import TokenBatch, decoder_inputs
 from swiftkv_platform.model.calibration_stream import LayerSource
@@ -29,7 +29,6 @@ from swiftkv_platform.model.packed_attention import sample_lengths
 from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.model.weight_formats import WeightFormat, dequantize_weight, quantize_weight
-from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 
 
 @torch.no_grad()

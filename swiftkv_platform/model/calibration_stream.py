@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.activations import ActivationStore, KeptTensor
+from swiftkv_platform.model.activations import MAX_ACTIVATION_BYTES, ActivationStore, KeptTensor
 from swiftkv_platform.model.attention import KeyValue, attention_input
 from swiftkv_platform.model.calibration import (
     TokenBatch,
@@ -37,7 +37,6 @@ from swiftkv_platform.model.calibration_statistics import (
 )
 from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 
 
 class LayerSource(Protocol):

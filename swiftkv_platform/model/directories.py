@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
 Files = Literal["link", "copy", "symlink"]
 """Way to put an unchanged weight file into a new directory: a hard link, which takes no space and no time; a copy, for
 a target that must not share its bytes with the source; or a symbolic link, for a target that its source outlives."""
+
+MAX_SHARD_BYTES = 2 << 30
+"""Largest weight file, unless a single tensor is larger."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
@@ -93,7 +95,7 @@ def shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
 class ShardWriter:
     """Writer of tensors into numbered files, which holds at most one file's tensors in memory."""
 
-    def __init__(self, directory: Path, name: str, max_bytes: int) -> None:
+    def __init__(self, directory: Path, name: str, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self._directory, self._name, self._max_bytes = directory, name, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0

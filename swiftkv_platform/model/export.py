@@ -48,7 +48,6 @@ from swiftkv_platform.model.weight_formats import (
     quantize_weight,
     stored_form,
 )
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 Quantization = Literal["int8", "int4", "mixed"]
@@ -274,7 +273,7 @@ def _export_quantized(
                     yield {name: tensor}
 
     with new_directory(target) as partial:
-        writer = ShardWriter(partial, "weights", MAX_SHARD_BYTES)
+        writer = ShardWriter(partial, "weights")
         num_bytes = 0
         for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():

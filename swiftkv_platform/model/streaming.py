@@ -19,6 +19,7 @@ from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import made_without_weights, read_config
 from swiftkv_platform.model.conversion import convert, make_student_config
 from swiftkv_platform.model.directories import (
+    MAX_SHARD_BYTES,
     Files,
     ShardWriter,
     check_new,
@@ -35,7 +36,6 @@ from swiftkv_platform.model.stored_quantization import is_quantized, without_swi
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.planning import DecodeKeyValue, Sharing
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 Progress = Callable[[int, int], None]

@@ -26,7 +26,6 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         early_exit=spec.swiftkv.early_exit,
         own_output_projection=spec.swiftkv.own_output_projection,
         decodes_own=spec.swiftkv.decode_key_value == "own",
-        refitted=spec.swiftkv.is_refitted,
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,
         hidden_loss=spec.distillation.hidden_loss_weight > 0,

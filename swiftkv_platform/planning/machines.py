@@ -1,12 +1,11 @@
-"""GPUs, nodes and rates that a job's plan assumes: the operator's figures, or the defaults here."""
+"""Memory and speed of known GPUs, and what PyTorch can use of this machine's CPU."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
 
-from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.specs import JobSpec
 
 DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9, "T4": 16e9}
 """Memory of a GPU in bytes. The A100 is missing because it is sold in two sizes."""
@@ -14,52 +13,19 @@ DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4":
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 FLOPs per second as published by the manufacturer."""
 
-
-ASSUMED_UTILISATION = 0.4
+_ASSUMED_UTILISATION = 0.4
 """Share of a GPU's peak that a step is taken to reach, while no job has been measured and no speed is configured."""
 
 
-class Machines(FrozenModel):
-    """Nodes of the cluster, as the operator describes them."""
-
-    node_gpus: int = 8
-    """GPUs of a node."""
-    node_cpus: float | None = None
-    """CPUs of a node; None: all workers without GPUs are assumed to be on one node."""
-    node_disk_bytes: int | None = None
-    """Disk space of a node that a job may use, in bytes; None: unknown."""
-    hub_bytes_per_second: float = 100e6
-    """Download rate of a node from the hub."""
-    store_bytes_per_second: float = 500e6
-    """Rate at which a node reads from or writes to the object store."""
-    disk_bytes_per_second: float = 1e9
-    """Rate at which a node reads from or writes to its disk."""
-    text_bytes_per_second: float = 0.5e6
-    """Rate at which one process turns text into rows (docs/data.md)."""
-    flops_per_second: float | None = None
-    """FLOPs per second that one worker reaches; None: a share of its GPU's peak, if that is known."""
-    flops_source: str = "configured"
-    """Source of `flops_per_second`."""
-
-    def workers_per_node(self, resources: ResourcesSpec) -> int:
-        room: float = resources.max_workers
-        if resources.gpus_per_worker:
-            room = self.node_gpus // resources.gpus_per_worker
-        elif self.node_cpus is not None:
-            room = self.node_cpus // resources.cpus_per_worker
-        return max(1, min(int(room), resources.max_workers))
-
-    def speed(self, spec: JobSpec) -> tuple[float, str] | None:
-        """Return a worker's FLOPs per second and their source; None if unknown."""
-        if self.flops_per_second is not None:
-            return self.flops_per_second, self.flops_source
-        resources = spec.resources
-        peak = resources.peak_flops_per_second
-        if peak is None and resources.gpus_per_worker and spec.model.dtype == "bfloat16":
-            peak = PEAK_FLOPS.get(resources.accelerator_type or "")
-        if peak is None:
-            return None
-        return ASSUMED_UTILISATION * peak, f"assumed: {ASSUMED_UTILISATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"
+def assumed_speed(spec: JobSpec) -> tuple[float, str] | None:
+    """Return the FLOPs per second of a worker by its GPU's peak, and how they are assumed; None for unknown GPUs."""
+    resources = spec.resources
+    peak = resources.peak_flops_per_second
+    if peak is None and resources.gpus_per_worker and spec.model.dtype == "bfloat16":
+        peak = PEAK_FLOPS.get(resources.accelerator_type or "")
+    if peak is None:
+        return None
+    return _ASSUMED_UTILISATION * peak, f"assumed: {_ASSUMED_UTILISATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"
 
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

@@ -91,10 +91,6 @@ def student_parameters(
     )
 
 
-def largest_teacher_layer(model: Architecture) -> int:
-    return max(_layer(model, layer) for layer in model.layers)
-
-
 def _embeddings(model: Architecture) -> int:
     return (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
 
@@ -108,15 +104,14 @@ def _layer(model: Architecture, layer: Layer) -> int:
     return projections + maps + model.num_norms * model.hidden_size
 
 
-def served_parameters(model: Architecture, layer_map: LayerMap, *, decodes_own: bool | None = None) -> tuple[int, int]:
+def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
     """Count the parameters of a student without its teacher's projections (a dense map: of the teacher): in the layers,
     and outside."""
     first, hidden = layer_map.num_key_value_layers, model.hidden_size
-    decodes_own = model.decodes_own if decodes_own is None else decodes_own
     layers = sum(_layer(model, layer) for layer in model.layers)
     for i, layer in enumerate(model.layers[first:], start=first):
         layers -= layer.attention.query_parameters + layer.attention.key_value_parameters
         layers += model.shared_attention.query_parameters
         own = model.shared_attention
-        layers += (i in layer_map.leaders) * (own.key_value_parameters + decodes_own * own.decode_parameters)
+        layers += (i in layer_map.leaders) * (own.key_value_parameters + model.decodes_own * own.decode_parameters)
     return layers, _embeddings(model) + hidden * (1 + (model.normalises_inputs and bool(layer_map.leaders)))

@@ -1,6 +1,4 @@
-"""Schedule of a run that is steered by its held-out KL: steps of the rate search, measurements and checkpoints. The
-trainer follows it and the planner counts it.
-"""
+"""Schedule of a run that is steered by its held-out KL: steps of the rate search, measurements and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class RunSchedule:
     """Fewest steps between checkpoints that are saved for their held-out KL; a multiple of `measured_every`."""
 
     @classmethod
-    def of(cls, spec: JobSpec, total_steps: int, *, measures: bool = True) -> RunSchedule:
+    def of(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
         """Make the schedule of a spec whose defaults are resolved; without `measures`, for a run with nothing held
         out."""
         training, checkpoint = spec.training, spec.checkpoint
@@ -84,22 +82,3 @@ class RunSchedule:
         """Whether the state after `step` may be kept as the best. Depends on the step alone, so that an interrupted run
         goes on as if it had not been interrupted."""
         return self.is_due(step) or step % self.best_every == 0
-
-    @property
-    def num_measurements(self) -> int:
-        """Measurements of a run that never goes back: of the start, at intervals, and of the end."""
-        if self.measured_every is None or self.total_steps == 0:
-            return 0
-        return 1 + -(-self.total_steps // self.measured_every)
-
-    @property
-    def num_saves(self) -> int:
-        """Most checkpoints that a run writes: at intervals and at the end; if there are measurements, also of the start
-        and of each that may be the best."""
-        total = self.total_steps
-        if self.measured_every is None or total == 0:
-            return -(-total // self.every_steps)
-        both = math.lcm(self.every_steps, self.best_every)
-        between = total // self.every_steps + total // self.best_every - total // both
-        is_last_apart = total % self.every_steps != 0 and total % self.best_every != 0
-        return 1 + between + is_last_apart

@@ -168,22 +168,6 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     )
 
 
-def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> float:
-    """FLOPs per token of a measurement of held-out text: a step's forward pass without an exit head."""
-    step = training_flops(model, layer_map, setup)
-    logits = 2 if setup.objective == "logits" else 1
-    head = setup.counted_share * logits * Linear(model.hidden_size, model.vocab_size).flops
-    return step.lower + step.teacher + step.student + head
-
-
-def calibrating_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> float:
-    """Return the FLOPs per token of the teacher's layers, plus those that prompts run through after the first bypassed
-    one."""
-    bypassed = min(layer_map.bypassed, default=len(model.layers))
-    layers = [*range(len(model.layers)), *(i for i in layer_map.prefill_layers if i > bypassed)]
-    return sum(_layer(model.layers[i], setup) for i in layers)
-
-
 def _layer(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)

@@ -175,18 +175,6 @@ def _let_go(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int
     return _layer(model, layer, setup, narrow, has_gradient=True) - (narrow + WIDE) * model.hidden_size
 
 
-def layer_buffers(model: Architecture, setup: TrainingSetup, *, num_tokens: int) -> tuple[int, int]:
-    """Return the bytes of a forward pass of rows without gradients: states around the layers with the mask, and buffers
-    within a layer."""
-    narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    own, hidden = model.shared_attention, model.hidden_size
-    mask = setup.sequence_length
-    attending = narrow * (2 * own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
-    # For each expert of a token: input, output, and output times score.
-    inner = max(_inner_features(model, layer) + 3 * _routed_features(model, layer) for layer in model.layers)
-    return (_STATES * narrow * hidden + mask) * num_tokens, max(narrow * inner, attending) * num_tokens
-
-
 def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     """Bytes of the gradients that the backward pass holds at once: those of gate, up and their product."""
     widest = max(_inner_features(model, layer) for layer in model.layers)

@@ -37,8 +37,6 @@ class TrainingSetup:
     own_output_projection: bool = False
     decodes_own: bool = False
     """Whether `swiftkv.decode_key_value` is `own`."""
-    refitted: bool = False
-    """Whether the start is fitted to the student's own states as well."""
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False

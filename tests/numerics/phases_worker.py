@@ -41,9 +41,8 @@ from swiftkv_platform.jobs.worker.setup import (
     shared_workspace,
 )
 from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.model.directories import write_model_shards
+from swiftkv_platform.model.directories import MAX_SHARD_BYTES, write_model_shards
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.distillation_worker import Recorder, tiny_rows

@@ -9,8 +9,6 @@ import pytest
 
 from swiftkv_platform.contract.events import CourseCode
 from swiftkv_platform.distillation.trainer import HeldOut
-from swiftkv_platform.planning.steering import RunSchedule
-from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import CHECKPOINTS, Outcome, Run, assert_equal_weights, run
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
@@ -111,8 +109,6 @@ def test_bests_are_saved_as_often_as_the_spec_allows(
     outcome = _run(tmp_path, "s", training=training, spec=spec)
     assert [int(path.name[5:13]) for path in _checkpoints(tmp_path, "s")] == saved
     assert outcome.notes[-1].data["chosen_step"] == chosen
-    job = JobSpec.model_validate({"name": "j", **spec, "training": {**EVERY_STEP, **training, "batch_size": 8}})
-    assert RunSchedule.of(job, 6).num_saves >= len(saved)
     figures = iter(kls)
     _run(tmp_path, "cut", training=training, spec=spec, stop_after=2)  # before step 2 is saved
     figures = iter(kls[max(step for step in saved if step < 2) + 1 :])

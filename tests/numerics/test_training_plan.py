@@ -15,7 +15,7 @@ from swiftkv_platform.distillation.parallel import build_optimizer
 from swiftkv_platform.engine.kv_cache import bytes_per_block
 from swiftkv_platform.engine.memory import layer_shapes, storage_format
 from swiftkv_platform.model import convert
-from swiftkv_platform.planning import LayerMap, TrainingSetup, plan_training, read_architecture, training
+from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
 from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
@@ -85,19 +85,6 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
     counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
     planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
     assert counted == pytest.approx(48 * planned, rel=1e-12)
-
-
-@pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize(("name", "counted_share"), in_turn(SPECS, [1.0, 0.25]))
-def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> None:
-    spec = DistillationSpec(**SPECS[name])
-    student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3)
-    batch, setup = two_rows(student.config.vocab_size, spec, counted_share)
-    counter, model = FlopCounterMode(display=False), read_architecture(student.config.to_dict())
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        Fork(student, spec, dtype=torch.float32)(**batch, measures=True)
-    planned = training.measuring_flops(model, LayerMap(len(model.layers), 2, 3), setup)
-    assert counter.get_total_flops() == pytest.approx(48 * planned, rel=1e-12)
 
 
 @pytest.mark.usefixtures("squares")

@@ -16,7 +16,6 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
 from swiftkv_platform.control_plane.jobs.capacity import Needs
-from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.control_plane.ray.places import fit
 from swiftkv_platform.jobs.driver import task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
@@ -25,7 +24,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
 from tests.infra_files import environments, kustomizations, named
-from tests.recipes import RECIPES, teacher_config
+from tests.recipes import RECIPES
 
 Resources = dict[str, float]
 
@@ -107,27 +106,15 @@ def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule,
         assert task["memory"] == workers(spec)[0]["memory"] == spec.resources.memory_per_worker
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_finds_its_disk_on_the_nodes_that_it_gets(schedule: Schedule, recipe: Path) -> None:
-    """Jobs write only to the volume `scratch`: nodes have room, the planner knows its size, recipes fit in it."""
-    groups = {
-        group["groupName"]: group["template"]["spec"]
-        for group in named("RayCluster", "swiftkv-ray")["spec"]["workerGroupSpecs"]
-    }
-    scratch = {}
-    for name, pod in groups.items():
+def test_jobs_write_to_a_volume_that_their_nodes_have_room_for() -> None:
+    for group in named("RayCluster", "swiftkv-ray")["spec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
         [container] = pod["containers"]
         assert container["volumeMounts"] == [{"name": "scratch", "mountPath": "/tmp"}]
         assert {entry["name"]: entry.get("value") for entry in container["env"]}["HF_HOME"].startswith("/tmp/")
         [volume] = pod["volumes"]
-        scratch[name] = gibibytes(volume["emptyDir"]["sizeLimit"])
-        assert scratch[name] < gibibytes(container["resources"]["requests"]["ephemeral-storage"])
-    told = int(environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_NODE_DISK_BYTES"])
-    assert told == max(scratch.values())
-    spec = load_spec(recipe)
-    needed = max(phase.node_disk.total for phase in estimate(spec, teacher_config(spec), ()).phases)
-    for launch in schedule(workers(spec), []).to_launch:
-        assert needed <= scratch[launch.instance_type]
+        room = gibibytes(volume["emptyDir"]["sizeLimit"])
+        assert room < gibibytes(container["resources"]["requests"]["ephemeral-storage"])
 
 
 def gibibytes(quantity: str) -> int:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
+from swiftkv_platform.planning.machines import assumed_speed
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
@@ -87,12 +89,31 @@ def _process_memory(job: Job) -> int | None:
     return max(job.attempt.peak_memory - job.planned_memory, 0)
 
 
-def speed_for(spec: JobSpec, jobs: Iterable[Job]) -> tuple[Speed, str] | None:
-    """Return the speed of the newest job on the same kind of workers, preferably with the same teacher, and its id."""
+def speed_for(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> tuple[Speed, str] | None:
+    """Return the speed of the newest job on the same kind of workers, preferably with the same teacher, and its id;
+    else the FLOPs per second of a worker that are configured, or assumed for its GPU, and their source."""
     alike = [job for job in jobs if job.speed is not None and _workers(job.spec) == _workers(spec)]
     same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
     newest = max(same or alike, key=lambda job: job.id, default=None)
-    return None if newest is None or newest.speed is None else (newest.speed, newest.id)
+    if newest is not None and newest.speed is not None:
+        return newest.speed, newest.id
+    known = assumed_speed(spec) if configured is None else (configured, "configured")
+    return None if known is None else (Speed(known[0], 0.0, 0.0), known[1])
+
+
+def with_time(found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices = FREE) -> JobEstimate:
+    """Add the time of a job at a speed, and its cost. Sweeps are not estimated."""
+    if speed is None:
+        return found
+    measured, source = speed
+    if found.process_memory is not None and measured.process_memory is not None:
+        found = found.model_copy(update={"process_memory": measured.process_memory})
+    if found.total_flops is None or spec.sweep is not None:
+        return found
+    training = found.total_flops / (measured.flops_per_second * spec.resources.max_workers)
+    seconds = measured.startup_s + training + measured.finish_s
+    cost = prices.cost(spec, seconds)
+    return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
 
 def _workers(spec: JobSpec) -> tuple[object, ...]:

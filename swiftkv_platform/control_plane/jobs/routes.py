@@ -20,7 +20,6 @@ from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
 from swiftkv_platform.control_plane.jobs.capacity import GroupLimits, Needs, driver_needs
 from swiftkv_platform.control_plane.jobs.costs import prices
-from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.limits import JobLimits
 from swiftkv_platform.control_plane.jobs.parents import PublishRules
@@ -108,7 +107,7 @@ def _service(
         policies=parts.policies,
         webhooks=webhook_rules(settings),
         prices=prices(settings),
-        machines=machines(settings),
+        flops_per_second=settings.flops_per_second,
         limits=JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s),
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         parents=parents,

@@ -14,15 +14,14 @@ from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
 from swiftkv_platform.control_plane.jobs.capacity import NO_GROUPS, GroupLimits
-from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
+from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for, with_time
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
-from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
     JobStatus,
     Reason,
-    Speed,
     requeue,
     status_event,
     transition,
@@ -35,7 +34,6 @@ from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_fil
 from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
-from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.specs import JobSpec
 
@@ -65,7 +63,8 @@ class JobService:
     policies: Tenants = NO_LIMITS
     webhooks: WebhookRules = NO_WEBHOOKS
     prices: Prices = FREE
-    machines: Machines = DEFAULT_MACHINES
+    flops_per_second: float | None = None
+    """FLOPs per second of one worker, until a job has been measured."""
     limits: JobLimits = UNLIMITED
     files: FilesOf = no_files
     """Uploaded files that a spec names."""
@@ -85,23 +84,13 @@ class JobService:
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
         """
-        measured, machines = self._measured(spec, caller), self.machines
-        if measured is not None:
-            speed, source = measured
-            machines = machines.model_copy(update={"flops_per_second": speed.flops_per_second, "flops_source": source})
-        spec, found = self._check(spec, caller, machines)
-        return self._as_measured(found, measured, spec)
-
-    def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
-        """Return the speed of a job like this one, else the configured one, and its source."""
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
-        measured = speed_for(spec, earlier)
-        if measured is None and self.machines.flops_per_second is not None:
-            return Speed(self.machines.flops_per_second, 0.0, 0.0), self.machines.flops_source
-        return measured
+        speed = speed_for(spec, earlier, self.flops_per_second)
+        spec, found = self._check(spec, caller)
+        return with_time(found, spec, speed, self.prices)
 
-    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, JobEstimate]:
+    def _check(self, spec: JobSpec, caller: Caller) -> tuple[JobSpec, JobEstimate]:
         """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
         estimate."""
         check_spec_bytes(spec)
@@ -126,7 +115,7 @@ class JobService:
                 value=spec.limits.cost_cap,
             )
         run = self.run if reads_files(spec) else run_here
-        found = run(check_spec, spec, access, machines)
+        found = run(check_spec, spec, access)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
@@ -141,20 +130,6 @@ class JobService:
             spec = spec.model_copy(update={"training": training})
         return spec, found
 
-    def _as_measured(self, found: JobEstimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> JobEstimate:
-        """Add the time that similar jobs took, and its cost. Sweeps are not estimated."""
-        if measured is None:
-            return found
-        speed, source = measured
-        if found.process_memory is not None and speed.process_memory is not None:
-            found = found.model_copy(update={"process_memory": speed.process_memory})
-        if found.total_flops is None or spec.sweep is not None:
-            return found
-        training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
-        seconds = speed.startup_s + training + speed.finish_s
-        cost = self.prices.cost(spec, seconds)
-        return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
-
     def submit(
         self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
     ) -> Job:
@@ -167,7 +142,7 @@ class JobService:
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self.jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        spec, foreseen = self._check(spec, caller, self.machines)
+        spec, foreseen = self._check(spec, caller)
         now = int(self.clock())
         job = Job(
             id=new_id("job"),

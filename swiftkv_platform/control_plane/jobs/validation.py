@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
-from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.planning import has_quantized_weights, read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
-from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, S3Source, parse_location, parse_source
 from swiftkv_platform.sources.relative import refuse_relative_paths
 from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
@@ -46,12 +45,12 @@ def reads_files(spec: JobSpec) -> bool:
     )
 
 
-def check_spec(spec: JobSpec, access: Access, machines: Machines) -> JobEstimate:
+def check_spec(spec: JobSpec, access: Access) -> JobEstimate:
     """Check a spec that a caller sends to the control plane. Raises as `validate`, and `InvalidInputError` for a
     relative path."""
     access.check(spec)
     refuse_relative_paths(spec, relative_paths=not access.is_restricted)
-    return validate(spec, access=access, machines=machines)
+    return validate(spec, access=access)
 
 
 def validate(
@@ -60,7 +59,6 @@ def validate(
     *,
     config: Path | None = None,
     access: Access = OPEN,
-    machines: Machines = DEFAULT_MACHINES,
     num_tokens: int | None = None,
 ) -> JobEstimate:
     """Check `spec` as far as this machine can.
@@ -68,8 +66,7 @@ def validate(
     Args:
         config: the teacher's `config.json`, or its directory, read instead of the one at `model.name_or_path`.
         access: sources that the caller may read.
-        machines: nodes and rates that the plan assumes.
-        num_tokens: tokens of an epoch, if known better than from the sizes of the sources.
+        num_tokens: tokens of an epoch, if they are known.
 
     Raises:
         ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
@@ -87,7 +84,7 @@ def validate(
     if values is None or num_hidden_layers is None:
         return JobEstimate(sources=sources, gates=forecast(spec.evaluation))
     trial = _first_fitting_trial(spec, num_hidden_layers)
-    return estimate(trial, values, sources, machines, num_tokens=num_tokens)
+    return estimate(trial, values, sources, num_tokens=num_tokens)
 
 
 def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:

@@ -119,7 +119,7 @@ def test_the_quickstart_shows_what_is_printed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("spec.yaml").write_text(spec.partition("```")[0])
     result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["jobs", "validate", "-f", "spec.yaml"])
-    documented = shown.partition("...\n")[0].splitlines()
+    documented = shown.partition("$ swiftkv jobs submit")[0].splitlines()
     of_any_machine = [line for line in documented if not line.startswith("memory")]
     assert len(documented) == len(of_any_machine) + 1 == 9
     printed = [line.rstrip() for line in result.stdout.splitlines()]

@@ -14,9 +14,10 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
 from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning import phases
+from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
 from tests.recipes import RECIPES, TEACHERS, device_peak, teacher_config
@@ -128,7 +129,7 @@ def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
 
 
 DRY_RUNS = json.loads(Path("benchmarks/dry_runs.json").read_text())
-"""Stored by `benchmarks.recipes`; the soak runs them again."""
+"""Dry run of each recipe, as printed by `swiftkv plan --dry-run RECIPE --json`; the soak runs them again."""
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.stem in DRY_RUNS], ids=lambda path: path.stem)
@@ -138,16 +139,30 @@ def test_a_recipe_is_planned_as_it_was_run_dry(path: Path) -> None:
     assert 0.9 * peak < estimate(spec, teacher_config(spec), ()).memory_per_worker < 1.1 * peak
 
 
+def test_the_page_shows_what_is_planned_and_was_run_dry() -> None:
+    """Minutes assume an L4 or an H100 for recipes for one GPU of 24 or 80 GB."""
+    page = Path("docs/recipes.md").read_text()
+    for path in (path for path in RECIPES if path.stem in DRY_RUNS):
+        spec, found = load_spec(path), DRY_RUNS[path.stem]
+        if path in ON_ONE_GPU:
+            accelerator = {"accelerator_type": "L4" if ON_ONE_GPU[path] == 24 else "H100"}
+            spec = spec.model_copy(update={"resources": spec.resources.model_copy(update=accelerator)})
+        planned = estimate(spec, teacher_config(spec), (), num_tokens=160_000_000)
+        planned = with_time(planned, spec, speed_for(spec, (), None))
+        sizes = (planned.memory_per_worker, *(found[phase]["peak"] for phase in ("train", "calibrate", "evaluate")))
+        gigabytes = " | ".join(f"{size / 1e9:.{1 if size > 1e8 else 3}f}" for size in sizes)
+        minutes = "" if planned.seconds is None else f"{planned.seconds / 60:,.0f}"
+        assert f"| `{path.stem}` | {spec.resources.max_workers} | {gigabytes} | {minutes} |" in page
+
+
 @pytest.mark.parametrize("path", ON_ONE_GPU, ids=lambda path: path.stem)
 def test_a_recipe_for_one_gpu_fits_it_as_planned_and_as_run_dry(path: Path) -> None:
     spec, room = load_spec(path), 1e9 * ON_ONE_GPU[path] - CONTEXT
     assert (spec.resources.num_workers, spec.resources.gpus_per_worker) == (1, 1)
-    found = DRY_RUNS.get(path.stem, {})
-    for phase in estimate(spec, teacher_config(spec), ()).phases:
-        assert (phase.device_bytes or 0) < room, phase.phase
-        offloads = spec.sharding.cpu_offload and phase.phase == "train"  # a dry run's tensors are all in one place
-        most = room + phase.host_bytes if offloads else room
-        assert phase.phase not in found or found[phase.phase]["peak"] < most, phase.phase
+    found = DRY_RUNS[path.stem]
+    planned = estimate(spec, teacher_config(spec), ()).memory_per_worker
+    peaks = [found[phase]["peak"] for phase in ("calibrate", "evaluate")]
+    assert max(planned, device_peak(spec, found["train"]), *peaks) < room
 
 
 @pytest.mark.parametrize(
@@ -155,18 +170,18 @@ def test_a_recipe_for_one_gpu_fits_it_as_planned_and_as_run_dry(path: Path) -> N
 )
 def test_a_recipe_fits_its_gpus_and_on_fewer_workers_fits_or_is_refused(path: Path) -> None:
     spec = load_spec(path)
-    room = phases.DEVICE_MEMORY[spec.resources.accelerator_type]
+    room = DEVICE_MEMORY[spec.resources.accelerator_type]
     memory = estimate(spec, teacher_config(spec), ()).memory_per_worker
     assert memory < room
     num_workers = spec.resources.num_workers
     while (num_workers := num_workers // 2) >= spec.sharding.sequence_parallel_size:
         fewer = spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_workers": num_workers})})
         try:
-            planned = estimate(fewer, teacher_config(fewer), ()).phases
+            planned = estimate(fewer, teacher_config(fewer), ()).memory_per_worker
         except InvalidInputError as error:
             refused = error
         else:
-            assert max(phase.device_bytes for phase in planned if phase.device_bytes is not None) <= room
+            assert planned <= room
             continue
         assert (refused.field, refused.value) == ("resources.num_workers", num_workers)
         needed = re.search(r"needs (\d+) GB .* has 80 GB; use .*", refused.message)

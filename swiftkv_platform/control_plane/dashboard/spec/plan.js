@@ -5,18 +5,11 @@ import { Facts, Loading, Meter, bytes, count, duration, figure, percent } from "
 
 const share = (value) => percent(value);
 const unknown = (why) => html`<span class="unknown">unknown: ${why}</span>`;
-const words = (name) => name.replaceAll("_", " ");
 
-/** What each phase takes: memory of a worker, disk of a node, time. */
-function Phases({ phases }) {
-  return html`<h3>Phases</h3><ul class="items">${phases.map(({ phase, device_bytes: device, host_bytes: host, node_disk: disk, seconds }) => html`<li>
-    <span>${words(phase)}</span><strong>${bytes(device ?? host)}</strong>
-    <span class="sub">${[
-      device == null ? "host memory" : `of a GPU, ${bytes(host)} of the host`,
-      `${bytes(disk.total)} of a node's disk`,
-      seconds != null && duration(seconds),
-    ].filter(Boolean).join(" · ")}</span>
-  </li>`)}</ul>`;
+/** Source of the speed: a link to the job that was measured, or words. */
+function speedFrom(source) {
+  if (source === "configured") return "the operator's figure";
+  return source?.startsWith("job_") ? html`<a href="#/jobs/${source}">a job like it</a>` : source;
 }
 
 const Source = ({ source }) => html`<li>
@@ -26,7 +19,7 @@ const Source = ({ source }) => html`<li>
 
 export function Plan({ plan, spec }) {
   const { num_hidden_layers: layers, num_key_value_layers: kept } = plan;
-  const speed = plan.speed_source === "configured" ? "the operator's figure" : plan.speed_source && html`<a href="#/jobs/${plan.speed_source}">a job like it</a>`;
+  const speed = speedFrom(plan.speed_source);
   const endless = spec?.training?.max_steps == null;
   return html`
     <${Facts} of=${{
@@ -41,7 +34,6 @@ export function Plan({ plan, spec }) {
     }} />
     ${plan.prefill_flops_ratio != null && html`<${Meter} name="prefill compute kept" value=${plan.prefill_flops_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.prefill_flops_ratio)} saved on prompts of data.max_length`} />`}
     ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache kept" value=${plan.kv_bytes_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.kv_bytes_ratio)} saved; ${bytes(plan.kv_bytes_per_token)} a token`} />`}
-    ${plan.phases?.length > 0 && html`<${Phases} phases=${plan.phases} />`}
     ${plan.sources?.length > 0 && html`<h3>Data</h3><ul class="items">${plan.sources.map((source) => html`<${Source} source=${source} />`)}</ul>`}`;
 }
 

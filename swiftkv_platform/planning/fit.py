@@ -1,0 +1,114 @@
+"""Refusals of jobs whose training, or whose teacher that is to write rows, does not fit a worker's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.machines import DEVICE_MEMORY
+from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.reading import read_architecture
+from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
+from swiftkv_platform.planning.training_memory import WIDE, worker_memory
+from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.specs import JobSpec
+
+_MAX_WORKERS = 4096
+"""Most workers that a refusal proposes."""
+
+
+def refuse_what_cannot_fit(spec: JobSpec, model: Architecture, layer_map: LayerMap) -> None:
+    """Raise `InvalidInputError`, naming what is accepted, if training does not fit into the memory of the named GPU (if
+    it is known) or into the requested host memory."""
+    setup, resources = training_setup(spec), spec.resources
+    device, host = _training_bytes(model, layer_map, setup)
+    given = DEVICE_MEMORY.get(resources.accelerator_type or "")
+    if resources.gpus_per_worker and given is not None and device > given:
+        enough = _enough_workers(model, layer_map, setup, given)
+        ways = "sharding.strategy fsdp2 or a GPU with more memory"
+        if enough is not None:
+            ways = f"resources.num_workers {enough}"
+        raise InvalidInputError(
+            f"training with {setup.num_workers} workers needs {device / 1e9:.0f} GB of a worker's device, and an "
+            f"{resources.accelerator_type} has {given / 1e9:.0f} GB; use {ways}",
+            field="resources.num_workers",
+            value=setup.num_workers,
+        )
+    requested = resources.memory_per_worker
+    if requested is not None and host > requested:
+        raise InvalidInputError(
+            f"training needs {host / 1e9:.1f} GB of a worker's host memory, and resources.memory_per_worker is "
+            f"{requested / 1e9:.1f} GB; use {host}, and what the process itself takes",
+            field="resources.memory_per_worker",
+            value=requested,
+        )
+
+
+def _training_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
+    """Return the most bytes of a worker's device, and of its host memory in addition to a process without a model.
+    Without a GPU the device is the host."""
+    parameters = setup.student_parameters(model, layer_map)
+    memory = worker_memory(model, layer_map, parameters, setup)
+    if setup.device == "cpu":
+        return memory.peak, memory.peak
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
+    read = max(parameters.largest_layer, parameters.root) if sharded else parameters.total
+    # One after the other: weights are read, rates tried, checkpoints made.
+    host = memory.host + max(narrow * read, memory.remembered)
+    if setup.strategy == "deepspeed":  # the first worker assembles a checkpoint in host memory
+        host = max(host, memory.host + 3 * WIDE * parameters.trained)
+    return memory.peak, host
+
+
+def _enough_workers(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, given: float) -> int | None:
+    """Double the number of workers until training fits devices of `given` bytes; None if no number does."""
+    wanted = setup.num_workers * 2
+    while wanted <= _MAX_WORKERS:
+        larger = replace(setup, num_workers=wanted)
+        larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
+        if _training_bytes(model, layer_map, larger)[0] <= given:
+            return wanted
+        wanted *= 2
+    return None
+
+
+def teacher_bytes(config: ConfigSource, dtype: str) -> int:
+    model = read_architecture(config)
+    return weights_bytes(model, dense_layer_map(model), dtype)
+
+
+def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
+    """Raise `InvalidInputError` if a source has its rows written by the teacher and the teacher does not fit: each
+    worker's engine holds all of it, in the memory of the named GPU or in `memory_per_worker`."""
+    on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
+    needed = teacher_bytes(config, spec.model.dtype)
+    if on_gpu and given is not None:
+        setup = ServingSetup(
+            memory_bytes=int(given),
+            sequence_length=spec.data.max_length or 1,
+            weights_dtype=spec.model.dtype,
+            kv_cache_dtype=spec.model.dtype,
+        )
+        if plan_serving(config, setup).dense.num_sequences < 1:
+            refuse_writers(spec, needed, given * (1 - setup.reserved), "of its device")
+    memory = spec.resources.memory_per_worker
+    if memory is not None and memory < needed:
+        refuse_writers(spec, needed, memory, "of host memory (resources.memory_per_worker)")
+
+
+def refuse_writers(spec: JobSpec, needed: float, given: float, where: str) -> None:
+    """Raise `InvalidInputError` for the first source that the teacher is to write, if any."""
+    for index, source in enumerate(spec.data.sources):
+        if source.complete is not None:
+            raise InvalidInputError(
+                f"data.sources[{index}].complete has every worker load the whole teacher, {needed / 1e9:.1f} GB in "
+                f"{spec.model.dtype} and its cache, and a worker has {given / 1e9:.1f} GB {where}: use more memory, a "
+                "smaller teacher, or text that was generated elsewhere",
+                field=f"data.sources.{index}.complete",
+                value=source.name_or_path,
+            )

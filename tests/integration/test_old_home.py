@@ -1,8 +1,8 @@
 """Home directories of earlier versions open: jobs are listed, a paused one resumes, a deployment and its artifact are
 served.
 
-`tests/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version 0.1.0) and of
-d4594dd: a tiny random teacher, a finished job, its model deployed, and a paused job.
+`tests/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version 0.1.0), of
+d4594dd and of 325f057f: a tiny random teacher, a finished job, its model deployed, and a paused job.
 """
 
 import sqlite3
@@ -23,7 +23,7 @@ from tests.old_home import ARCHIVES
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts a platform on each old home"), pytest.mark.timeout(600)]
 
 WRITTEN_AT = "/tmp/swiftkv-old"
-PAUSED_AT_STEP = {"0.1.0": 22, "d4594dd": 33}
+PAUSED_AT_STEP = {"0.1.0": 22, "d4594dd": 33, "325f057f": 67}
 
 
 @pytest.fixture(scope="module", params=PAUSED_AT_STEP)

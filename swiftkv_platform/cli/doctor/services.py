@@ -95,12 +95,12 @@ def _database_file(path: Path) -> Finding:
 
 
 def _revision(subject: str, place: str, present: str | None, *, upgraded_by_start: bool) -> Finding:
-    from swiftkv_platform.control_plane.database.session import can_use, known_revisions, newest_revision
+    from swiftkv_platform.control_plane.database.session import can_use, newest_revision
 
     wanted = newest_revision()
     if present == wanted:
         return ok(f"{subject} has the newest schema, {wanted}.")
-    if present is not None and present not in known_revisions():
+    if present is not None and present > wanted:
         if can_use(present):
             return ok(f"{subject} has schema {present} of a newer version, which works with this one.")
         message = (

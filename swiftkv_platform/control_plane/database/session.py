@@ -92,11 +92,16 @@ class Database:
         """Bring the schema to the newest revision, in one transaction. A schema of a later version that this program
         can use is left as it is. Concurrent upgrades take turns. Raises as `check_schema`."""
         with self._migrating() as session:
+            config, known = alembic_config(session.connection()), known_revisions()
             present = current_revision(session.connection())
             if present is not None and present > newest_revision():
                 _check_revision(present)
-            else:
-                command.upgrade(alembic_config(session.connection()), "head")
+                return
+            if present is not None and present not in known:
+                # A former revision, such as 0014: the migration that has replaced it adds only what is missing.
+                earlier = max((each for each in known if each < present), default="base")
+                command.stamp(config, earlier, purge=True)
+            command.upgrade(config, "head")
 
     @contextmanager
     def _migrating(self) -> Iterator[Session]:
@@ -150,7 +155,7 @@ def can_use(present: str | None) -> bool:
     """Whether this program can use a schema: the newest revision that it knows, or a compatible later one.
 
     Migrations add only what earlier programs can do without. One after which earlier programs cannot go on begins the
-    next thousand, such as 1001 after 0013.
+    next thousand, such as 1001 after 0015.
     """
     wanted = newest_revision()
     return present is not None and present >= wanted and present[:-3] == wanted[:-3]

@@ -40,7 +40,7 @@ from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.postgres import postgres_server
 from tests.servers import serving

@@ -17,7 +17,7 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-from swiftkv_platform.sources.corpus import standard_library_modules
+from swiftkv_platform.sources.builtin_data import standard_library_modules
 
 
 def main() -> None:

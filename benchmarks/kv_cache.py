@@ -24,7 +24,7 @@ from benchmarks.common import benchmark_parser, write_report
 from swiftkv_platform.evaluation.paired import resampled
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
-from swiftkv_platform.sources.corpus import standard_library_modules
+from swiftkv_platform.sources.builtin_data import standard_library_modules
 
 TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 ROW_LENGTH = 512

@@ -43,8 +43,7 @@ from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import EventWriter
-from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, LocalObjectStore, ObjectInfo
 from tests.components import make_components
 from tests.fakes.cluster import FakeCluster, FakeSubmission
 from tests.servers import serving

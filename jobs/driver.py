@@ -17,16 +17,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, look, say_waiting
-from swiftkv_platform.jobs.attempt.stored import (
-    finished_before,
-)
+from swiftkv_platform.jobs.attempt.stored import finished_before
 from swiftkv_platform.jobs.failures import explain, root_cause
 from swiftkv_platform.jobs.tasks import prepare, publish, write
 from swiftkv_platform.jobs.values import STOPPED, Member, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
-from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable by which the operator confirms that every node mounts the store's directory."""

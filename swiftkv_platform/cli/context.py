@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.http.refused_fields import most_telling, pla
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.relative import absolute_paths
+from swiftkv_platform.sources.names import absolute_paths
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.documents import DuplicateKeyError
 from swiftkv_platform.web.hostile_json import dotted

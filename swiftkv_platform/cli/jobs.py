@@ -31,8 +31,8 @@ from swiftkv_platform.cli.waiting import describe_phase, describe_place, describ
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.sources.names import absolute_change
 from swiftkv_platform.sources.recipes import recipe
-from swiftkv_platform.sources.relative import absolute_change
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 from swiftkv_platform.specs.documents import load_yaml

@@ -13,7 +13,7 @@ from swiftkv_platform.cli.output import local_time, print_json, print_table, tel
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
-from swiftkv_platform.sources.relative import absolute
+from swiftkv_platform.sources.names import absolute
 from swiftkv_platform.specs.changes import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")

@@ -16,8 +16,8 @@ from swiftkv_platform.cli.output import print_json, print_table, tell
 from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.planning.config import Fields
+from swiftkv_platform.sources.names import absolute
 from swiftkv_platform.sources.recipes import recipe, recipes, suited_to_cpu
-from swiftkv_platform.sources.relative import absolute
 
 recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with the package.")
 

@@ -13,8 +13,8 @@ from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import SUFFIX
-from swiftkv_platform.sources.small_files import UnusableFileError, read_small
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_small
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import download_model

@@ -109,7 +109,7 @@ _PARSERS = (
     "swiftkv_platform.control_plane.parsing",
     "swiftkv_platform.control_plane.jobs.validation",
     "swiftkv_platform.control_plane.models.imports",
-    "swiftkv_platform.data.uploads",
+    "swiftkv_platform.data.checks",
 )
 """Modules that the server process imports before it forks."""
 _END_S = 5.0

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from swiftkv_platform.data.formats import PROMPT_FORMATS
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.opening import RemoteFiles
-from swiftkv_platform.data.rows import source_rows
+from swiftkv_platform.data.opening import RemoteFiles, source_rows
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import CompletionSpec, DataSourceSpec

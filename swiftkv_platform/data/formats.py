@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swiftkv_platform.data.files import Row
 from swiftkv_platform.data.messages import Message, RowError, read_messages, read_prompt, read_tools, shown, turns_of
 from swiftkv_platform.errors import DataError
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from swiftkv_platform.data.completions import Answer, PromptSource, WrittenBy
 from swiftkv_platform.data.documents import DocumentCollector, DocumentEncoder, Documents, Draft, Encoded
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.opening import RemoteFiles
+from swiftkv_platform.data.opening import RemoteFiles, SourceRow, source_rows
 from swiftkv_platform.data.packing import BoolArray, IntArray, pack
 from swiftkv_platform.data.prepared import (
     DataStatistics,
@@ -30,7 +30,6 @@ from swiftkv_platform.data.prepared import (
     SourceStatistics,
     fingerprint,
 )
-from swiftkv_platform.data.rows import SourceRow, source_rows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec, DataSpec

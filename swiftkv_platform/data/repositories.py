@@ -22,7 +22,7 @@ from swiftkv_platform.data.files import NumberedRow, Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
-from swiftkv_platform.sources.small_files import INDEX_BYTES, UnusableFileError, read_object
+from swiftkv_platform.sources.untrusted_files import INDEX_BYTES, UnusableFileError, read_object
 from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_PER_BATCH = 512

@@ -24,7 +24,7 @@ from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_generation
-from swiftkv_platform.sources.small_files import read_object
+from swiftkv_platform.sources.untrusted_files import read_object
 
 FIELD = "model.name_or_path"
 _LONGEST = 300

@@ -7,7 +7,6 @@ Imports no torch and opens no network connection.
 from __future__ import annotations
 
 from swiftkv_platform.sources.access import NO_RULES, OPEN, Access, SourceRules
-from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 from swiftkv_platform.sources.names import (
     BuiltinSource,
     FileSource,
@@ -18,6 +17,7 @@ from swiftkv_platform.sources.names import (
     parse_location,
     parse_source,
 )
+from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 
 __all__ = [
     "NO_RULES",

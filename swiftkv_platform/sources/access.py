@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 from swiftkv_platform.sources.layout import ENDINGS
 from swiftkv_platform.sources.names import (
     FileSource,
@@ -27,6 +26,7 @@ from swiftkv_platform.sources.names import (
     parse_location,
     parse_source,
 )
+from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
 

@@ -16,7 +16,7 @@ import yaml
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.names import leads_out
-from swiftkv_platform.sources.small_files import (
+from swiftkv_platform.sources.untrusted_files import (
     CARD_BYTES,
     METADATA_BYTES,
     UnusableFileError,

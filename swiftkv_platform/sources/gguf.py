@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
-from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
+from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 
 SUFFIX = ".gguf"
 LONGEST_HEADER = 32 << 20

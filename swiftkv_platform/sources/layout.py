@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.small_files import CARD_BYTES, read_head
+from swiftkv_platform.sources.untrusted_files import CARD_BYTES, read_head
 from swiftkv_platform.specs import DataSourceSpec
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")

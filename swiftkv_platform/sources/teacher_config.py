@@ -13,8 +13,8 @@ from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.loader_rules import clean_config
-from swiftkv_platform.sources.small_files import UnusableFileError, parse_object
-from swiftkv_platform.sources.small_files import read_object as read_json
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, parse_object
+from swiftkv_platform.sources.untrusted_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
 
 ReadObject = Callable[[str, str], bytes]

@@ -1,7 +1,9 @@
 """Directories for third-party loaders: cleaned copies of a model's small JSON files, and links to its other files.
 
 Loaders open names that they find in configurations, and files with known names in the directory. A view has neither:
-only files that are listed here, with what `loader_rules` keep of them.
+only files that are listed here, with what `loader_rules` keep of them. If sources are restricted, a model may also
+consist only of files of its own directory, and its code only of this package and `transformers`: `auto_map` is never
+followed, and no pickle is read (`model.checkpoint` accepts only safetensors).
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, teacher_type
 from swiftkv_platform.sources import loader_rules as rules
-from swiftkv_platform.sources.small_files import (
+from swiftkv_platform.sources.loader_rules import ADAPTER, TOKENIZER_CONFIG
+from swiftkv_platform.sources.names import leads_out
+from swiftkv_platform.sources.untrusted_files import (
     CONFIG_BYTES,
     INDEX_BYTES,
     TOKENIZER_BYTES,
+    Boundary,
     UnusableFileError,
     read_object,
 )
@@ -159,3 +164,27 @@ def _write(view: Path, cleaned: Mapping[str, str], links: Mapping[str, Path]) ->
     for name, path in links.items():
         (view / name).parent.mkdir(exist_ok=True)
         (view / name).symlink_to(path)
+
+
+_HARMLESS = frozenset({"special_tokens_map_file"})
+"""Keys under which old configurations name their author's own file, which is never read."""
+
+
+def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
+    """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
+    boundary.check_tree(directory, field, error=ModelError)
+    if (directory / ADAPTER).exists():
+        raise _unusable(ADAPTER, field, f"the model's {ADAPTER} names another model; use merged weights")
+    try:
+        check_files(directory)
+        tokenizer = read_config(directory, TOKENIZER_CONFIG)
+    except ModelError as error:
+        raise _unusable(str(error.field), field, f"the model's {error.message}") from error
+    for key, value in tokenizer.items():
+        if key.endswith("_file") and key not in _HARMLESS and isinstance(value, str) and leads_out(value):
+            why = f"names {value[:200]!r}; leave {key} out to use the file in the model directory"
+            raise _unusable(TOKENIZER_CONFIG, field, f"the model's {TOKENIZER_CONFIG} {why}")
+
+
+def _unusable(name: str, field: str, why: str) -> ModelError:
+    return ModelError(f"{field}: {why}", field=field, value=name)

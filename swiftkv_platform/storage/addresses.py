@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.names import BUCKET, BUCKETS, key_fault
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 
 _BUCKETS = {"s3", "gs", "az"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -31,8 +31,6 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
         bucket, prefix = _parse_bucket(uri)
         return BucketStore(name, bucket, prefix, patient=patient)
     if name == "file" and uri:
-        from swiftkv_platform.storage.local_store import LocalObjectStore
-
         return LocalObjectStore(_parse_file(uri) if scheme else Path(uri).expanduser())
     raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
 

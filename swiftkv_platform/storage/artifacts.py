@@ -28,7 +28,7 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.limits import MANIFEST_BYTES, MANIFEST_STRINGS, MANIFEST_VALUES
-from swiftkv_platform.sources.small_files import UnusableFileError, checked_length
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, checked_length
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small, validate_key
 from swiftkv_platform.web.hostile_json import exceeds
 

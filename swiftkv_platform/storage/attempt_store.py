@@ -20,7 +20,7 @@ from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, parse_e
 from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.redaction import redact
-from swiftkv_platform.sources.small_files import UnusableFileError
+from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, keep, open_log
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small

@@ -1,16 +1,27 @@
-"""Download objects below an `s3://` address. Knows addresses and keys, little about contents."""
+"""Objects below an `s3://` address, and files of models that come from elsewhere: listed and bounded before a byte is
+read, then read as they were listed.
+
+Whoever owns the source may change it at any time. So an imported file is read from one descriptor, which no link leads
+to, and exactly as long as it was announced: a file that has grown, shrunk or been replaced is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from swiftkv_platform.errors import BucketError, InvalidInputError, ModelError
+from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, IMPORT_SMALL_FILES_BYTES
 from swiftkv_platform.sources import Access, Boundary, S3Source
-from swiftkv_platform.sources.models import check_model_files
+from swiftkv_platform.sources.names import key_fault
+from swiftkv_platform.sources.views import check_model_files
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, ObjectStore
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
@@ -59,3 +70,161 @@ def bucket_of(source: S3Source, missing: type[InvalidInputError], *, field: str)
         yield open_store(source.store)
     except BucketError as error:
         raise missing.of(field, source.name, f": {error.message}") from error
+
+
+_WEIGHTS = ".safetensors"
+_SEARCH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
+"""Flag to open a directory on the way to a file, which needs not be readable."""
+
+
+@dataclass(frozen=True)
+class IncomingFile:
+    """One file of a source."""
+
+    name: str
+    """Path relative to the source, with `/`."""
+    size: int
+    """Bytes that it had when it was listed; of a sparse file its apparent size."""
+    stream: Callable[[], Iterator[bytes]]
+    """Reads it to its end, however long it is by then."""
+    field: str
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is copied to this machine and checked; weights are only copied from store to store."""
+        return not self.name.endswith(_WEIGHTS)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its bytes, never more than `size`. Raises `ModelError` if it has another size by now."""
+        left = self.size
+        for piece in self.stream():
+            if len(piece) > left:
+                raise self._changed()
+            left -= len(piece)
+            yield piece
+        if left:
+            raise self._changed()
+
+    def _changed(self) -> ModelError:
+        message = f"{self.field}: {self.name!r} was changed while it was copied; import it again when it is complete"
+        return ModelError(message, field=self.field, value=self.name)
+
+
+def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[IncomingFile]:
+    """List the regular files below a directory, sorted by name. Links to files are followed within `boundary`.
+
+    Raises `ModelError` for anything outside of it, for other kinds of files (pipes, devices, links to directories), and
+    for more files or directories than allowed.
+    """
+    found: list[IncomingFile] = []
+    pending = [(boundary.check(directory, field, error=ModelError), "")]
+    seen = 0
+    while pending:
+        parent, prefix = pending.pop()
+        with os.scandir(parent) as entries:
+            for entry in entries:
+                seen += 1
+                name = f"{prefix}{entry.name}"
+                _check_listed(name, seen, field)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((Path(entry.path), f"{name}/"))
+                else:
+                    found.append(_local_file(Path(entry.path), name, boundary, field))
+    return sorted(found, key=lambda file: file.name)
+
+
+@contextmanager
+def list_bucket(source: S3Source, *, field: str) -> Iterator[list[IncomingFile]]:
+    """List the objects below an address; they can be read within the context. Raises `ModelError` if there is none, or
+    more than allowed."""
+    with bucket_of(source, ModelError, field=field) as store:
+        found: list[IncomingFile] = []
+        for seen, info in enumerate(objects_below(store, source, ModelError, field=field), 1):
+            name = info.key.removeprefix(source.key).lstrip("/")
+            _check_listed(name, seen, field)
+
+            found.append(IncomingFile(name, info.size, partial(store.stream, info.key), field))
+        yield found
+
+
+def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) -> int:
+    """Return the bytes of all files. Raises `ModelError` for more than `max_bytes`, or for small files that are too
+    large."""
+    small = 0
+    for file in files:
+        if file.is_small:
+            small += file.size
+            if file.size > IMPORT_SMALL_FILE_BYTES.default:
+                raise ModelError(
+                    f"{field}: {file.name!r} has {file.size} bytes, and only weights (*{_WEIGHTS}) may have more than "
+                    f"{IMPORT_SMALL_FILE_BYTES.default}; remove it from the source",
+                    field=field,
+                    value=file.name,
+                )
+    total = sum(file.size for file in files)
+    for size, most, which in (
+        (small, IMPORT_SMALL_FILES_BYTES.default, f"files other than weights (*{_WEIGHTS})"),
+        (total, max_bytes, "files"),
+    ):
+        if size > most:
+            message = f"{field}: its {which} have {size} bytes together; {most} is the limit"
+            raise ModelError(message, field=field, value=size)
+    return total
+
+
+def _check_listed(name: str, seen: int, field: str) -> None:
+    if seen > IMPORT_FILES.default:
+        message = (
+            f"{field}: it has more than {IMPORT_FILES.default} files and directories; use the model's own files only"
+        )
+        raise ModelError(message, field=field, value=seen)
+    if name.count("/") > IMPORT_DEPTH.default:
+        message = f"{field}: it has more than {IMPORT_DEPTH.default} nested directories"
+        raise ModelError(message, field=field, value=ascii(name[:200]))
+    fault = key_fault(os.fsencode(name).decode(errors="backslashreplace"))
+    if fault is not None:
+        raise ModelError(
+            f"{field}: the file name {name[:200]!a} {fault}; rename it", field=field, value=ascii(name[:200])
+        )
+
+
+def _local_file(path: Path, name: str, boundary: Boundary, field: str) -> IncomingFile:
+    real = Path(os.path.realpath(boundary.check(path, field, error=ModelError)))
+    try:
+        status = real.lstat()
+    except OSError as error:
+        message = f"{field}: {name!r} cannot be read ({error.strerror}); complete the source, or remove it"
+        raise ModelError(message, field=field, value=name) from error
+    if not stat.S_ISREG(status.st_mode):
+        message = f"{field}: {name!r} is not a regular file; remove it from the source"
+        raise ModelError(message, field=field, value=name)
+    return IncomingFile(name, status.st_size, partial(_read, real, name, field), field)
+
+
+def _read(real: Path, name: str, field: str) -> Iterator[bytes]:
+    """Yield the bytes of a regular file. Raises `ModelError` if its path leads over a link by now, which may leave the
+    boundary, or to another kind of file."""
+    try:
+        descriptor = _open_without_links(real)
+    except OSError as error:
+        message = f"{field}: {name!r} was changed while it was copied ({error.strerror}); import it again"
+        raise ModelError(message, field=field, value=name) from error
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ModelError(f"{field}: {name!r} is not a regular file", field=field, value=name)
+        while piece := file.read(CHUNK_SIZE):
+            yield piece
+
+
+def _open_without_links(real: Path) -> int:
+    """Open a file for reading by its real path, one directory after the other, so that a directory that has become a
+    link is not followed. Never waits for a pipe."""
+    holder = os.open(real.anchor, _SEARCH_ONLY | os.O_DIRECTORY)
+    try:
+        for part in real.parts[1:-1]:
+            inner = os.open(part, _SEARCH_ONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=holder)
+            os.close(holder)
+            holder = inner
+        return os.open(real.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=holder)
+    finally:
+        os.close(holder)

@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.browsers import playwright
 from tests.components import make_components
 from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, Invalid
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.postgres import emptied

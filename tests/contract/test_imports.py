@@ -14,9 +14,8 @@ from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import ModelError, QuotaExceededError
 from swiftkv_platform.sources import OPEN, S3Source
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
-from swiftkv_platform.storage.incoming import list_bucket
-from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.downloads import list_bucket
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 
 CALLER = Caller("acme", "ann")
 

@@ -23,7 +23,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.requirements import missing, required_module
 from tests.s3_servers import Front, client_environment, run_moto

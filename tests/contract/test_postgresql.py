@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.database.postgresql import Timeouts, engine_
 from swiftkv_platform.control_plane.database.session import Database, current_revision
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.postgres import emptied
 from tests.unit.control_plane.routes.conftest import SPEC, control_plane

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.fakes.oidc_issuer import Issuer, run_issuer, write_issuers
 from tests.records import make_job, make_model, store

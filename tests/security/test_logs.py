@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.fakes.ray_logs import FakeRayLogs, RayLog
 from tests.servers import serving
 from tests.unit.control_plane.routes.conftest import Server, Start, refusal
@@ -178,7 +178,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 
 def peak():  # that of `getrusage` is the parent's, where that was greater
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.validation import check_spec
 from swiftkv_platform.control_plane.models.imports import _checked
 from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
-from swiftkv_platform.data.uploads import check_upload
+from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
 from swiftkv_platform.local.ray_head import free_ports
 from swiftkv_platform.security.keys import create_key

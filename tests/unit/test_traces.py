@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.jobs import tasks
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
 from tests.components import make_components
 from tests.fakes.cluster import FakeCluster

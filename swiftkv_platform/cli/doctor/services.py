@@ -166,7 +166,7 @@ def _round_trip(store: ObjectStore, place: str, key: str, content: bytes) -> Non
 
 
 def _store_remedy(text: str, uri: str) -> str:
-    from swiftkv_platform.storage.buckets import SERVICES
+    from swiftkv_platform.storage.bucket_store import SERVICES
 
     if "://" not in uri or uri.startswith("file:"):
         return "set SWIFTKV_STORAGE_URI to a directory that you may write to"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key
-from swiftkv_platform.data.uploads import UploadedRows
+from swiftkv_platform.data.checks import UploadedRows
 from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.specs import JobSpec
 

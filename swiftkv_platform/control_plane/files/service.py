@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.parsing import Run, run_here
-from swiftkv_platform.data.uploads import check_upload
+from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.object_store import ObjectStore

@@ -18,9 +18,9 @@ from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.planning import has_quantized_weights, read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.sources import OPEN, Access, PathSource, S3Source, parse_location, parse_source
-from swiftkv_platform.sources.relative import refuse_relative_paths
-from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
+from swiftkv_platform.sources.names import refuse_relative_paths
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
+from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, name_and_data, names_task_file
 from swiftkv_platform.specs.limits import MAX_LAYERS

@@ -33,12 +33,12 @@ from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import IMPORT_BYTES, IMPORTS, IMPORTS_OF_TENANT, MANIFEST_BYTES
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access, Boundary, S3Source
-from swiftkv_platform.sources.models import check_model_files
-from swiftkv_platform.sources.relative import is_relative
-from swiftkv_platform.sources.small_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
+from swiftkv_platform.sources.names import is_relative
+from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
+from swiftkv_platform.sources.views import check_model_files
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
-from swiftkv_platform.storage.incoming import IncomingFile, check_sizes, list_bucket, list_directory
+from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.storage.workspaces import workspace
 from swiftkv_platform.web.places import Places, Share

@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from swiftkv_platform.data import decompression
 from swiftkv_platform.data import files as data_files
 from swiftkv_platform.data.files import reader_for
 from swiftkv_platform.errors import DataError
@@ -92,7 +91,7 @@ def test_compressed_text_is_one_document(tmp_path: Path) -> None:
 
 
 def test_a_compression_that_no_package_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompression, "find_spec", lambda _name: None)
+    monkeypatch.setattr(data_files, "find_spec", lambda _name: None)
     path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(COMPRESSED[".zst"](b"{}"))
     with pytest.raises(DataError, match="no reader is installed; install zstandard, or decompress it"):

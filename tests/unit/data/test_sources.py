@@ -15,9 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
-from swiftkv_platform.data.checks import check_sources
+from swiftkv_platform.data.checks import check_sources, check_upload
 from swiftkv_platform.data.opening import RemoteFile
-from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec

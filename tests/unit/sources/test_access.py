@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources import NO_RULES, SourceRules
-from swiftkv_platform.sources.relative import absolute_change, absolute_paths, refuse_relative_paths
+from swiftkv_platform.sources.names import absolute_change, absolute_paths, refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 

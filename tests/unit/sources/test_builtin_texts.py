@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.evaluation.harness import needle
-from swiftkv_platform.sources.chat_prompts import _OTHER_REQUESTS, _REQUESTS, _TOPICS, chat_prompts, unseen_chat_prompts
-from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
-from swiftkv_platform.sources.recall_prompts import _PEOPLE, long_recall_prompts, recall_prompts
+from swiftkv_platform.sources.builtin_data import (
+    _OTHER_REQUESTS,
+    _PEOPLE,
+    _REQUESTS,
+    _TOPICS,
+    chat_prompts,
+    is_held_out,
+    long_recall_prompts,
+    recall_prompts,
+    standard_library_modules,
+    unseen_chat_prompts,
+)
 
 Prompts = Callable[..., list[str]]
 RECALL = pytest.mark.parametrize("prompts", [recall_prompts, long_recall_prompts])

@@ -15,7 +15,7 @@ from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 
 
 class CountingStore(LocalObjectStore):
@@ -122,7 +122,7 @@ import os, sys
 from pathlib import Path
 from swiftkv_platform.storage import artifacts
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 
 class Dying(LocalObjectStore):
     def stream(self, key, chunk_size=1, *, start=0, stop=None):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 
 
 def _keep_writing(root: Path, started: multiprocessing.synchronize.Event) -> None:

@@ -11,8 +11,7 @@ from swiftkv_platform.control_plane.upkeep.retention import Kind
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest
-from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 from swiftkv_platform.storage.publishing import publish
 from tests.fakes.hub_server import TOKEN, Hub, run_hub
 from tests.fakes.object_store import InMemoryObjectStore

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.files.file import File
 from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.service import FileSweeper
-from swiftkv_platform.data.uploads import LONGEST_ROW
+from swiftkv_platform.data.checks import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
 

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.upkeep.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 from tests.unit.control_plane.routes.test_registry import post, promote, sweep
 

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 

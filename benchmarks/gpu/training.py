@@ -28,7 +28,7 @@ from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.setup import open_lazy, spread_fork, task_device
-from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.job import training_setup
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

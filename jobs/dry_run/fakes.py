@@ -28,7 +28,7 @@ from swiftkv_platform.model.packed_attention import (
     flash_refusal_of_heads,
 )
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.training_memory import LOGITS_PER_CHUNK
+from swiftkv_platform.planning.training import LOGITS_PER_CHUNK
 from swiftkv_platform.specs import JobSpec
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from swiftkv_platform.jobs.worker.setup import compute_dtype, student_shape
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.job import training_setup
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults

@@ -44,8 +44,7 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.planning.fit import refuse_writers, teacher_bytes
-from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.job import refuse_writers, teacher_bytes, training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from swiftkv_platform.planning.training_memory import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
+from swiftkv_platform.planning.training import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(hidden [chunk, hidden], its rows) -> (summed loss, gradient with respect to the logits [chunk, vocab])."""

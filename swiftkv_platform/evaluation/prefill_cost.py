@@ -19,7 +19,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluation_mode
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.flops import prefill_flops
+from swiftkv_platform.planning.prefill import prefill_flops
 
 
 @dataclass(frozen=True)

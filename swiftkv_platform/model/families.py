@@ -16,7 +16,7 @@ from swiftkv_platform.model.attention import HeadAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
-from swiftkv_platform.planning.config_values import check_kind
+from swiftkv_platform.planning.config import check_kind
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")

@@ -1,8 +1,7 @@
 """FLOPs, KV bytes, memory and time of SwiftKV models from `config.json` alone. Imports no torch; runs in any image."""
 
-from swiftkv_platform.planning.architecture import Architecture
-from swiftkv_platform.planning.config import read_config
-from swiftkv_platform.planning.config_values import check_generation_values, has_quantized_weights
+from swiftkv_platform.planning.architecture import Architecture, read_architecture
+from swiftkv_platform.planning.config import check_generation_values, has_quantized_weights, read_config
 from swiftkv_platform.planning.layers import (
     DecodeKeyValue,
     LayerMap,
@@ -13,10 +12,8 @@ from swiftkv_platform.planning.layers import (
     student_layer_map,
 )
 from swiftkv_platform.planning.prefill import Components, Plan, PrefillComparison, plan
-from swiftkv_platform.planning.reading import read_architecture
 from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
-from swiftkv_platform.planning.training import TrainingPlan, plan_training
-from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.planning.training import TrainingPlan, TrainingSetup, plan_training
 
 __all__ = [
     "Architecture",

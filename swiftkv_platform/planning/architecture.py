@@ -1,11 +1,16 @@
-"""Parts of a decoder, layer by layer: projections, attention windows, cache entries.
-
-Descriptions only, independent of families and `config.json`; other modules compute FLOPs, bytes and memory from them.
+"""Parts of a decoder, layer by layer: projections, attention windows, cache entries, as its family's `config.json`
+describes them. It counts nothing and imports no torch; other modules compute FLOPs, bytes and memory from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.families import Family, find_family
+from swiftkv_platform.planning.config import ConfigSource, Fields, check_values, read_config
+from swiftkv_platform.planning.layers import read_prefill_layers
 
 
 @dataclass(frozen=True)
@@ -122,3 +127,240 @@ class Architecture:
     early_exit: bool
     decodes_own: bool
     """Whether deep tokens of the student keep K and V of their own in layers >= l."""
+
+
+_MOST_LAYERS = 10_000
+"""Most layers of a model; each becomes an object here."""
+
+
+def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) -> AttentionShape:
+    """Attention whose query heads share KV heads (GQA, with MHA and MQA as its extremes)."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = num_key_value_heads or fields.count("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{heads} query heads cannot share {kv_heads} KV heads; a divisor is accepted",
+            field="num_key_value_heads_swiftkv",
+            value=kv_heads,
+        )
+    size = fields.count("head_dim", default=family.head_dim or max(hidden // heads, 1))
+    bias = fields.has(family.input_bias)
+    norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
+    return AttentionShape(
+        query=(Linear(hidden, heads * size, bias),),
+        key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
+        expansion=(),
+        output=(Linear(heads * size, hidden, fields.has(family.output_bias)),),
+        num_heads=heads,
+        query_size=size,
+        value_size=size,
+        entries=(Entry(kv_heads, size),) * 2,
+        shared_query_norms=norms[0],
+        shared_key_norms=norms[1],
+    )
+
+
+def _latent(family: Family, fields: Fields, _num_key_value_heads: int | None) -> AttentionShape:
+    """Multi-head latent attention (DeepSeek-V2): one latent and one rotated key a token are cached for all heads."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    nope, rope = fields.count("qk_nope_head_dim", default=128), fields.count("qk_rope_head_dim", default=64)
+    value, rank = fields.count("v_head_dim", default=128), fields.count("kv_lora_rank", default=512)
+    query_rank = fields.optional_count("q_lora_rank") if fields.given("q_lora_rank") else 1536
+    bias = fields.has(family.input_bias)
+    query: tuple[Linear, ...] = (Linear(hidden, heads * (nope + rope)),)
+    if query_rank is not None:
+        query = (Linear(hidden, query_rank, bias), Linear(query_rank, heads * (nope + rope)))
+    return AttentionShape(
+        query=query,
+        key_value=(Linear(hidden, rank + rope, bias),),
+        expansion=(Linear(rank, heads * (nope + value)),),
+        output=(Linear(heads * value, hidden, fields.has(family.output_bias)),),
+        num_heads=heads,
+        query_size=nope + rope,
+        value_size=value,
+        entries=(Entry(1, rank), Entry(1, rope)),
+        query_norms=query_rank or 0,
+        key_norms=rank,
+    )
+
+
+def _gated(
+    hidden: int, intermediate: int, *, bias: bool = False, copies: int = 1, active: int = 1
+) -> tuple[Linear, ...]:
+    into = Linear(hidden, intermediate, bias, copies, active)
+    return into, into, Linear(intermediate, hidden, bias, copies, active)
+
+
+def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
+    hidden, intermediate, bias = (
+        fields.count("hidden_size"),
+        fields.count("intermediate_size"),
+        fields.has(family.mlp_bias),
+    )
+    if family.fuses_projections:
+        return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
+    return _gated(hidden, intermediate, bias=bias)
+
+
+def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:
+    """Router and experts of a layer."""
+    hidden = fields.count("hidden_size")
+    copies = fields.count(*counts, default=defaults[0])
+    active = fields.count("num_experts_per_tok", default=defaults[1])
+    if active > copies:
+        raise ModelError(
+            f"config.json sends a token to {active} of {copies} experts", field="num_experts_per_tok", value=active
+        )
+    return (Linear(hidden, copies), *_gated(hidden, intermediate, copies=copies, active=active))
+
+
+def _mixtral_mlp(_family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
+    return _experts(fields, fields.count("intermediate_size"), "num_local_experts", "num_experts", defaults=(8, 2))
+
+
+def _qwen3_moe_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, ...]:
+    dense = layer in (fields.sequence("mlp_only_layers") or ())
+    if dense or (layer + 1) % fields.count("decoder_sparse_step", default=1):
+        return _gated_mlp(family, fields, layer)
+    intermediate = fields.count("moe_intermediate_size", default=768)
+    return _experts(fields, intermediate, "num_experts", "num_local_experts", defaults=(128, 8))
+
+
+def _deepseek_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, ...]:
+    if layer < (fields.optional_count("first_k_dense_replace", least=0) or 0):
+        return _gated_mlp(family, fields, layer)
+    intermediate = fields.count("moe_intermediate_size", default=1407)
+    shared = intermediate * fields.count("n_shared_experts", default=2)
+    routed = _experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
+    _check_expert_groups(fields, routed[0].out_features)
+    return (*routed, *_gated(fields.count("hidden_size"), shared, bias=fields.has(family.mlp_bias)))
+
+
+def _check_expert_groups(fields: Fields, num_experts: int) -> None:
+    """Raise `ModelError` if experts cannot be chosen by the configuration's `topk_method`."""
+    method = fields.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(
+            f"config.json has topk_method {method!r}; greedy and group_limited_greedy are accepted",
+            field="topk_method",
+            value=method,
+        )
+    if method == "greedy":
+        return
+    groups, chosen = fields.count("n_group"), fields.count("topk_group")
+    if num_experts % groups:
+        raise ModelError(
+            f"config.json has n_group {groups}; a divisor of {num_experts} experts is accepted",
+            field="n_group",
+            value=groups,
+        )
+    if chosen > groups:
+        raise ModelError(
+            f"config.json has topk_group {chosen}; 1..{groups} is accepted", field="topk_group", value=chosen
+        )
+
+
+def _rotated(fields: Fields, num_layers: int) -> list[bool]:
+    """Return whether each layer has RoPE. Raises `ModelError` if the list is too short."""
+    named = fields.sequence("no_rope_layers")
+    if named is None:
+        interval = fields.count("no_rope_layer_interval", default=4)
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if len(named) < num_layers:
+        raise ModelError(
+            f"config.json has {len(named)} no_rope_layers for {num_layers} layers; an entry for each is accepted",
+            field="no_rope_layers",
+            value=len(named),
+        )
+    return [bool(entry) for entry in named[:num_layers]]
+
+
+def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """By layer, the tokens that a query sees; None: all before it."""
+    windows = family.windows
+    if windows is None or (windows.switched and not fields.flag("use_sliding_window")):
+        return (None,) * num_layers
+    window = fields.optional_count("sliding_window") if fields.given("sliding_window") else windows.default
+    if window == 1:
+        raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
+    types = fields.sequence("layer_types") if windows.by_layer else None
+    if window is None and windows.full_every is not None and (types is None or "sliding_attention" in types):
+        raise ModelError(
+            "config.json has sliding_window null, and layers of that type; a number is accepted",
+            field="sliding_window",
+            value=None,
+        )
+    if not windows.by_layer or window is None:
+        return (window,) * num_layers
+    if types is None and family.has_unrotated_layers:
+        return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
+    if types is None and windows.full_every is not None:
+        every = fields.count("sliding_window_pattern", default=windows.full_every)
+        return tuple(None if (i + 1) % every == 0 else window for i in range(num_layers))
+    if types is None:
+        named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
+        first = 28 if named is None else named
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if len(types) != num_layers:
+        raise ModelError(
+            f"config.json has {len(types)} layer_types for {num_layers} layers", field="layer_types", value=len(types)
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that a student's prompts run through. Raises `ModelError` if they are not an ascending list of
+    existing layers."""
+    layers = fields.sequence("swiftkv_prefill_layers")
+    if layers is None:
+        return None
+    try:
+        read_prefill_layers(layers, num_layers)
+    except InvalidInputError as error:
+        raise ModelError(error.message, field=error.field, value=error.value) from error
+    return tuple(layers)
+
+
+_ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
+_FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]] = {
+    "gated": _gated_mlp,
+    "gated_gelu": _gated_mlp,
+    "mixtral": _mixtral_mlp,
+    "qwen3_moe": _qwen3_moe_mlp,
+    "deepseek_v2": _deepseek_mlp,
+}
+
+
+def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
+    """Read the decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
+    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), instead of the configuration's. Raises
+    `ModelError` for a missing file, an unknown family, or a key that is missing or invalid."""
+    config = read_config(source)
+    family = find_family(config)
+    check_values(config)
+    fields = Fields(config)
+    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
+    windows = _windows(family, fields, num_layers)
+    if family.has_unrotated_layers:
+        _rotated(fields, num_layers)  # refused here, before transformers reaches the end of the list
+    attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
+    own = attention(family, fields, None)
+    shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")
+    family.check_sharing(shared_heads, "num_key_value_heads_swiftkv")
+    return Architecture(
+        model_type=family.model_type,
+        hidden_size=fields.count("hidden_size"),
+        vocab_size=fields.count("vocab_size"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
+        layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
+        normalises_inputs=family.normalises_inputs,
+        num_norms=4 if family.norms == "both" else 2,
+        shared_attention=attention(family, fields, shared_heads),
+        max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
+        dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),
+        num_key_value_layers=fields.optional_count("num_key_value_layers"),
+        prefill_layers=_prefill_layers(fields, num_layers),
+        key_value_group_size=fields.count("key_value_group_size", default=1),
+        early_exit=fields.flag("early_exit"),
+        decodes_own=fields.text("swiftkv_decode_key_value", default="shared") == "own",
+    )

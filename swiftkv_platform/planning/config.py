@@ -1,14 +1,20 @@
-"""Read `config.json` and give typed access to its keys."""
+"""Read `config.json` of known families: typed access to its keys, and the values that are accepted in it and in
+`generation_config.json`. Imports no torch.
+
+Used by both the control plane and the workers, so that they refuse the same values: those that transformers refuses and
+those that would fail later. Keys not listed here are left to transformers.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import Fixed, Flag
+from swiftkv_platform.families import FLAGS, STUDENT_KEYS, STUDENT_SUFFIX, Fixed, Flag
 
 FIELD = "model.name_or_path"
 _MOST = 1 << 40
@@ -99,3 +105,218 @@ class Fields:
     @staticmethod
     def _unusable(name: str, value: object, accepted: str) -> ModelError:
         return ModelError(f"config.json has {name} {value!r:.80}; {accepted}", field=name, value=value)
+
+
+MAX_LAYERS = 1024
+"""Most layers of a model; each becomes an object when a configuration is read."""
+_MAX_COUNT = (1 << 31) - 1
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_FP8_METHODS = ("fbgemm_fp8", "fp8")
+_IN_PLACE = ("weight", "static")
+"""Orders of rounding (`actorder`) that keep columns and their groups in place."""
+
+_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+_OPTIONAL_COUNTS = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_pattern"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_FRACTIONS = ("initializer_range", "attention_dropout")
+_FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ROPE_COUNTS = ("original_max_position_embeddings",)
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+"""Keys that each kind of RoPE requires, since transformers has no defaults for them."""
+_PROBABILITIES = ("top_p", "min_p", "typical_p")
+_POSITIVE = ("temperature", "repetition_penalty")
+
+
+def has_quantized_weights(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration declares quantised weights. Raises `ModelError` for an unsupported quantisation."""
+    fields = config.get("quantization_config")
+    if fields is None:
+        return False
+    if not isinstance(fields, Mapping):
+        raise _refused("config.json", "quantization_config", fields, "an object or null is accepted")
+    method = fields.get("quant_method")
+    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_read(fields)):
+        return True
+    form = f" (format {fields['format']!r})" if "format" in fields else ""
+    raise ModelError(
+        f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantised "
+        "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors "
+        "with symmetric int8 or int4 weights",
+        field=FIELD,
+        value=method,
+    )
+
+
+def _is_read(fields: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors' weights are 8-bit floats, or symmetric 8- or 4-bit integers in their original
+    order."""
+    groups = fields.get("config_groups")
+    found = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if groups else []
+    weights = [each for each in found if isinstance(each, Mapping)]
+    return bool(weights) and all(map(_is_read_scheme, weights))
+
+
+def _is_read_scheme(weights: Mapping[str, Any]) -> bool:
+    if weights.get("type") == "float":
+        return weights.get("num_bits") == 8
+    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_IN_PLACE)
+    return bool(plain) and weights.get("type", "int") == "int" and weights.get("num_bits") in (4, 8)
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Check a `config.json` of a known family; absent keys have transformers' defaults. Raises `ModelError`, which
+    names the key, its value and what is accepted."""
+    values = _Values("config.json", config)
+    values.check(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
+    values.check(_COUNTS, _is_count(), "a positive integer is accepted")
+    values.check(_OPTIONAL_COUNTS, _or_null(_is_count()), "a positive integer or null is accepted")
+    values.check(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
+    values.check(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
+    values.check(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str), "a name is accepted")
+    values.check(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
+    values.check(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
+    values.check(("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted")
+    positive = ("rope_theta", "query_pre_attn_scalar")
+    values.check(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
+    values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
+    _check_token_ids(values)
+    check_kind(config)
+    _check_padding(config)
+    _check_heads(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), Mapping):
+            old = {"su": _ROPE_NEEDS["longrope"]} if config.get("model_type") == "phi3" else {}  # an earlier name
+            _check_rope(_Values("config.json", rope, f"{key}."), {**_ROPE_NEEDS, **old})
+            for kind, of_type in rope.items():  # by layer type, if these have their own
+                if isinstance(of_type, Mapping):
+                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."), _ROPE_NEEDS)
+
+
+def check_generation_values(config: Mapping[str, Any]) -> None:
+    """Check a `generation_config.json`. Raises as `check_values`."""
+    values = _Values("generation_config.json", config)
+    _check_token_ids(values)
+    values.check(_PROBABILITIES, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check(_POSITIVE, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
+    values.check(
+        ("do_sample", "use_cache"), _or_null(lambda value: isinstance(value, bool)), "true or false is accepted"
+    )
+    values.check(("top_k",), _or_null(_is_integer), "an integer is accepted")
+
+
+class _Values:
+    """Keys of a file, possibly nested below another key."""
+
+    def __init__(self, file: str, config: Mapping[str, Any], prefix: str = "") -> None:
+        self._file, self._config, self._prefix = file, config, prefix
+
+    def check(self, keys: Iterable[str], accepts: Callable[[Any], bool], accepted: str) -> None:
+        for key in keys:
+            if key in self._config and not accepts(self._config[key]):
+                raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+
+    def check_needs(self, keys: Iterable[str], needs: Mapping[str, Sequence[str]]) -> None:
+        """Check that the keys required by the value of the first of `keys` that is set are there."""
+        for key in [key for key in keys if key in self._config][:1]:
+            for needed in needs[self._config[key]]:
+                if self._config.get(needed) is None:
+                    accepted = f"with it {self._prefix}{needed} is needed"
+                    raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+
+
+def _check_token_ids(values: _Values) -> None:
+    values.check(
+        _TOKENS,
+        lambda value: _or_null(_is_integer)(value) or (isinstance(value, list) and all(map(_is_integer, value))),
+        "a token id, a list of them or null is accepted",
+    )
+
+
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a teacher's configuration with a student's keys, which conversion would take over."""
+    kind = str(config.get("model_type"))
+    found = next((key for key in STUDENT_KEYS if key in config), None)
+    if found is not None and not kind.endswith(STUDENT_SUFFIX):
+        accepted = f"model_type {kind!r} does not have it; a student's model_type is {kind + STUDENT_SUFFIX!r}"
+        raise _refused("config.json", found, config[found], accepted)
+
+
+def _check_padding(config: Mapping[str, Any]) -> None:
+    padding, size = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(padding, int) and isinstance(size, int) and not -size <= padding < size:
+        raise _refused("config.json", "pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
+
+
+def _check_heads(config: Mapping[str, Any]) -> None:
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise _refused(
+            "config.json", "num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted"
+        )
+
+
+def _check_rope(values: _Values, needs: Mapping[str, Sequence[str]]) -> None:
+    values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
+    values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
+    values.check(("rope_type", "type"), _is_one_of(needs), f"one of {', '.join(needs)} is accepted")
+    values.check_needs(("rope_type", "type"), needs)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_count(most: int = _MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda value: _is_integer(value) and 1 <= value <= most
+
+
+def _is_number(least: float, most: float, *, above: bool = False) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return least <= value <= most and not (above and value == least)
+
+    return accepts
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or _is_number(0, 1, above=True)(value)
+
+
+def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _refused(file: str, key: str, value: Any, accepted: str) -> ModelError:
+    return ModelError(f"{file} has {key} {_short(value)}; {accepted}", field=key, value=value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

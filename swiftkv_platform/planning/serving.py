@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, AttentionShape
+from swiftkv_platform.planning.architecture import Architecture, AttentionShape, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.kv_cache import DTYPE_BYTES, QUANTIZED, SCALE_BYTES, cache_layers, check_kv_cache_dtype
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import served_parameters
-from swiftkv_platform.planning.prefill import dense_layer_map, resolve_layer_map
-from swiftkv_platform.planning.reading import read_architecture
+from swiftkv_platform.planning.prefill import (
+    DTYPE_BYTES,
+    QUANTIZED,
+    SCALE_BYTES,
+    cache_layers,
+    check_kv_cache_dtype,
+    dense_layer_map,
+    resolve_layer_map,
+)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,106 @@
-"""Cost of a distillation step: FLOPs, memory of a worker, time. Follows the fork at layer l, without torch.
+"""Cost of a distillation step: FLOPs, memory of a worker by use, time. Follows the fork at layer l, without torch.
 
 layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
                               └─ layers >= l of the student: forward, gradients of inputs and of what is trained
+
+Memory follows what the fork keeps for its backward pass and what each sharding strategy holds; allocator overhead and
+kernels' workspaces are not included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
+from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.flops import attention_pairs, maps_flops
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.prefill import resolve_layer_map
-from swiftkv_platform.planning.reading import read_architecture
-from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
-from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.planning.parameters import Parameters, Trainable, student_parameters
+from swiftkv_platform.planning.prefill import attention_pairs, maps_flops, resolve_layer_map
+
+SampleCounts = tuple[tuple[int, int], ...]
+"""Number of samples by their length: (length, number)."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """Fields of a job spec that determine its cost, under the spec's names and meanings."""
+
+    sequence_length: int = 8192
+    """`data.max_length`, the number of tokens of every row."""
+    samples: SampleCounts | None = None
+    """Samples that fill the rows; each attends to itself only. None: one sample per row."""
+    counted_share: float = 1.0
+    """Share of the positions that the loss counts."""
+    micro_batch_size: int = 1
+    batch_size: int = 32
+    num_workers: int = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
+    zero_stage: Literal[1, 2, 3] = 2
+    cpu_offload: bool = False
+    sequence_parallel_size: int = 1
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    early_exit: bool = False
+    own_output_projection: bool = False
+    decodes_own: bool = False
+    """Whether `swiftkv.decode_key_value` is `own`."""
+    trainable: Trainable = "qkv"
+    objective: Literal["logits", "lm"] = "logits"
+    hidden_loss: bool = False
+    searches_rate: bool = False
+    """Whether a search for the learning rate comes before the first step."""
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.objective == "logits" or self.hidden_loss or self.early_exit
+
+    @property
+    def skips_uncounted(self) -> bool:
+        """Whether tokens that no loss counts stay out of the student's layers >= l."""
+        return self.sequence_parallel_size == 1 and not self.compiled
+
+    @property
+    def rows_per_pass(self) -> int:
+        return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.batch_size // self.rows_per_pass
+
+    @property
+    def tokens_per_pass(self) -> int:
+        return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
+
+    def student_parameters(self, model: Architecture, layer_map: LayerMap) -> Parameters:
+        return student_parameters(
+            model,
+            layer_map,
+            early_exit=self.early_exit,
+            own_output_projection=self.own_output_projection,
+            decodes_own=self.decodes_own,
+            trainable=self.trainable,
+        )
+
+
+WIDE = 4
+"""Bytes of float32: masters, gradients, optimizer state, norms."""
+LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
+"""Elements of one [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
+LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
+"""Elements of logits that a pass of the losses takes at a time; on a CPU 512 KiB, so that the four buffers of a pass
+fit into a core's cache.
+"""
+FEWEST_ROWS = 160
+"""Fewest rows of a chunk, however large the vocabulary: products with fewer rows are bound by reading the head."""
+
+_STATES = 5
+"""Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
 
 
 class TrainingFlops(FrozenModel):
@@ -120,8 +203,8 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     assumed to be the last of their sample.
     """
     first = layer_map.num_key_value_layers
-    lower = sum(_layer(layer, setup) for layer in model.layers[:first])
-    teacher = setup.needs_teacher * sum(_layer(layer, setup) for layer in model.layers[first:])
+    lower = sum(_layer_flops(layer, setup) for layer in model.layers[:first])
+    teacher = setup.needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
     trains_x = setup.trainable == "all"
@@ -130,16 +213,16 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         teacher += setup.needs_teacher * lower
     # Prompts run through the layers they bypass with the rest; the results after K and V are dropped.
     deep_lower = sum(
-        _deep_layer(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
+        _deep_layer_flops(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
     )
     if setup.trainable == "all":
         bypassed = [model.layers[i] for i in layer_map.bypassed]
-        let_go = sum(_layer(layer, setup) - maps_flops(layer.attention.key_value) for layer in bypassed)
+        let_go = sum(_layer_flops(layer, setup) - maps_flops(layer.attention.key_value) for layer in bypassed)
         backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * maps_flops(own.query)
-        attention = _attention(layer, setup, setup.counted_share if setup.decodes_own else 1.0)
+        attention = _attention_flops(layer, setup, setup.counted_share if setup.decodes_own else 1.0)
         leads, written = i in layer_map.leaders, setup.decodes_own * share
         key_value = leads * (maps_flops(own.key_value) + (1 + written) * maps_flops(own.expansion))
         deep = leads * written * maps_flops(own.key_value)
@@ -168,22 +251,216 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     )
 
 
-def _layer(layer: Layer, setup: TrainingSetup) -> float:
+def _layer_flops(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
-    return maps_flops(maps) + _attention(layer, setup)
+    return maps_flops(maps) + _attention_flops(layer, setup)
 
 
-def _deep_layer(layer: Layer, setup: TrainingSetup, share: float) -> float:
+def _deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float:
     """Return the FLOPs per token of a layer for deep tokens, which come last in their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
-    return share * maps_flops(maps) + _attention(layer, setup, setup.counted_share)
+    return share * maps_flops(maps) + _attention_flops(layer, setup, setup.counted_share)
 
 
-def _attention(layer: Layer, setup: TrainingSetup, asking: float = 1.0) -> float:
+def _attention_flops(layer: Layer, setup: TrainingSetup, asking: float = 1.0) -> float:
     """`asking`: share of each sample's tokens, its last ones, that have queries."""
     samples = setup.samples or ((setup.sequence_length, 1),)
     queries = [(number, round(asking * length), length) for length, number in samples]
     pairs = sum(number * attention_pairs(count, length - count, layer.window) for number, count, length in queries)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
+
+
+class WorkerMemory(FrozenModel):
+    """Bytes on one worker's device; without a GPU, in its host memory."""
+
+    frozen: int
+    """Frozen weights, shared by teacher and student."""
+    trained: int
+    """Trained weights: float32, and with ZeRO and bfloat16 also a copy in bfloat16."""
+    gradients: int
+    """Gradients; with DDP, also the buckets that they are reduced in."""
+    optimizer: int
+    """AdamW's two moments."""
+    gathered: int
+    """Weights gathered from all workers' shards, or cast for the forward pass, while in use."""
+    activations: int
+    """Tensors kept for the backward pass by the student's layers."""
+    loss: int
+    """Chunks of logits and hidden states around them."""
+    remembered: int
+    """Copy of the untrained weights in host memory while rates are tried."""
+    peak: int
+    """Largest sum at any time."""
+    host: int
+    """Bytes in host memory under `cpu_offload`."""
+
+
+def worker_memory(
+    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
+) -> WorkerMemory:
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    shards = setup.num_workers
+    trained, frozen = parameters.trained, narrow * parameters.frozen
+    weights, gradients, moments = WIDE * trained, WIDE * trained, 2 * WIDE * trained
+    gathered, host = 0, 0
+    if setup.strategy == "ddp":
+        gradients *= 2
+        gathered = narrow * trained if narrow < WIDE else 0
+    elif setup.strategy == "fsdp2" or setup.zero_stage == 3:
+        gathered = gathered_weights(parameters, narrow, units=3 if setup.strategy == "fsdp2" else 2)
+        frozen, weights, gradients, moments = (-(-part // shards) for part in (frozen, weights, gradients, moments))
+    else:
+        weights, moments = narrow * trained + -(-weights // shards), -(-moments // shards)
+        gradients = narrow * trained + -(-gradients // (shards if setup.zero_stage == 2 else 1))
+    if setup.cpu_offload and setup.device != "cpu":
+        host = moments
+        if setup.strategy == "fsdp2":
+            host += frozen + weights + gradients
+            frozen = weights = gradients = 0
+        elif setup.strategy == "deepspeed":
+            host += WIDE * trained // shards
+            weights -= WIDE * trained // shards
+            if setup.zero_stage == 3:
+                host, frozen = host + frozen, 0
+        moments = 0
+    activations, recomputed = saved_activations(model, layer_map, setup)
+    passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
+    loss = _loss_bytes(model, setup, narrow)
+    persistent = frozen + weights + moments
+    # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
+    unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
+    kept = unsharded if setup.num_micro_batches > 1 else 0
+    sharded = 0 if kept else gradients  # the last micro batch's take the place of those that are kept
+    during_passes = gathered + activations + max(loss, passing_back)
+    if setup.strategy == "fsdp2":
+        states = _STATES * narrow * model.hidden_size * setup.tokens_per_pass
+        # A unit's gradients are gathered in float32, to be divided; those of K and V after all layers.
+        of_layer, shared = (narrow + WIDE) * parameters.trained_of_layer, parameters.shared_key_value
+        during_passes = max(
+            activations + gathered + states,
+            activations + gathered_weights(parameters, narrow, units=1) + loss,
+            activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + sharded,
+            narrow * parameters.root + (3 * narrow + WIDE) * shared + states + sharded,
+        )
+    # CUDA's update has buffers for all that this worker updates, the CPU's for one tensor; only DDP updates everything.
+    updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)
+    during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
+    between = 0 if setup.strategy == "fsdp2" else gathered
+    peak = persistent + max(kept + during_passes, between + during_update)
+    # ZeRO gathers every parameter on every worker to remember it.
+    remembered = setup.searches_rate * -(-WIDE * trained // (shards if setup.strategy == "fsdp2" else 1))
+    if setup.device == "cpu":
+        peak += remembered
+    return WorkerMemory(
+        frozen=frozen,
+        trained=weights,
+        gradients=gradients,
+        optimizer=moments,
+        gathered=gathered,
+        activations=activations,
+        loss=loss,
+        remembered=remembered,
+        peak=peak,
+        host=host,
+    )
+
+
+def gathered_weights(parameters: Parameters, narrow: int, *, units: int) -> int:
+    """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
+    `units` at a time.
+
+    FSDP2 has up to three in a forward pass: a layer's shards are gathered in one buffer and copied out of it while the
+    previous layer's buffer is still held; two in a backward pass, which prefetches the next while one runs; and one,
+    the last buffer, between the passes.
+    """
+    return narrow * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
+
+
+def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
+    """Return the bytes that the student's layers keep of one micro batch for the backward pass and, under gradient
+    checkpointing, those of one layer while it is recomputed.
+    """
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    own, hidden = model.shared_attention, model.hidden_size
+    first = layer_map.num_key_value_layers
+    heads = own.num_heads * (own.query_size + own.value_size)
+    cached = sum(entry.heads * entry.size for entry in own.entries)
+    # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
+    per_token = (2 * narrow + (narrow + WIDE) * model.normalises_inputs) * hidden
+    begin = 0 if setup.trainable == "all" else first
+    for i, layer in enumerate(model.layers[begin:], start=begin):
+        # Heads and tokens are swapped in every layer, so with sequence parallelism layers share no K and V.
+        swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
+        shared = i in layer_map.leaders or swapped
+        if shared or (i < first and not setup.gradient_checkpointing):
+            per_token += narrow * (heads if own.expansion else cached)
+        if setup.decodes_own and i in layer_map.leaders:  # the deep tokens' own, and both kinds concatenated
+            per_token += narrow * 2 * cached
+        if setup.gradient_checkpointing:
+            per_token += narrow * hidden
+            continue
+        per_token += _layer_bytes(model, layer, setup, narrow, has_gradient=i > begin)
+    if setup.trainable == "all":  # deep tokens run once more through the layers from the first bypassed one on
+        for i in range(min(layer_map.bypassed, default=first), first):
+            deep = _layer_bytes(model, model.layers[i], setup, narrow, has_gradient=True)
+            per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
+            per_token -= (i in layer_map.bypassed) * _let_go(model, model.layers[i], setup, narrow)
+    recomputed = 0
+    if setup.gradient_checkpointing:
+        recomputed = _layer_bytes(model, model.layers[-1], setup, narrow, has_gradient=True)
+    return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
+
+
+def _let_go(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int) -> int:
+    """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalised input."""
+    return _layer_bytes(model, layer, setup, narrow, has_gradient=True) - (narrow + WIDE) * model.hidden_size
+
+
+def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+    """Bytes of the gradients that the backward pass holds at once: those of gate, up and their product."""
+    widest = max(_inner_features(model, layer) for layer in model.layers)
+    return narrow * widest * setup.tokens_per_pass
+
+
+def _inner_features(model: Architecture, layer: Layer) -> int:
+    """Return the features of a token inside an MLP: outputs of gate and up, input of down, for all its experts."""
+    hidden = model.hidden_size
+    return sum(
+        linear.active * (linear.in_features + linear.out_features - hidden)
+        for linear in layer.mlp
+        if hidden in (linear.in_features, linear.out_features)
+    )
+
+
+def _routed_features(model: Architecture, layer: Layer) -> int:
+    """Return the features of a token's hidden state, times the number of its experts."""
+    return sum(linear.active * model.hidden_size for linear in layer.mlp if linear.copies > 1) // 3
+
+
+def _layer_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
+    """Return the bytes per token of one student layer, without K and V."""
+    own, hidden = model.shared_attention, model.hidden_size
+    norms = (model.num_norms - 1 + has_gradient) * WIDE * hidden
+    query = narrow * sum(linear.in_features for linear in own.query)
+    attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
+    inner = _inner_features(model, layer)
+    routed = _routed_features(model, layer)
+    tail = narrow * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
+    return norms + query + attention + narrow * (inner + routed) + tail
+
+
+def _loss_bytes(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+    """Return the bytes of chunk buffers, hidden states of teacher and student, and the gradient from the fused loss."""
+    tokens = setup.tokens_per_pass
+    rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
+    rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
+    # A pass holds logits and targets in float32, both probabilities, and a product. Waiting rows are held in the
+    # compute dtype; if that is float32, the pass works on them directly.
+    waiting = 2 * rows * narrow if rows_per_pass < rows else 0
+    in_pass = (3 if waiting and narrow == WIDE else 5) * rows_per_pass * WIDE
+    chunk = model.vocab_size * (waiting + in_pass)
+    states = 6 + 2 * setup.early_exit  # x, teacher, student, the counted rows of both, a gradient
+    exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
+    return chunk + states * narrow * model.hidden_size * tokens + exit_head

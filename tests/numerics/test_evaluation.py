@@ -26,8 +26,7 @@ from swiftkv_platform.evaluation.quality import (
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.flops import prefill_flops
-from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.prefill import dense_layer_map, prefill_flops
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
 TEACHER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}

@@ -14,10 +14,9 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
-from swiftkv_platform.planning.flops import Flops, forward_flops
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import dense_parameters, student_parameters
-from swiftkv_platform.planning.prefill import Components, dense_layer_map
+from swiftkv_platform.planning.prefill import Components, Flops, dense_layer_map, forward_flops
 from swiftkv_platform.specs import DistillationSpec
 from tests.parameters import in_turn, pairwise
 from tests.tiny_models import CONFIGS, SHAPE, WINDOW

@@ -15,9 +15,8 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
 )
 from swiftkv_platform.planning.config import Fields
-from swiftkv_platform.planning.fit import refuse_what_cannot_fit, refuse_writers_without_room
 from swiftkv_platform.planning.gates import TaskForecast, forecast
-from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.job import refuse_what_cannot_fit, refuse_writers_without_room, training_setup
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults

@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning.fit import refuse_writers_without_room, teacher_bytes
+from swiftkv_platform.planning.job import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())

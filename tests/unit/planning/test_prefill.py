@@ -17,8 +17,8 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
     student_layer_map,
 )
-from swiftkv_platform.planning.flops import attention_pairs
 from swiftkv_platform.planning.layers import split_by_size
+from swiftkv_platform.planning.prefill import attention_pairs
 from tests.model_configs import llama_config
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"

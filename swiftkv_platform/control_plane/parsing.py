@@ -32,12 +32,17 @@ from swiftkv_platform.limits import (
     CHECK_SECONDS,
     CHECKS,
     IMPORTS,
+    IMPORTS_OF_TENANT,
     MIB,
     PARSER_BYTES,
     UPLOAD_CHECKS,
     UPLOAD_CPU_SECONDS,
     UPLOAD_SECONDS,
+    UPLOADS,
+    UPLOADS_OF_KEY,
+    UPLOADS_OF_TENANT,
 )
+from swiftkv_platform.web.places import Places, Share
 
 _NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
@@ -206,6 +211,14 @@ class Parsers:
         return OverloadedError(f"checking {self._bounds.what} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
 
 
+class LimitedParsers(Parsers):
+    """Parser processes for long requests. `places`: limits how many of these requests there are at a time."""
+
+    def __init__(self, bounds: Bounds, at_once: int, places: Places) -> None:
+        super().__init__(bounds, at_once)
+        self.places = places
+
+
 def _choose_socket_directory() -> None:
     """Let the server process listen below /tmp if the path of the directory for temporary files is too long for a
     socket, as Python does itself from 3.14 on."""
@@ -220,13 +233,15 @@ def spec_parsers() -> Parsers:
     return Parsers(Bounds("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
 
 
-def upload_parsers() -> Parsers:
-    """Make the limit of uploads that are checked at a time."""
+def upload_parsers() -> LimitedParsers:
+    """Make the limits of uploads that are read, and checked, at a time."""
     bounds = Bounds("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
-    return Parsers(bounds, UPLOAD_CHECKS.default)
+    share = Share(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
+    return LimitedParsers(bounds, UPLOAD_CHECKS.default, Places("uploads", share, retry_after_s=_RETRY_AFTER_S))
 
 
-def import_parsers() -> Parsers:
-    """Make the limit of imported models whose small files are checked at a time."""
+def import_parsers() -> LimitedParsers:
+    """Make the limit of models that are imported at a time."""
     bounds = Bounds("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
-    return Parsers(bounds, IMPORTS.default)
+    share = Share(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
+    return LimitedParsers(bounds, share.of_all, Places("imports of models", share, retry_after_s=_RETRY_AFTER_S))

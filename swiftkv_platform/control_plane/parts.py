@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import Parsers
+from swiftkv_platform.control_plane.parsing import LimitedParsers, Parsers
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.settings import Settings
@@ -132,6 +132,6 @@ TheRay = Annotated[Kept[str | None], _part("ray")]
 RAY_ANSWERS_WITHIN_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
 TheSpecParsers = Annotated[Parsers, _part("spec_parsers")]
-TheUploadParsers = Annotated[Parsers, _part("upload_parsers")]
-TheImportParsers = Annotated[Parsers, _part("import_parsers")]
+TheUploadParsers = Annotated[LimitedParsers, _part("upload_parsers")]
+TheImportParsers = Annotated[LimitedParsers, _part("import_parsers")]
 TheSettings = Annotated[Settings, _part("settings")]

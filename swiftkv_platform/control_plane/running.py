@@ -16,7 +16,6 @@ from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
@@ -36,7 +35,6 @@ from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.models.imports import import_places
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
@@ -157,8 +155,6 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     logs = Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
     app.state.log_followers = LogFollowers(parts, logs, app.state.turns)
     app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
-    app.state.upload_places = upload_places()
-    app.state.import_places = import_places()
     app.state.spec_parsers = spec_parsers()
     app.state.upload_parsers = upload_parsers()
     app.state.import_parsers = import_parsers()

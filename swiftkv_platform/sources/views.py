@@ -21,8 +21,6 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, teacher_type
 from swiftkv_platform.sources import loader_rules as rules
-from swiftkv_platform.sources.loader_rules import ADAPTER, TOKENIZER_CONFIG
-from swiftkv_platform.sources.names import leads_out
 from swiftkv_platform.sources.untrusted_files import (
     CONFIG_BYTES,
     INDEX_BYTES,
@@ -101,9 +99,16 @@ def model_view(directory: Path, parent: Path) -> Path:
     return view
 
 
-def check_files(directory: Path) -> None:
-    """Raise `ModelError` if a view of a directory cannot be made."""
-    _cleaned(directory, None)
+def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
+    """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
+    boundary.check_tree(directory, field, error=ModelError)
+    if (directory / rules.ADAPTER).exists():
+        message = f"{field}: the model's {rules.ADAPTER} names another model; use merged weights"
+        raise ModelError(message, field=field, value=rules.ADAPTER)
+    try:
+        _cleaned(directory, None)
+    except ModelError as error:
+        raise ModelError(f"{field}: the model's {error.message}", field=field, value=error.field) from error
 
 
 def read_config(directory: Path, name: str = rules.CONFIG) -> dict[str, Any]:
@@ -164,27 +169,3 @@ def _write(view: Path, cleaned: Mapping[str, str], links: Mapping[str, Path]) ->
     for name, path in links.items():
         (view / name).parent.mkdir(exist_ok=True)
         (view / name).symlink_to(path)
-
-
-_HARMLESS = frozenset({"special_tokens_map_file"})
-"""Keys under which old configurations name their author's own file, which is never read."""
-
-
-def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
-    """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
-    boundary.check_tree(directory, field, error=ModelError)
-    if (directory / ADAPTER).exists():
-        raise _unusable(ADAPTER, field, f"the model's {ADAPTER} names another model; use merged weights")
-    try:
-        check_files(directory)
-        tokenizer = read_config(directory, TOKENIZER_CONFIG)
-    except ModelError as error:
-        raise _unusable(str(error.field), field, f"the model's {error.message}") from error
-    for key, value in tokenizer.items():
-        if key.endswith("_file") and key not in _HARMLESS and isinstance(value, str) and leads_out(value):
-            why = f"names {value[:200]!r}; leave {key} out to use the file in the model directory"
-            raise _unusable(TOKENIZER_CONFIG, field, f"the model's {TOKENIZER_CONFIG} {why}")
-
-
-def _unusable(name: str, field: str, why: str) -> ModelError:
-    return ModelError(f"{field}: {why}", field=field, value=name)

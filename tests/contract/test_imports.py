@@ -9,8 +9,10 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.errors import ModelError, QuotaExceededError
 from swiftkv_platform.sources import OPEN, S3Source
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
@@ -31,10 +33,12 @@ def imports(database: Database, directory: Path, quota: int | None = None) -> Mo
     (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
     return ModelImports(
         Registry(database),
+        FileRepository(database),
         LocalObjectStore(directory / "own"),
         clock=lambda: 100.0,
         access=lambda _tenant: OPEN,
-        used_bytes=FileRepository(database).used_bytes,
+        client=Client(),
+        run=run_here,
         policies=Tenants(directory / "tenants.yaml"),
     )
 

@@ -179,7 +179,7 @@ def test_a_model_that_names_another_file_is_refused_unread(student: Path, other:
     assert CANARY not in str(caught.value)
 
 
-@pytest.mark.parametrize("way", [way for way in LOADERS if way != "import"])
+@pytest.mark.parametrize("way", LOADERS)
 @pytest.mark.parametrize("name", DROPPED)
 def test_names_that_change_nothing_are_not_followed(student: Path, other: Path, name: str, way: str) -> None:
     DROPPED[name](student, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
@@ -19,11 +18,11 @@ from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileLimits, FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
 from swiftkv_platform.control_plane.http.clients import watched_client
+from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.control_plane.parts import Parts, TheSettings, TheUploadParsers
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.limits import UPLOAD_SECONDS, UPLOADS, UPLOADS_OF_KEY, UPLOADS_OF_TENANT
+from swiftkv_platform.limits import UPLOAD_SECONDS
 from swiftkv_platform.web.middleware import announced_bytes
-from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
@@ -57,16 +56,6 @@ class FileDeletedAnswer(Answer):
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True
-
-
-_UPLOADS = Share(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
-"""Max uploads that a control plane reads at a time."""
-_RETRY_AFTER_S = 5.0
-
-
-def upload_places() -> Places:
-    """Make the limit of uploads under way."""
-    return Places("uploads", _UPLOADS, retry_after_s=_RETRY_AFTER_S)
 
 
 PATH = "/v1/files"
@@ -130,9 +119,8 @@ async def upload_file(request: Request, service: Service, parsers: TheUploadPars
     if kind != "multipart/form-data":
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
     at_least = announced_bytes(request.headers) - FORM_BYTES
-    places: Places = request.app.state.upload_places
     # The caller is authenticated before the body is read; a parameter for the form would read it first.
-    with places.place(caller.tenant, caller.name):
+    with parsers.places.place(caller.tenant, caller.name):
         await run_in_threadpool(service.check_room, caller, max(at_least, 0))
         try:
             async with (
@@ -140,13 +128,12 @@ async def upload_file(request: Request, service: Service, parsers: TheUploadPars
                 request.form(max_files=1, max_fields=4, max_part_size=_FIELD_BYTES) as form,
                 watched_client(request) as client,  # the body has been read
             ):
-                checking = replace(service, run=parsers.run_for(client))
-                return await run_in_threadpool(_keep, form, checking, caller)
+                return await run_in_threadpool(_keep, form, service, caller, parsers.run_for(client))
         except TimeoutError as error:
             raise HTTPException(408, f"the upload took more than {_LONGEST_UPLOAD_S:g} s") from error
 
 
-def _keep(form: FormData, service: FileService, caller: Caller) -> FileAnswer:
+def _keep(form: FormData, service: FileService, caller: Caller, run: Run) -> FileAnswer:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
@@ -156,6 +143,7 @@ def _keep(form: FormData, service: FileService, caller: Caller) -> FileAnswer:
         purpose=_purpose(form),
         expires_after_s=_life(form),
         caller=caller,
+        run=run,
     )
     return FileAnswer.of(file)
 

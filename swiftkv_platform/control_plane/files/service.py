@@ -1,4 +1,4 @@
-"""Uploading and deleting files: a row and its object, or neither. Rows of data are checked by `data.uploads`.
+"""Uploading and deleting files: a row and its object, or neither. Rows of data are checked by `data.checks`.
 
 The object is written before its row, so that a row always has its object. A crash between the two leaves an object
 without a row, which the sweeper removes.
@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
 from swiftkv_platform.control_plane.files.rows import FileRepository
-from swiftkv_platform.control_plane.parsing import Run, run_here
+from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -48,8 +48,6 @@ class FileService:
     clock: Clock
     limits: FileLimits
     policies: Tenants = NO_LIMITS
-    run: Run = run_here
-    """Runs the check of an upload's rows."""
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Check whether an upload of `announced` bytes can be stored, before it is read.
@@ -70,9 +68,16 @@ class FileService:
             check_quota(caller.tenant, self.files.used_bytes(caller.tenant) + announced, policy.max_stored_bytes)
 
     def upload(
-        self, content: IO[bytes], *, filename: str, purpose: Purpose, expires_after_s: int | None, caller: Caller
+        self,
+        content: IO[bytes],
+        *,
+        filename: str,
+        purpose: Purpose,
+        expires_after_s: int | None,
+        caller: Caller,
+        run: Run,
     ) -> File:
-        """Check every row, and store the file's object and row, or nothing.
+        """Check every row by `run`, and store the file's object and row, or nothing.
 
         Raises:
             DataError: a row that no format reads, with its line.
@@ -85,7 +90,7 @@ class FileService:
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)
-            found = self.run(check_upload, path, filename, field="file", max_rows=limits.max_rows)
+            found = run(check_upload, path, filename, field="file", max_rows=limits.max_rows)
             file = File(
                 **vars(found),
                 id=new_file_id(),

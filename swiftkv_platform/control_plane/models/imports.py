@@ -24,13 +24,15 @@ from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.files.file import check_quota
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import Run, run_here
+from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
-from swiftkv_platform.limits import IMPORT_BYTES, IMPORTS, IMPORTS_OF_TENANT, MANIFEST_BYTES
+from swiftkv_platform.limits import IMPORT_BYTES, MANIFEST_BYTES
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.names import is_relative
@@ -41,18 +43,10 @@ from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.storage.workspaces import workspace
-from swiftkv_platform.web.places import Places, Share
 
 _FIELD = "source"
 _NAME: TypeAdapter[str] = TypeAdapter(JobName)
 _ADAPTER = "swiftkv_adapter.json"
-_RETRY_AFTER_S = 5.0
-
-
-def import_places() -> Places:
-    """Make the limit of concurrent imports."""
-    share = Share(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
-    return Places("imports of models", share, retry_after_s=_RETRY_AFTER_S)
 
 
 @dataclass(frozen=True)
@@ -60,20 +54,19 @@ class ModelImports:
     """Imports students for a tenant."""
 
     registry: Registry
+    files: FileRepository
     objects: ObjectStore
     _: KW_ONLY
     clock: Clock
     access: Callable[[str], Access]
     """Sources that a tenant may read."""
-    used_bytes: Callable[[str], int]
-    """Bytes that count against a tenant's quota."""
+    client: Client
+    """The import stops when it leaves."""
+    run: Run
+    """Runs the check of a model's small files."""
     policies: Tenants = NO_LIMITS
     max_bytes: int = IMPORT_BYTES.default
     """Max bytes of a model, for any tenant."""
-    check_client: Callable[[], None] = lambda: None
-    """Called before each piece that is copied; raises to stop the import."""
-    run: Run = run_here
-    """Runs the check of a model's small files."""
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
@@ -121,7 +114,7 @@ class ModelImports:
         policy = self.policies.policy(caller.tenant)
         self.registry.check_number_of_imports(caller.tenant, policy)
         if policy.max_stored_bytes is not None:
-            check_quota(caller.tenant, self.used_bytes(caller.tenant) + size, policy.max_stored_bytes)
+            check_quota(caller.tenant, self.files.used_bytes(caller.tenant) + size, policy.max_stored_bytes)
         free = self.objects.free_bytes()
         if free is not None and size > free:
             message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"
@@ -174,7 +167,7 @@ class ModelImports:
         self.registry.note_import(model.prefix, by=model.lineage["imported_by"], now=self.clock())
         try:
             for name in stored:
-                self.check_client()
+                self.client.check_present()
                 self.objects.upload_file(copy / name, join_key(model.prefix, name))
             for file in files:
                 if not file.is_small:
@@ -198,7 +191,7 @@ class ModelImports:
     def _watched(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
         """Yield the file's pieces while the client waits, and show each to `see`."""
         for piece in file.pieces():
-            self.check_client()
+            self.client.check_present()
             see(piece)
             yield piece
 

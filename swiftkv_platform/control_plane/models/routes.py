@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Request, Response, status
+from fastapi import APIRouter, Depends, Path, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
@@ -35,7 +35,6 @@ from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, Regist
 from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheParents, TheSettings
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
-from swiftkv_platform.web.places import Places
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)
 
@@ -80,7 +79,6 @@ def create_model(
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
 def import_model(
     body: ImportModel,
-    request: Request,
     parts: Parts,
     settings: TheSettings,
     parsers: TheImportParsers,
@@ -94,17 +92,16 @@ def import_model(
     """
     imports = ModelImports(
         parts.registry,
+        parts.files,
         parts.objects,
         clock=parts.clock,
         access=partial(tenant_access, source_rules(settings), parts.policies),
-        used_bytes=parts.files.used_bytes,
+        client=client,
+        run=parsers.run_for(client),
         policies=parts.policies,
         max_bytes=settings.max_import_bytes,
-        check_client=client.check_present,
-        run=parsers.run_for(client),
     )
-    places: Places = request.app.state.import_places
-    with places.place(caller.tenant, caller.name):
+    with parsers.places.place(caller.tenant, caller.name):
         return ModelAnswer.of(imports.add(body.source, body.name, caller))
 
 

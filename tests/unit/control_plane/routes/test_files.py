@@ -18,8 +18,8 @@ from openai.types import FileDeleted, FileObject
 from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.files.file import File
-from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.service import FileSweeper
+from swiftkv_platform.control_plane.parsing import upload_parsers
 from swiftkv_platform.data.checks import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
@@ -234,7 +234,7 @@ def test_other_sites_pages_upload_nothing(server: Server) -> None:
 
 
 def test_uploads_have_places() -> None:
-    places = upload_places()
+    places = upload_parsers().places
     with ExitStack() as held:
         for key in ("one", "two"):
             held.enter_context(places.place("a", key))

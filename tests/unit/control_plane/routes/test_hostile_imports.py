@@ -23,7 +23,9 @@ from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.tables import ModelRow
+from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
@@ -59,10 +61,8 @@ def refused(server: Server, source: Path, status: int = 422) -> dict[str, Any]:
 def imports(server: Server, **options: Any) -> ModelImports:
     access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
     parts = server.parts
-    made = ModelImports(
-        parts.registry, parts.objects, clock=parts.clock, access=access, used_bytes=parts.files.used_bytes
-    )
-    return replace(made, **options)
+    given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here, **options}
+    return ModelImports(parts.registry, parts.files, parts.objects, **given)
 
 
 @pytest.mark.parametrize("limit", ["quota", "operator"])
@@ -232,17 +232,19 @@ def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temp
     source = student(tmp_path)
     with (source / "model.safetensors").open("wb") as weights:
         weights.truncate(64 << 20)
-    seen = 0
 
-    def leave() -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 8:
-            raise ClientDisconnect
+    class Leaving(Client):
+        seen = 0
 
+        def check_present(self) -> None:
+            self.seen += 1
+            if self.seen > 8:
+                raise ClientDisconnect
+
+    client = Leaving()
     with pytest.raises(ClientDisconnect):
-        imports(server, check_client=leave).add(str(source), None, CALLER)
-    assert seen == 9
+        imports(server, client=client).add(str(source), None, CALLER)
+    assert client.seen == 9
     assert list(server.parts.objects.list("models")) == list(temporary.iterdir()) == []
     assert server.get("/models")["data"] == []
 
@@ -280,7 +282,7 @@ def test_a_copy_ends_soon_after_its_connection(start: Start, parts: Components, 
 
 
 def test_few_imports_run_at_a_time(server: Server, tmp_path: Path) -> None:
-    places = server.client.app.state.import_places  # type: ignore[attr-defined]
+    places = server.client.app.state.import_parsers.places  # type: ignore[attr-defined]
     with places.place("default", "local"), places.place("default", "local"):
         response = server.client.post("/models/import", json={"source": str(student(tmp_path))})
     assert response.status_code == 429

@@ -11,9 +11,11 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.control_plane.upkeep.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
@@ -101,8 +103,9 @@ def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
     access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
     registry = Interrupted(server.parts.database)
     vars(registry).update(during)
-    used = server.parts.files.used_bytes
-    return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access, used_bytes=used)
+    parts = server.parts
+    given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here}
+    return ModelImports(registry, parts.files, parts.objects, **given)
 
 
 def imported(server: Server) -> int:

@@ -19,7 +19,7 @@ from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.serve.args import HUB_PREFIX, Served
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache

@@ -37,7 +37,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.vllm_options import check_params, engine_args, max_running, set_environment, vllm_params
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.views import model_view
+from swiftkv_platform.sources.model_directories import model_view
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.web.places import Sender
 

@@ -48,7 +48,7 @@ from swiftkv_platform.planning.job import refuse_writers, teacher_bytes, trainin
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 from swiftkv_platform.storage.addresses import open_store

@@ -44,10 +44,10 @@ from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.private_directories import remove_abandoned_workspaces
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.workspaces import remove_abandoned_workspaces
 from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.rate_limits import RateLimit

@@ -27,7 +27,7 @@ from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.model.stored_weights import settle_head
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weight_formats import BITS
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 
 

@@ -36,7 +36,7 @@ from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_
 from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
 from swiftkv_platform.model.loading import find_checkpoint
 from swiftkv_platform.model.stored_quantization import QUANTIZED_DTYPES
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
 """Function that returns the directory or hub id of a base model."""

@@ -11,10 +11,9 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import check_model_files, local_directory
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.teacher_config import SPEC_FIELD, builtin_teacher
-from swiftkv_platform.sources.views import check_model_files
 
 Download = Callable[[str], Path]
 """Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""

@@ -48,7 +48,7 @@ from swiftkv_platform.model.weight_formats import (
     quantize_weight,
     stored_form,
 )
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 
 Quantization = Literal["int8", "int4", "mixed"]
 

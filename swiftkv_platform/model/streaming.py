@@ -36,7 +36,7 @@ from swiftkv_platform.model.stored_quantization import is_quantized, without_swi
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.planning import DecodeKeyValue, Sharing
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 
 Progress = Callable[[int, int], None]
 """Callback that gets the number of tensors (or files) done and of all."""

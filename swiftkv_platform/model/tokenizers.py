@@ -14,9 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import FIELD
-from swiftkv_platform.sources.hub import tokenizer_directory
 from swiftkv_platform.sources.loader_rules import TOKENIZER
-from swiftkv_platform.sources.views import tokenizer_view
+from swiftkv_platform.sources.model_directories import tokenizer_directory, tokenizer_view
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from swiftkv_platform.errors import BucketError, InvalidInputError, ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, IMPORT_SMALL_FILES_BYTES
 from swiftkv_platform.sources import Access, Boundary, S3Source
+from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import key_fault
-from swiftkv_platform.sources.views import check_model_files
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, ObjectStore
 

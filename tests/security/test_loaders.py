@@ -24,8 +24,8 @@ from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
+from swiftkv_platform.sources.model_directories import check_model_files, model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
-from swiftkv_platform.sources.views import check_model_files, model_view
 from tests.checkpoints import SHAPE, save
 from tests.fakes.gguf import save_gguf
 from tests.tiny_models import random_teacher

@@ -20,8 +20,8 @@ from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.private_directories import workspace
 from swiftkv_platform.storage.object_store import ObjectStore
-from swiftkv_platform.storage.workspaces import workspace
 
 _SWEEP_INTERVAL_S = 600.0
 _MOST_SWEPT = 500

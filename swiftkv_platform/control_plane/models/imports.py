@@ -33,16 +33,16 @@ from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import IMPORT_BYTES, MANIFEST_BYTES
+from swiftkv_platform.private_directories import workspace
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access, Boundary, S3Source
+from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import is_relative
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
-from swiftkv_platform.sources.views import check_model_files
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
-from swiftkv_platform.storage.workspaces import workspace
 
 _FIELD = "source"
 _NAME: TypeAdapter[str] = TypeAdapter(JobName)

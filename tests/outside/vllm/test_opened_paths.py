@@ -9,7 +9,7 @@ import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from swiftkv_platform.sources.views import model_view
+from swiftkv_platform.sources.model_directories import model_view
 from swiftkv_platform.vllm import register
 from tests.opened_paths import compare, opening_calls
 

@@ -12,7 +12,7 @@ from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.model.adapters import whole_model
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.sources.model_directories import local_directory
 from tests.distill_jobs import job_spec
 from tests.fakes.hub_server import Hub, run_hub
 

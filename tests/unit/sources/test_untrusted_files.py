@@ -19,9 +19,9 @@ from swiftkv_platform.sources import Boundary, SourceRules
 from swiftkv_platform.sources.cards import check_card, check_saved, licence_of
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.layout import is_hub_layout
+from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, parse_object, read_small
-from swiftkv_platform.sources.views import check_model_files
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.model_configs import llama_config
 

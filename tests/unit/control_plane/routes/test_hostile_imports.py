@@ -29,11 +29,11 @@ from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
+from swiftkv_platform.private_directories import workspace
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.storage.downloads import list_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from swiftkv_platform.storage.workspaces import workspace
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal, served_control_plane
 from tests.unit.control_plane.routes.test_imports import student
 

@@ -114,5 +114,4 @@ class Replica:
         }
 
     async def _load(self, served: Served) -> Version:
-        metrics = self._current.metrics
-        return await load_version(self._args, served, metrics.compared, metrics.loaded)
+        return await load_version(self._args, served, self._current.metrics.loaded)

@@ -53,9 +53,8 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
 
     def _loaded(self) -> Served:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
-        shadow = self.shadow and self.shadow.model_copy(update={"share": 0.0})
         others = {"revision": "", "ignored_fields": None, "cors_origins": None, "base_access": BaseAccess()}
-        return self.model_copy(update={**others, "candidate": candidate, "shadow": shadow})
+        return self.model_copy(update={**others, "candidate": candidate})
 
 
 class ReplicaArgs(FiniteModel):

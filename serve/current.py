@@ -19,7 +19,6 @@ from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.shadow import Shadow
 from swiftkv_platform.web.places import Sender
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class Version:
     candidate: Version | None = None
     """Answers `candidate_share` of the requests."""
     candidate_share: float = 0.0
-    shadow: Shadow | None = None
     tool_call_parser: str | None = None
     """Family whose parser reads tool calls, see `serve.tools.families`; None: detected from the chat template."""
     names: frozenset[str] = frozenset()
@@ -134,8 +132,6 @@ class Version:
             self.candidate.ignored_fields = self.ignored_fields
         if served.candidate is not None:
             self.candidate_share = served.candidate.share
-        if self.shadow is not None and served.shadow is not None:
-            self.shadow.share = served.shadow.share
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if an engine has failed."""
@@ -158,11 +154,9 @@ class Version:
         return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN, sender)
 
     async def drain(self) -> None:
-        """Wait until no request uses this version, then close its engine, candidate and shadow."""
+        """Wait until no request uses this version, then close its engine and candidate."""
         while self.num_entering or self.engine.num_requests:
             await asyncio.sleep(_DRAIN_POLL_S)
-        if self.shadow is not None:
-            await self.shadow.close()
         if self.candidate is not None:
             await self.candidate.drain()
         await self.engine.aclose()
@@ -252,8 +246,6 @@ class Current:
                 reservation.settle(answers.num_tokens)
             for observer in self._observers:
                 observer.closed(answers, version.card)
-            if version.shadow is not None:
-                version.shadow.consider(answers)
 
         try:
             if context.caller.quota is not None:

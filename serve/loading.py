@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.families import is_served_by_vllm
@@ -42,8 +42,6 @@ class Loaded:
     """SHA-256 of the manifest that the model was verified against; None if it was not verified."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: `fetch` (from the store or this machine's cache) and `load`."""
-    teacher: Any = None
-    """The student in teacher mode, without an engine, if a shadow compares with it."""
 
 
 def load(served: Served) -> Loaded:
@@ -59,10 +57,9 @@ def load(served: Served) -> Loaded:
     began = time.monotonic()
     with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
         fetched = time.monotonic()
-        teacher = _load_teacher(directory, served)
         engine = _load_engine(directory, served)
         seconds = {"fetch": fetched - began, "load": time.monotonic() - fetched}
-        return Loaded(engine, digest, seconds, teacher)
+        return Loaded(engine, digest, seconds)
 
 
 @contextmanager
@@ -137,27 +134,7 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
         has_exit_head=bool(getattr(config, "early_exit", False)),
         has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
         bypasses_layers=bool(getattr(config, "swiftkv_prefill_layers", None) and config.layer_map.bypassed),
-        is_judged=served.shadow is not None,
     )
-
-
-def _load_teacher(path: Path, served: Served) -> Any:
-    """Load the teacher; None if the shadow does not need it. Raises `ModelError` for a model that has none."""
-    if served.shadow is None or served.shadow.against != "teacher":
-        return None
-    from transformers import AutoModelForCausalLM
-
-    import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
-    from swiftkv_platform.model.configuration import read_config
-
-    config = read_config(path, field="model")
-    if not config.model_type.endswith("_swiftkv"):
-        raise ModelError(
-            f"model {served.model!r} is not a SwiftKV student, so it has no teacher; shadow a candidate instead",
-            field="shadow.against",
-            value="teacher",
-        )
-    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=served.engine.dtype, swiftkv=False).eval()
 
 
 @dataclass(frozen=True)
@@ -176,8 +153,6 @@ class Surroundings:
     """Whether the student's upper layers have another number of key-value heads than its teacher's."""
     bypasses_layers: bool = False
     """Whether the student's prompts bypass layers below l."""
-    is_judged: bool = False
-    """Whether a shadow needs the version's distributions."""
 
 
 def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
@@ -192,7 +167,6 @@ def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
         and not around.has_exit_head
         and not around.has_own_head_count
         and not around.bypasses_layers
-        and not around.is_judged
         and not config.native_only
     )
     return "vllm" if suits_vllm else "native"

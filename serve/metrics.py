@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
     from swiftkv_platform.serve.metrics_export import RayMetricsExport
-    from swiftkv_platform.serve.shadow import ShadowComparison
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
@@ -81,14 +80,6 @@ class Metrics:
         self._success = counter("request_success", "Finished answers.", "finished_reason")
         self._rejected = counter("rejected_requests", "Requests that were not admitted.", "reason")
         self._asked = counter("requests", "Requests sent to the model, whatever their outcome.", "model")
-        self._shadow_positions = counter("shadow_positions", "Tokens of answers that were compared with another model.")
-        self._shadow_agreeing = counter(
-            "shadow_top1_agreeing_positions", "Compared tokens where both models' most probable token is the same."
-        )
-        self._shadow_kl = counter(
-            "shadow_kl_nats", "Sum over compared tokens of KL(other model || served model), nats."
-        )
-        self._shadow_skipped = counter("shadow_skipped", "Answers that were to be compared but were not.")
         self._loads = counter("model_loads", "Models loaded, at a start or for a swap.")
         self._load_seconds = counter("model_load_seconds", "Time to load models, by phase.", "phase")
         self._swaps = counter("swaps", "Swaps of versions, by outcome.", "outcome")
@@ -127,15 +118,6 @@ class Metrics:
     def asked(self, model: str) -> None:
         """Count a request for the model chosen for it."""
         self._asked.inc(1, model)
-
-    def compared(self, comparison: ShadowComparison | None) -> None:
-        """Count a shadow comparison; None: an answer was chosen but not compared."""
-        if comparison is None:
-            self._shadow_skipped.inc()
-            return
-        self._shadow_positions.inc(comparison.num_positions)
-        self._shadow_agreeing.inc(comparison.num_agreeing)
-        self._shadow_kl.inc(comparison.kl)
 
     def refused(self, error: SwiftKVError, model: str) -> None:
         """Count a request that was not admitted, for the model chosen for it."""

@@ -1,5 +1,5 @@
-"""Load versions (a tested model with its candidate and shadow), and swap a replica from one to the next: load the new
-version next to the old one, switch, drain. Knows no HTTP and no Ray.
+"""Load versions (a tested model with its candidate), and swap a replica from one to the next: load the new version
+next to the old one, switch, drain. Knows no HTTP and no Ray.
 
 The engine, and torch with it, is imported only on loading.
 """
@@ -18,11 +18,9 @@ from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.chat import set_template
 from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
 from swiftkv_platform.serve.loading import Loaded, load
-from swiftkv_platform.serve.shadow import Judge, Shadow, ShadowComparison, judging
 from swiftkv_platform.web.promptness import answer_promptly
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import AsyncLLMEngine
     from swiftkv_platform.engine.frontend import EngineFrontend
 
 _LONGEST_MESSAGE = 500
@@ -31,40 +29,22 @@ _LONGEST_MESSAGE = 500
 async def load_version(
     args: ReplicaArgs,
     served: Served,
-    compared: Callable[[ShadowComparison | None], None] = lambda _: None,
     loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
 ) -> Version:
-    """Load the model of `served` with its candidate and shadow, ready to answer. `compared`: called with the shadow's
-    comparisons. `loaded`: called with each model and its seconds by phase: `fetch`, `load` and `check`. Raises as
-    `load`."""
-    version, teacher = await _load_one(args, served, loaded)
+    """Load the model of `served` with its candidate, ready to answer. `loaded`: called with each model and its seconds
+    by phase: `fetch`, `load` and `check`. Raises as `load`."""
+    version = await _load_one(args, served, loaded)
     if served.candidate is not None:
         update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
-        update["shadow"] = None if served.shadow is None else served.shadow.model_copy(update={"against": "candidate"})
-        version.candidate, _ = await _load_one(args, served.model_copy(update=update), loaded)
+        version.candidate = await _load_one(args, served.model_copy(update=update), loaded)
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
     version.take_over(served)
-    if served.shadow is not None:
-        judge: Judge = judging(teacher)
-        if version.candidate is not None and served.shadow.against == "candidate":
-            judge = _scoring(version.candidate).score
-        version.shadow = Shadow(_scoring(version), judge, served.shadow.share, compared)
     return version
 
 
-def _scoring(version: Version) -> AsyncLLMEngine:
-    """Return the version's engine, which is native: with a shadow no other backend is chosen."""
-    from swiftkv_platform.engine import AsyncLLMEngine
-
-    assert isinstance(version.engine, AsyncLLMEngine), f"a shadow beside backend {version.engine.backend}"
-    return version.engine
-
-
-async def _load_one(
-    args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]
-) -> tuple[Version, Any]:
-    """Load one model. Returns its version, and its teacher if the shadow compares with it."""
+async def _load_one(args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]) -> Version:
+    """Load one model."""
     loaded = await asyncio.to_thread(load, served)
     began = time.monotonic()
     await _lay_out_chats(loaded.engine, served)
@@ -81,7 +61,7 @@ async def _load_one(
     )
     version = Version(loaded.engine, model_card(args, served, loaded, shown), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
-    return version, loaded.teacher
+    return version
 
 
 async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:

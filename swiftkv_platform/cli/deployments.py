@@ -78,7 +78,7 @@ def schema() -> None:
 
 
 def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
-    alias = found.get("alias")
+    alias, candidate = found.get("alias"), found.get("candidate")
     return {
         "deployment": found["id"],
         "model": f"{found['model']} (alias {alias})" if alias else found["model"],
@@ -89,8 +89,7 @@ def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
         "cold start": _cold_start(found.get("load_seconds")),
         "scaling": _scaling(found),
         "engine": ", ".join(f"{name} {value}" for name, value in (found.get("engine") or {}).items()),
-        "candidate": _share(found.get("candidate"), "model", "of the requests"),
-        "shadow": _share(found.get("shadow"), "against", "of the answers"),
+        "candidate": f"{candidate['model']}, {candidate['share']:.1%} of the requests" if candidate else None,
         "artifact": found.get("artifact_uri"),
         "version": found.get("version"),
         "created": local_time(found.get("created_at")),
@@ -119,10 +118,6 @@ def _scaling(found: Mapping[str, Any]) -> str | None:
     target = found.get("target_ongoing_requests")
     load = "" if target is None else f"{plural(target, 'concurrent request')} per replica, "
     return f"{load}up after {duration(found['upscale_delay_s'])}, down after {duration(found['downscale_delay_s'])}"
-
-
-def _share(part: Mapping[str, Any] | None, name: str, whole: str) -> str | None:
-    return None if not part else f"{part[name]}, {part['share']:.1%} {whole}"
 
 
 def _row(replica: ReplicaMetrics) -> tuple[str, ...]:

@@ -341,8 +341,8 @@ class Deployments:
         Args:
             version: expected version of the deployment. None: any; concurrent changes of other fields are kept, and a
                 concurrent change of the same field makes this call fail.
-            changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` except `route_prefix`; of `engine`,
-                `candidate` and `shadow` only the keys to change (None resets an engine option).
+            changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` except `route_prefix`; of `engine` and
+                `candidate` only the keys to change (None resets an engine option).
 
         Raises:
             RequestConflictError: the deployment has another version, or a field was changed at the same time.

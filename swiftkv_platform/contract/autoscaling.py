@@ -32,7 +32,7 @@ LOOK_BACK_S = 15.0
 def replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
     """Return `num_cpus` and `num_gpus` that Ray reserves for a replica with these engine options, over all its ranks.
 
-    A candidate and a shadow share the replica's process and reservation; so does a model during a swap.
+    A candidate shares the replica's process and reservation; so does a model during a swap.
     """
     num_ranks = _within(RANKS, engine.get("tensor_parallel_size"))
     return {

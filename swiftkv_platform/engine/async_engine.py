@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.specs.engine import Backend
-
-if TYPE_CHECKING:
-    import torch
 
 R = TypeVar("R")
 
@@ -41,16 +38,8 @@ class AsyncLLMEngine(EngineFrontend):
     def state(self) -> EngineState:
         return self.engine.state
 
-    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        """Run `LLMEngine.score` between two steps. Raises `EngineDeadError`."""
-        return await self.between_steps(lambda: self.engine.score(token_ids, num_positions))
-
-    async def between_steps(self, call: Callable[[], R]) -> R:
-        """Run `call` in the worker thread between two steps, which wait for it. Raises `EngineDeadError`."""
-        return await self._in_worker(call)
-
     async def _begin(self, admitted: Admitted) -> None:
-        await self._in_worker(lambda: self._add(admitted))
+        await self.between_steps(lambda: self._add(admitted))
 
     def _abort(self, request_id: str) -> None:
         self._worker.submit(self.engine.abort, request_id)  # behind whatever the worker is doing
@@ -101,7 +90,8 @@ class AsyncLLMEngine(EngineFrontend):
             self._stepping = True
             self._worker.submit(self._step)
 
-    async def _in_worker(self, call: Callable[[], R]) -> R:
+    async def between_steps(self, call: Callable[[], R]) -> R:
+        """Run `call` in the worker thread between two steps, which wait for it. Raises `EngineDeadError`."""
         self.check_health()
         self._loop = asyncio.get_running_loop()
         return await self._loop.run_in_executor(self._worker, call)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from ulid import ULID
@@ -180,10 +179,6 @@ class LLMEngine:
         scheduled = self._scheduler.schedule()
         results = self._runner.run(scheduled) if scheduled else []
         return self._postprocess(scheduled, results)
-
-    def score(self, token_ids: abc.Sequence[int], num_positions: int) -> torch.Tensor:
-        """Return the log-probabilities [num_positions, vocab_size] of a text's last tokens, given those before each."""
-        return self._runner.score(token_ids, num_positions)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request, free its blocks, and return its output; None if no unfinished request has this id."""

@@ -23,7 +23,7 @@ from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.native_layers import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.ranks import LeadingDecoder
-from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
+from swiftkv_platform.engine.sampler import SamplingRow, choose, logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.speculative import (
     Drafting,
@@ -54,7 +54,6 @@ class ModelRunner:
 
     def __init__(self, model: Any, cache: KVCache, drafting: Drafting, decoder: Any = None) -> None:
         """Set up the model for paged attention. `decoder`: runs the layers; None: the model's own decoder."""
-        self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(PAGED)
         self._model = model
         self._decoder = decoder or model.model
@@ -76,14 +75,6 @@ class ModelRunner:
         """Free the cache with its contents, then make a new one."""
         del self._cache
         self._cache = make()
-
-    def score(self, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
-        """Return `sampler.log_probs` of a text, without using the KV cache."""
-        self._model.set_attn_implementation(self._own_attention)
-        try:
-            return log_probs(self._model, token_ids, num_positions)
-        finally:
-            self._model.set_attn_implementation(PAGED)
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -292,12 +291,3 @@ _INCREMENT, _MIXING = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Shift `bits` right and fill with zeros; torch's own shift copies the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-@torch.inference_mode()
-def log_probs(model: Any, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
-    """Return the log-probabilities [num_positions, vocab_size], float32, of the last `num_positions` tokens, given
-    those before each, at temperature 1. Runs one forward pass without a cache."""
-    input_ids = torch.tensor([token_ids[:-1]], device=model.device)
-    logits: torch.Tensor = model(input_ids, logits_to_keep=num_positions, use_cache=False).logits[0]
-    return logits.float().log_softmax(-1).cpu()

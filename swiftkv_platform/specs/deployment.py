@@ -43,15 +43,6 @@ class CandidateSpec(FiniteModel):
     """Share of the requests that it answers, drawn for each; a request may also name either model."""
 
 
-class ShadowSpec(FiniteModel):
-    """Comparison of answers with another model, as metrics of the replicas: KL and top-1 agreement."""
-
-    against: Literal["teacher", "candidate"]
-    """Model to compare with. `teacher`: the served student's own, which needs the memory of its weights again."""
-    share: Share = 0.0
-    """Share of the answers that are compared, drawn for each."""
-
-
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", max_length=200)]
@@ -79,8 +70,6 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
         Change("Loaded like a model; a new `share` of a loaded one takes effect at once. Null: removes it."),
     ] = None
     """Second model, for some of the requests."""
-    shadow: Annotated[ShadowSpec | None, Change("Null: ends it.")] = None
-    """Model to compare some of the answers with."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
@@ -105,29 +94,6 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     operator has to grant it (`chat_templates` of the tenant)."""
     tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in like a model.")] = None
     """Model family whose format of tool calls is parsed; null: detected from the chat template."""
-
-    @model_validator(mode="after")
-    def _has_what_judges(self) -> Self:
-        if self.candidate is None and self.shadow is not None and self.shadow.against == "candidate":
-            raise PydanticCustomError(
-                "shadow",
-                "shadow.against is 'candidate', but the deployment has none; give a candidate, or 'teacher'",
-                {"field": "shadow.against", "value": "candidate"},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_distributions_to_judge(self) -> Self:
-        engine: Any = self.engine
-        backend = engine.get("backend") if isinstance(engine, dict) else engine.backend
-        if self.shadow is not None and backend == "vllm":
-            raise PydanticCustomError(
-                "shadow",
-                "shadow compares distributions, which backend native alone gives, and engine.backend is 'vllm'; leave "
-                "one of them out",
-                {"field": "shadow", "value": self.shadow.model_dump()},
-            )
-        return self
 
 
 class ScalingSpec(FiniteModel):

@@ -321,24 +321,21 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
 
 
 @pytest.mark.soak("Serve scales, or a crowd asks: a minute")
-def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
+def test_a_candidate_answers_its_share(
     cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
-    """Both start and stop while the replica lives; each answer comes from one model and carries its name."""
+    """It starts and stops while the replica lives; each answer comes from one model and carries its name."""
     candidate = {"model": "two", "artifact_uri": str(artifacts / "two"), "share": 0.5}
     serve(cluster, spec)
     replica = health(url)["replica"]
     with Load(url, expected) as load:
-        serve(cluster, changed(spec, candidate=candidate, shadow={"against": "teacher", "share": 1.0}))
-        wait_for(lambda: load.answers.count("two") > 20 and metrics(url)["swiftkv:shadow_positions_total"] > 0)
+        serve(cluster, changed(spec, candidate=candidate))
+        wait_for(lambda: load.answers.count("two") > 20)
         serve(cluster, spec)
         before = len(load.answers)
         wait_for(lambda: len(load.answers) > before + 4 * load.num_clients)
     assert (load.failed, load.wrong) == ([], [])
     assert set(load.answers[-load.num_clients :]) == {"one"}, "the candidate still answers"
-    now = metrics(url)
-    assert now["swiftkv:shadow_kl_nats_total"] > 0
-    assert 0 <= now["swiftkv:shadow_top1_agreeing_positions_total"] <= now["swiftkv:shadow_positions_total"]
     assert health(url)["replica"] == replica
 
 

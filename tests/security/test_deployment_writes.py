@@ -22,7 +22,6 @@ FIELDS: list[dict[str, Any]] = [
     {"target_ongoing_requests": 3.5},
     {"upscale_delay_s": 11.5},
     {"candidate": {"share": 0.25}},
-    {"shadow": {"share": 0.125}},
     {"engine": {"dtype": "float32"}},
     {"engine": {"swiftkv": False}},
     {"engine": {"max_num_seqs": 3}},
@@ -46,8 +45,8 @@ def get(plane: DeploymentPlane, path: str) -> Any:
 
 def test_changes_of_different_fields_all_take_effect(plane: DeploymentPlane) -> None:
     model, other = plane.model("acme"), plane.model("acme")
-    beside = {"candidate": {"model": other}, "shadow": {"against": "teacher"}}
-    made = [plane.deployed("acme", model, route_prefix=prefix, **beside)["id"] for prefix in ("/a", "/b")]
+    candidate = {"model": other}
+    made = [plane.deployed("acme", model, route_prefix=prefix, candidate=candidate)["id"] for prefix in ("/a", "/b")]
     changes = [{"model": other} if "model" in change else change for change in FIELDS]
     answers = at_once(partial(patch, plane, deployment, change) for change in changes for deployment in made)
     assert Counter(answer.status_code for answer in answers) == {200: 2 * len(FIELDS)}
@@ -80,8 +79,7 @@ def test_a_null_takes_an_engine_option_back(plane: DeploymentPlane) -> None:
     assert patch(plane, deployment, {"engine": {"block_size": None}}).json()["engine"] == {"max_num_seqs": 3}
     assert patch(plane, deployment, {"engine": {"seed": 1}}).json()["engine"] == {"max_num_seqs": 3, "seed": 1}
     assert patch(plane, deployment, {"engine": None}).json()["engine"] == {}
-    for body in ({"candidate": {"share": 0.5}}, {"shadow": {"share": 0.5}}):
-        refusal(patch(plane, deployment, body))  # there is no candidate or shadow to change
+    refusal(patch(plane, deployment, {"candidate": {"share": 0.5}}))  # there is no candidate to change
 
 
 def promote(plane: DeploymentPlane, model: str, if_match: str | None = None) -> httpx.Response:

@@ -88,7 +88,7 @@ class DeploymentService:
         serves, and swapped in. Concurrent changes of different fields both take effect.
 
         Args:
-            changes: a JSON merge patch; within `engine`, `candidate` and `shadow` too, only given fields change.
+            changes: a JSON merge patch; within `engine` and `candidate` too, only given fields change.
             expected: versions of the deployment that may be changed. None: the present one, or a later one that differs
                 in other fields.
 
@@ -245,13 +245,10 @@ def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: D
 def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
     """Return the document as a spec. Raises `InvalidInputError` for fields that do not fit together."""
     check_engine_options(document.get("engine", {}))
-    candidate, shadow = document.get("candidate"), document.get("shadow")
+    candidate = document.get("candidate")
     if candidate is not None and "model" not in candidate:
         message = "candidate.model is missing, and there is no candidate to change; name its model"
         raise InvalidInputError(message, field="candidate.model")
-    if shadow is not None and "against" not in shadow:
-        message = "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'"
-        raise InvalidInputError(message, field="shadow.against")
     try:
         return ResolvedDeployment.model_validate(document)
     except ValidationError as error:

@@ -282,7 +282,6 @@ DEPLOYMENT: dict[str, Any] = {
     "downscale_delay_s": 300.0,
     "engine": {"max_num_seqs": 8, "dtype": "bfloat16"},
     "candidate": {"model": "mdl_2", "share": 0.1},
-    "shadow": {"against": "teacher", "share": 0.005},
     "created_at": None,
     "version": 3,
 }
@@ -300,7 +299,6 @@ def test_a_deployment(run: Run, script: Script) -> None:
         "scaling": "8 concurrent requests per replica, up after 10 s, down after 5 min",
         "engine": "max_num_seqs 8, dtype bfloat16",
         "candidate": "mdl_2, 10.0% of the requests",
-        "shadow": "teacher, 0.5% of the answers",
         "version": "3",
     }
     assert json.loads(run("deployments", "get", "dep_1", "--json").stdout) == DEPLOYMENT

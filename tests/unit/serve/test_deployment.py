@@ -229,7 +229,6 @@ GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has
         ({}, {"has_exit_head": True}, "native"),
         ({}, {"has_own_head_count": True}, "native"),
         ({}, {"bypasses_layers": True}, "native"),
-        ({}, {"is_judged": True}, "native"),
         ({"kv_cache_dtype": "int8"}, {}, "native"),
         ({"native_kernels": False}, {}, "native"),
         ({"backend": "native"}, {}, "native"),
@@ -256,10 +255,6 @@ def test_an_option_of_the_native_engine_alone_is_refused_beside_vllm(option: str
 
 
 def test_an_engine_is_not_asked_for_what_another_has(tmp_path: Path) -> None:
-    document = {"model": "mdl_1", "artifact_uri": "/a", "shadow": {"against": "teacher"}}
-    with pytest.raises(ValidationError, match="shadow compares distributions, which backend native alone gives"):
-        Served.model_validate({**document, "engine": {"backend": "vllm"}})
-    assert Served.model_validate({**document, "engine": {"backend": "auto"}}).shadow is not None
     with pytest.raises(InvalidInputError, match="this is the native engine") as caught:
         LLMEngine.from_pretrained(tmp_path, EngineConfig(backend="vllm"))
     assert caught.value.field == "backend"

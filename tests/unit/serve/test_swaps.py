@@ -8,9 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine, SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, ModelError
@@ -24,7 +22,7 @@ from swiftkv_platform.serve.versions import Swaps, load_version
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.parameters import few
 from tests.surface.replicas import asgi_client, version_of
-from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
+from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.slow("loads models")
 
@@ -265,7 +263,7 @@ def served(paths: dict[str, str], share: float | None = None, **options: Any) ->
 
 async def serve(current: Current, wanted: dict[str, Any]) -> Any:
     """Serve `wanted`; return the version that does."""
-    await Swaps(current, lambda served: load_version(ARGS, served, current.metrics.compared)).want(wanted)
+    await Swaps(current, load).want(wanted)
     return current.version
 
 
@@ -299,70 +297,6 @@ async def test_another_share_loads_nothing(current: Current, paths: dict[str, st
     assert version.ignored_fields == version.candidate.ignored_fields == {"suffix"}
 
 
-async def exact(judge: str, paths: dict[str, str], prompt: list[int], answer: list[int]) -> tuple[float, int]:
-    """Return (KL summed over the answer, positions with the same most probable token), from plain forward passes."""
-    student, other = (
-        AutoModelForCausalLM.from_pretrained(paths[name]).eval()
-        for name in ("one", "two" if judge == "candidate" else "one")
-    )
-    if judge == "teacher":
-        other.swiftkv(False)
-    with torch.inference_mode():
-        p, q = (
-            model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
-            for model in (other, student)
-        )
-    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
-    return float(kl), int((p.argmax(-1) == q.argmax(-1)).sum())
-
-
-@pytest.mark.parametrize("judge", few(["teacher", "candidate"], ["candidate"]))
-async def test_a_shadow_tells_how_far_the_other_model_is(current: Current, paths: dict[str, str], judge: str) -> None:
-    share = 0.0 if judge == "candidate" else None
-    version = await serve(current, served(paths, share, shadow={"against": judge, "share": 1.0}))
-    client = client_of(current)
-
-    async def judged(**body: Any) -> Any:
-        answer = (await client.post("/generate", json={"prompt": [5, 6, 7], **body})).json()
-        await version.shadow.close()
-        return answer
-
-    [answer] = (await judged(**GREEDY))["choices"]
-    kl, agreeing = await exact(judge, paths, [5, 6, 7], answer["token_ids"])
-    assert kl > 0.01, "the models differ"
-    assert counted(current, "shadow_kl_nats_total") == pytest.approx(kl, rel=1e-3)
-    assert counted(current, "shadow_top1_agreeing_positions_total") == agreeing
-    assert (await judged(max_tokens=0, prompt_logprobs=1))["usage"]["completion_tokens"] == 0
-    version.shadow.share = 0.0
-    await judged(**GREEDY)
-    assert counted(current, "shadow_positions_total") == 12, "no tokens, or a share of 0, count nothing"
-
-
-async def test_one_answer_is_judged_at_a_time_and_a_failing_judge_fails_nobody(
-    current: Current, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = await serve(current, served(paths, shadow={"against": "teacher", "share": 1.0}))
-    may_judge = asyncio.Event()
-
-    async def fail(*_: object) -> torch.Tensor:
-        await may_judge.wait()
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(version.shadow, "_judge", fail)
-    for _ in range(3):
-        assert (await client_of(current).post("/generate", json={"prompt": [5], **GREEDY})).status_code == 200
-    assert counted(current, "shadow_skipped_total") == 2
-    may_judge.set()
-    await version.shadow.close()
-    assert counted(current, "shadow_skipped_total") == 3
-    assert counted(current, "shadow_positions_total") == 0
-
-
-async def test_what_cannot_be_compared_is_refused(tmp_path: Path, paths: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="give a candidate, or 'teacher'"):
-        Served.model_validate(served(paths, shadow={"against": "candidate"}))
+def test_a_share_above_one_is_refused(paths: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match=r"candidate\.share"):
         Served.model_validate(served(paths, 1.1))
-    dense = document("dense", artifact_uri=str(save_dense(tmp_path)), shadow={"against": "teacher"})
-    with pytest.raises(ModelError, match="not a SwiftKV student"):
-        await load(Served.model_validate(dense))

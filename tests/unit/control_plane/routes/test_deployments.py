@@ -68,27 +68,22 @@ def test_options_that_no_engine_knows_are_refused_before_anything_starts(server:
     assert len(server.get("/deployments")["data"]) == 1
 
 
-def test_a_candidate_and_a_shadow_are_part_of_what_is_served(server: Server, model: str) -> None:
+def test_a_candidate_is_part_of_what_is_served(server: Server, model: str) -> None:
     other = str(server.succeed()["distilled_model"])
-    candidate, shadow = {"model": other, "share": 0.1}, {"against": "candidate", "share": 0.05}
-    created = deploy(server, model, candidate=candidate, shadow=shadow).json()
+    candidate = {"model": other, "share": 0.1}
+    created = deploy(server, model, candidate=candidate).json()
     path = f"/deployments/{created['id']}"
     artifact_uri = server.get(f"/models/{other}")["artifact_uri"]
-    assert (created["candidate"], created["shadow"]) == ({**candidate, "artifact_uri": artifact_uri}, shadow)
+    assert created["candidate"] == {**candidate, "artifact_uri": artifact_uri}
     server.tick()
     [spec] = server.serving.applied[-1]
-    assert spec.model_dump(include={"candidate", "shadow"}) == {"candidate": created["candidate"], "shadow": shadow}
+    assert spec.model_dump()["candidate"] == created["candidate"]
     for body, field in (
-        ({"candidate": None}, "shadow.against"),
         ({"candidate": {"model": "mdl_unknown"}}, "candidate.model"),
         ({"candidate": {**candidate, "share": 2}}, "candidate.share"),
-        ({"shadow": {"against": "nobody"}}, "shadow.against"),
-        ({"engine": {"backend": "vllm"}}, "shadow"),
     ):
         assert refusal(server.client.patch(path, json=body))["field"] == field
-    teacher = {"against": "teacher", "share": 1.0}
-    changed = server.client.patch(path, json={"candidate": None, "shadow": teacher}).json()
-    assert (changed["candidate"], changed["shadow"]) == (None, teacher)
+    assert server.client.patch(path, json={"candidate": None}).json()["candidate"] is None
 
 
 def test_another_model_is_swapped_in(server: Server, model: str) -> None:

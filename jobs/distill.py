@@ -28,9 +28,9 @@ from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
-from swiftkv_platform.jobs.attempt.events import Reporter
-from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.attempt.events import Reporter, following
 from swiftkv_platform.jobs.driver import (
+    evaluate,
     have_data_written,
     measure,
     needed_resources,
@@ -41,7 +41,6 @@ from swiftkv_platform.jobs.driver import (
 )
 from swiftkv_platform.jobs.failures import Failure, explain, root_cause
 from swiftkv_platform.jobs.sweep import run_sweep
-from swiftkv_platform.jobs.tasks import evaluate
 from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec

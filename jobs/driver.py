@@ -1,14 +1,18 @@
 """Phases of one model on the connected cluster, for an attempt or a trial of a sweep. A phase is a Ray task, or a group
-of workers that are placed all or none and joined by torch's process group. Imports none of the computations.
+of workers that are placed all or none and joined by torch's process group. Imports none of the computations, so that
+the driver starts quickly; tasks import them where they run.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -16,17 +20,39 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, look, say_waiting
-from swiftkv_platform.jobs.attempt.stored import finished_before
+from swiftkv_platform.jobs.attempt.events import (
+    LOOK_INTERVAL_S,
+    Reporter,
+    look,
+    phase_progress,
+    say_placed,
+    say_waiting,
+)
+from swiftkv_platform.jobs.attempt.stored import (
+    StoredPreparation,
+    find_rows,
+    find_start,
+    finished_before,
+    publish_rows,
+    start_key,
+)
 from swiftkv_platform.jobs.failures import explain, root_cause
-from swiftkv_platform.jobs.tasks import prepare, publish, write
 from swiftkv_platform.jobs.values import STOPPED, Member, Plan, StoppedError, WorkerConfig
-from swiftkv_platform.logs import get_logger
+from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
+from swiftkv_platform.traces import spans_of_jobs
+
+if TYPE_CHECKING:
+    from swiftkv_platform.jobs.attempt.stored import Prepared
+    from swiftkv_platform.jobs.worker.setup import Workspace
 
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable by which the operator confirms that every node mounts the store's directory."""
+MeasuringTask = Callable[[AttemptRequest, str, str, StoredPreparation, Member], Manifest | None]
+
 _LOOKS_FOR_ROOM = 5
 _MAX_FAILURES = 3
 """Times that a group is restarted after it lost a worker."""
@@ -65,7 +91,7 @@ def train(
 
 
 def measure(
-    task: Callable[..., Manifest | None],
+    task: MeasuringTask,
     store: ObjectStore,
     request: AttemptRequest,
     reporter: Reporter,
@@ -73,22 +99,27 @@ def measure(
     prepared: ray.ObjectRef,
 ) -> Manifest:
     """Evaluate the trained student on the job's workers together. Returns the manifest that the first one published.
-    `task`: `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`."""
+    `task`: `evaluate` or `evaluate_trial`. Raises `StoppedError` if the attempt is to end first."""
     resources = request.spec.resources
     num_workers = group_size(resources)
     say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
-    manifest: Manifest = run_together(
-        task,
-        request,
-        store.uri,
-        checkpoint,
-        prepared,
-        resources=resources,
-        num_workers=num_workers,
-        store=store,
-        request=request,
-    )
-    return manifest
+    bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    if resources.accelerator_type:
+        bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
+    group = placement_group([{name: amount for name, amount in bundle.items() if amount}] * num_workers)
+    try:
+        for failures in range(_MAX_FAILURES + 1):
+            try:
+                return _run_together(task, group, store, request, checkpoint, prepared)
+            except StoppedError:
+                raise
+            except Exception as error:
+                if failures == _MAX_FAILURES or root_cause(error) is not None or not explain(error).retryable:
+                    raise
+                get_logger().warning("group_begins_again", error=explain(error).message)
+    finally:
+        remove_placement_group(group)
+    raise AssertionError("the last failure is raised")
 
 
 def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
@@ -130,12 +161,11 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
     """Wait for a task's result, however long the cluster takes to place it. Raises `StoppedError` if the attempt is to
     end first; another attempt then repeats the task."""
-    while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
-        stop_request = look(store, request)
-        if stop_request in STOPPED:
-            ray.cancel(task, force=True)
-            raise StoppedError(STOPPED[stop_request])
-    return ray.get(task)
+    try:
+        return _wait([task], store, request)
+    except StoppedError:
+        ray.cancel(task, force=True)
+        raise
 
 
 def group_size(resources: ResourcesSpec) -> int:
@@ -157,44 +187,16 @@ def group_size(resources: ResourcesSpec) -> int:
     return min(found, max(fewest, most))
 
 
-def run_together(
-    function: Callable[..., Any],
-    *arguments: Any,
-    resources: ResourcesSpec,
-    num_workers: int,
-    store: ObjectStore,
-    request: AttemptRequest,
-) -> Any:
-    """Run `function(*arguments, member)` on `num_workers` workers together, and return the first one's result. Raises
-    `StoppedError` if the attempt is to end first."""
-    bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
-    if resources.accelerator_type:
-        bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
-    group = placement_group([{name: amount for name, amount in bundle.items() if amount}] * num_workers)
-    try:
-        for failures in range(_MAX_FAILURES + 1):
-            try:
-                return _run_once(function, arguments, resources, group, store, request)
-            except StoppedError:
-                raise
-            except Exception as error:
-                if failures == _MAX_FAILURES or root_cause(error) is not None or not explain(error).retryable:
-                    raise
-                get_logger().warning("group_begins_again", error=explain(error).message)
-    finally:
-        remove_placement_group(group)
-    raise AssertionError("the last failure is raised")
-
-
-def _run_once(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    resources: ResourcesSpec,
+def _run_together(
+    task: MeasuringTask,
     group: PlacementGroup,
     store: ObjectStore,
     request: AttemptRequest,
-) -> Any:
-    size = group.bundle_count
+    checkpoint: str,
+    prepared: ray.ObjectRef,
+) -> Manifest:
+    """Run `task` on all workers of a group, and return the first one's result."""
+    resources, size = request.spec.resources, group.bundle_count
 
     def at(rank: int) -> dict[str, Any]:
         return {"max_retries": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
@@ -203,15 +205,19 @@ def _run_once(
     tasks = [ray.remote(_meeting_place).options(num_cpus=0, **at(0)).remote()]
     try:
         address = _wait(tasks, store, request)
-        worker = ray.remote(function)
+        worker = ray.remote(task)
         tasks = [
-            worker.options(**each, **at(rank)).remote(*arguments, Member(rank, size, address)) for rank in range(size)
+            worker.options(**each, **at(rank)).remote(
+                request, store.uri, checkpoint, prepared, Member(rank, size, address)
+            )
+            for rank in range(size)
         ]
-        return _wait(tasks, store, request)
+        manifest: Manifest = _wait(tasks, store, request)
+        return manifest
     except BaseException:
         _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # cancelling an ended task may end this process
-        for task in running:
-            ray.cancel(task, force=True)
+        for one in running:
+            ray.cancel(one, force=True)
         raise
 
 
@@ -267,3 +273,142 @@ def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
                 f"{available.get(name, 0.0):g}; use fewer resources.num_workers",
                 level="warn",
             )
+
+
+def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+    """Let the teacher write a worker's share (`jobs.worker.prepare`), unless the rows are prepared already."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
+    from swiftkv_platform.jobs.worker.prepare import write as run
+
+    store = open_store(store_uri)
+    say_placed(store, request, "write")
+    return 0 if find_rows(store, request) is not None else run(request, store_uri, worker)
+
+
+def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
+    """Prepare rows (`jobs.worker.prepare`), or use those that an earlier attempt has prepared."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
+    from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
+    from swiftkv_platform.jobs.worker.prepare import prepare as run
+    from swiftkv_platform.jobs.worker.setup import access_of
+
+    store = open_store(store_uri)
+    say_placed(store, request, "prepare")
+    with _traced(request, "prepare"), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
+        rows = Path(workspace) / "rows"
+        key = find_rows(store, request)
+        if key is not None:
+            fetch_directory(store, key, rows)
+
+        told = phase_progress(store, request, "prepare", "sources")
+        answers = AttemptAnswers(store, request)
+        plan, _ = run(request.spec, rows, answers=answers, access=access_of(request), progress=told)
+        key = key or publish_rows(store, request, rows)
+        return plan, StoredPreparation(store.uri, key, find_start(store, request) or start_key(request))
+
+
+def evaluate_trial(
+    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
+) -> Manifest | None:
+    """Measure a sweep's trial together with the other workers, see `jobs.worker.evaluate`."""
+    configure_logging(
+        job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name, rank=member.rank
+    )
+    from swiftkv_platform.jobs.worker.evaluate import evaluate_trial as run
+
+    with _evaluating(request, store_uri, stored, member) as prepared:
+        return run(request, store_uri, checkpoint, prepared)
+
+
+def publish_trial(
+    request: AttemptRequest, store_uri: str, spec: JobSpec, trial_store_uri: str, trial: Manifest, files: dict[str, str]
+) -> Manifest:
+    """Publish the chosen trial's model, see `jobs.worker.evaluate`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
+    from swiftkv_platform.jobs.worker.evaluate import publish_trial as run
+
+    return run(request, store_uri, spec, trial_store_uri, trial, files)
+
+
+def evaluate(
+    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
+) -> Manifest | None:
+    """Evaluate the student together with the other workers and publish it, see `jobs.worker.evaluate`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
+    from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
+
+    with _traced(request, "evaluate", rank=member.rank), _evaluating(request, store_uri, stored, member) as prepared:
+        return evaluate_and_publish(request, store_uri, checkpoint, prepared)
+
+
+def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
+    """Copy the model at `key` to the target in the spec; returns its address there."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
+    store = open_store(store_uri)
+    say_placed(store, request, "publish")
+    from swiftkv_platform.reports.model_card import model_card
+    from swiftkv_platform.storage.publishing import publish as run
+
+    spec = request.spec.publish.publication
+    assert spec is not None, "called for a spec that publishes"
+    return run(
+        store,
+        key,
+        spec.to,
+        card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
+        private=spec.private,
+        targets=request.publish_targets,
+        progress=phase_progress(store, request, "publish", "bytes"),
+    )
+
+
+@contextmanager
+def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[None]:
+    """Trace a phase on the first worker. Spans are sent before the task ends, since its process may end too."""
+    if rank != 0:
+        yield
+        return
+    spans = spans_of_jobs()
+    try:
+        with spans.span(phase, request.traceparent, job_id=request.job_id, attempt=request.attempt):
+            yield
+    finally:
+        spans.flush()
+
+
+@contextmanager
+def _evaluating(
+    request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
+) -> Iterator[Prepared]:
+    """Join the workers of an evaluation, and download the inputs to this machine."""
+    from swiftkv_platform.jobs.worker.setup import joined, shared_workspace
+    from swiftkv_platform.model.workers import Workers
+
+    if member.rank == 0:
+        say_placed(open_store(store_uri), request, "evaluate")
+    with joined(member, request.spec.resources), shared_workspace("rows") as workspace:
+        rows, workers = workspace.path / "rows", Workers()
+        if workspace.fetches:
+            stored.fetch(rows)
+        workers.gather(None)  # the others wait
+        _have_start(request, store_uri, stored, rows, workspace)
+        if workspace.fetches:
+            stored.fetch_start(rows)
+        workers.gather(None)
+        yield stored.open(rows)
+
+
+def _have_start(
+    request: AttemptRequest, store_uri: str, stored: StoredPreparation, rows: Path, workspace: Workspace
+) -> None:
+    """Calibrate again if an earlier attempt that trained has already deleted the calibrated start."""
+    from swiftkv_platform.jobs.worker.setup import access_of, find_start, set_up_process, task_device, teacher_path
+    from swiftkv_platform.model.workers import Workers
+
+    spec, workers = request.spec, Workers()
+    if workers.from_first(stored.lacks_start):
+        set_up_process(spec)
+        path = teacher_path(spec.model, workspace.path, access=access_of(request), fetch=workspace.fetches)
+        workers.gather(None)  # the others wait
+        told = phase_progress(open_store(store_uri), request, "calibrate", "layers")
+        find_start(spec, stored, path, rows, device=task_device(spec), progress=told)

@@ -27,11 +27,9 @@ from swiftkv_platform.contract.events import (
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.contract.verdicts import verdict_of
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
-from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, look
-from swiftkv_platform.jobs.attempt.tailing import following
-from swiftkv_platform.jobs.driver import as_task, measure, train, wait_for
+from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, following, look
+from swiftkv_platform.jobs.driver import as_task, evaluate_trial, measure, publish_trial, train, wait_for
 from swiftkv_platform.jobs.failures import explain, root_cause
-from swiftkv_platform.jobs.tasks import evaluate_trial, publish_trial
 from swiftkv_platform.jobs.values import STOPPED, StoppedError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import sweep_page

@@ -28,8 +28,9 @@ from swiftkv_platform.distillation.checkpoint import from_rank_0
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.jobs import distill, driver, ray_train, tasks
+from swiftkv_platform.jobs import distill, driver, ray_train
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
+from swiftkv_platform.jobs.driver import prepare as prepare_job
 from swiftkv_platform.jobs.values import Outcome, Plan, WorkerConfig
 from swiftkv_platform.jobs.worker import train
 from swiftkv_platform.specs import JobSpec
@@ -101,9 +102,9 @@ class Ledger:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Call `prepare` of `swiftkv_platform.jobs.tasks`, and record the node that it runs on."""
+    """Call `prepare` of `swiftkv_platform.jobs.driver`, and record the node that it runs on."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
-    return tasks.prepare(request, store_uri)
+    return prepare_job(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:

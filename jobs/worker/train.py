@@ -35,8 +35,14 @@ from swiftkv_platform.jobs.attempt.events import (
     say_placed,
     told_to_leave,
 )
-from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, StoredPreparation
+from swiftkv_platform.jobs.attempt.stored import (
+    AttemptCheckpoints,
+    StoredPreparation,
+    check_all_there,
+    fetch_parent,
+    open_parent,
+    trained_tensors,
+)
 from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
 from swiftkv_platform.jobs.worker.setup import (

@@ -94,8 +94,7 @@ def test_calibration_and_evaluation_are_divided_among_workers(
     import ray
 
     from swiftkv_platform.jobs.attempt.events import Reporter
-    from swiftkv_platform.jobs.driver import measure
-    from swiftkv_platform.jobs.tasks import evaluate
+    from swiftkv_platform.jobs.driver import evaluate, measure
     from swiftkv_platform.jobs.worker.setup import calibrate
     from swiftkv_platform.model.checkpoint import StoredTensors
 

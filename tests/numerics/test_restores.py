@@ -23,8 +23,7 @@ from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.pieces import INDEX
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.jobs.attempt.parents import open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, open_parent, trained_tensors
 from swiftkv_platform.model import convert
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore

@@ -14,7 +14,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.jobs import tasks
+from swiftkv_platform.jobs import driver
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import LocalObjectStore
@@ -57,9 +57,9 @@ def test_submission_queue_and_the_attempts_phases_are_one_trace(
         while not parts.cluster.submissions:
             time.sleep(0.01)
     request = parts.attempts.read_request(AttemptId(job["id"], 1))
-    with tasks._traced(request, "prepare"):
+    with driver._traced(request, "prepare"):
         pass
-    with tasks._traced(request, "evaluate", rank=1):
+    with driver._traced(request, "evaluate", rank=1):
         pass
 
     spans = receiver.by_name()

@@ -14,8 +14,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.jobs.attempt import tracking
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
-from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, following
 from swiftkv_platform.jobs.attempt.tracking import Curve, read_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -117,7 +116,7 @@ class Listener:
 @contextmanager
 def tailing(store: HangingStore, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Hand the first attempt's events on until the block ends; yields what is logged."""
-    monkeypatch.setattr("swiftkv_platform.jobs.attempt.tailing._INTERVAL_S", 0.01)
+    monkeypatch.setattr("swiftkv_platform.jobs.attempt.events._INTERVAL_S", 0.01)
     with capture_logs() as lines, following(AttemptStore(store), request(), listener):
         yield lines
 

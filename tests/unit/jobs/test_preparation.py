@@ -13,7 +13,7 @@ from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.stored import find_rows
-from swiftkv_platform.jobs.tasks import prepare, write
+from swiftkv_platform.jobs.driver import prepare, write
 from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, status_event
-from swiftkv_platform.control_plane.jobs.ports import Submission
+from swiftkv_platform.control_plane.jobs.ray_jobs import Submission
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository, _columns
 from swiftkv_platform.logs import configure_logging

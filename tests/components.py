@@ -10,9 +10,9 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.jobs.ports import Entrypoint
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.loops.rows import Leases
+from swiftkv_platform.control_plane.loops.leadership import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore

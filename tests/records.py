@@ -6,9 +6,8 @@ from typing import Any
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
-from swiftkv_platform.control_plane.jobs.ports import Idempotency
-from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Standing, Waiting, held_by
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.queue import held_by
+from swiftkv_platform.control_plane.jobs.rows import PRIORITIES, Idempotency, JobRepository, Standing, Waiting
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
 

@@ -137,10 +137,9 @@ def prune(
     json: Json = False,
 ) -> None:
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
     from swiftkv_platform.control_plane.upkeep.retention import retention
     from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-    from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+    from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 
     chosen = settings()
     removed: dict[str, Swept] = {}

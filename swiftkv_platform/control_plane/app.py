@@ -17,9 +17,8 @@ from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, too_large
-from swiftkv_platform.control_plane.jobs import history_routes, output_routes, quota, recipes
+from swiftkv_platform.control_plane.jobs import fine_tuning, quota
 from swiftkv_platform.control_plane.jobs import routes as jobs
-from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
 from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.running import running
@@ -77,7 +76,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(RequestTimes, answered=histograms.answered)
     app.add_middleware(PatientRefusals, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
-    rooms = (jobs, history_routes, output_routes, models, deployments, files, fine_tuning, quota, recipes, access)
+    rooms = (jobs, models, deployments, files, fine_tuning, quota, access)
     for module in (*rooms, health):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=access.FILES))

@@ -19,13 +19,11 @@ from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.jobs.following import Watches
 from swiftkv_platform.control_plane.jobs.parents import Parents
-from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.rows import Leases
+from swiftkv_platform.control_plane.loops.leadership import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import LimitedParsers, Parsers
 from swiftkv_platform.control_plane.ray.places import Node
@@ -50,7 +48,7 @@ class Components:
     deployments: DeploymentRepository
     registry: Registry
     leases: Leases
-    cluster: JobCluster
+    cluster: RayJobs
     serving: ServeCluster
     objects: ObjectStore
     attempts: AttemptStore
@@ -113,25 +111,26 @@ def parents_service(request: Request) -> Parents:
     return Parents(parts.jobs, parts.registry, parts.attempts)
 
 
-def _part(name: str) -> Any:
+def state_part(name: str) -> Any:
+    """Dependency on a part of the application's state."""
+
     def find(request: Request) -> Any:
         return getattr(request.app.state, name)
 
     return Depends(find)
 
 
-Parts = Annotated[Components, _part("components")]
+Parts = Annotated[Components, state_part("components")]
 Deletions = Annotated[RetainedRows, Depends(retained_rows)]
 TheParents = Annotated[Parents, Depends(parents_service)]
-JobSpans = Annotated[Spans, _part("spans")]
-TheWatches = Annotated[Watches, _part("watches")]
-TheNodes = Annotated[Kept[Sequence[Node] | None], _part("nodes")]
+JobSpans = Annotated[Spans, state_part("spans")]
+TheNodes = Annotated[Kept[Sequence[Node] | None], state_part("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
-TheRay = Annotated[Kept[str | None], _part("ray")]
+TheRay = Annotated[Kept[str | None], state_part("ray")]
 """Problem with Ray; None if there is none."""
 RAY_ANSWERS_WITHIN_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
-TheSpecParsers = Annotated[Parsers, _part("spec_parsers")]
-TheUploadParsers = Annotated[LimitedParsers, _part("upload_parsers")]
-TheImportParsers = Annotated[LimitedParsers, _part("import_parsers")]
-TheSettings = Annotated[Settings, _part("settings")]
+TheSpecParsers = Annotated[Parsers, state_part("spec_parsers")]
+TheUploadParsers = Annotated[LimitedParsers, state_part("upload_parsers")]
+TheImportParsers = Annotated[LimitedParsers, state_part("import_parsers")]
+TheSettings = Annotated[Settings, state_part("settings")]

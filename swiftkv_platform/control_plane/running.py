@@ -21,26 +21,21 @@ from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.http.turns import Turns
-from swiftkv_platform.control_plane.jobs.capacity import driver_needs, nodes_of
+from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.costs import prices
-from swiftkv_platform.control_plane.jobs.following import Followers, Watches
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
-from swiftkv_platform.control_plane.jobs.logs import LogFollowers
-from swiftkv_platform.control_plane.jobs.orphans import Orphans
+from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
 from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
-from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.queue import driver_needs, nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.reading import Instruments
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import SPARING, Instruments, Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger

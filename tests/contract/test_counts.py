@@ -246,7 +246,7 @@ def test_deployments_from_before_the_columns_are_counted_as_now(
         (damaged.spec.id, None, None, 1, 0.0, 1.0),
     ]
     assert columns_of(database) == expected
-    database.downgrade("0014")
+    database.downgrade("0005")
     database.upgrade()
     assert columns_of(database) == [expected[0], (damaged.spec.id, None, None, 0, 0.0, 0.0)]
 

@@ -17,7 +17,7 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter

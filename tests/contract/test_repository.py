@@ -25,8 +25,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ports import JobFilter
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobFilter, JobRepository
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,

@@ -259,7 +259,7 @@ def test_jobs_that_ended_before_there_was_retention_are_found(
     database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
     waiting, job = store(jobs, make_job()), ended(jobs)
-    database.downgrade("0007")
+    database.downgrade("0005")
     database.upgrade()
     assert rows.ended_jobs(Kind.LOGS, before=100, limit=9, after=None) == [job.id]
     assert jobs.get(waiting.id, tenant=TENANT) == waiting

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs, SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.cluster import FakeCluster
@@ -133,7 +132,7 @@ class FakeWithProcesses(FakeCluster):
 
 
 @pytest.fixture(params=["fake", "ray"])
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> JobCluster:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
     if request.param == "fake":
         return FakeWithProcesses()
     ray_cluster: RayCluster = request.getfixturevalue("ray_cluster")
@@ -142,7 +141,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return RayJobs(ray_cluster.url)
 
 
-def ended(cluster: JobCluster, submission_id: str) -> SubmissionStatus:
+def ended(cluster: RayJobs, submission_id: str) -> SubmissionStatus:
     def status() -> SubmissionStatus | None:
         found = cluster.status(submission_id)
         assert found is not None
@@ -152,11 +151,11 @@ def ended(cluster: JobCluster, submission_id: str) -> SubmissionStatus:
     return outcome
 
 
-async def followed(cluster: JobCluster, submission_id: str) -> bytes:
+async def followed(cluster: RayJobs, submission_id: str) -> bytes:
     return b"".join([piece async for piece in cluster.follow_logs(submission_id)])
 
 
-def test_cluster_contract_an_id_starts_one_command(cluster: JobCluster, tmp_path: Path) -> None:
+def test_cluster_contract_an_id_starts_one_command(cluster: RayJobs, tmp_path: Path) -> None:
     cluster.check()
     for _ in range(2):
         cluster.submit("once", 'echo hello; test "$WORD" = there && exit 0', {"WORD": "there"})
@@ -169,7 +168,7 @@ def test_cluster_contract_an_id_starts_one_command(cluster: JobCluster, tmp_path
     assert ended(cluster, "once") is SubmissionStatus.SUCCEEDED
 
 
-def test_cluster_contract_a_failure_says_so(cluster: JobCluster) -> None:
+def test_cluster_contract_a_failure_says_so(cluster: RayJobs) -> None:
     cluster.submit("failing", "echo hello; exit 3", {})
     assert ended(cluster, "failing") is SubmissionStatus.FAILED
     found = cluster.status("failing")
@@ -177,7 +176,7 @@ def test_cluster_contract_a_failure_says_so(cluster: JobCluster) -> None:
     assert "exit code 3" in found.message
 
 
-def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None:
+def test_cluster_contract_a_stopped_submission_ends(cluster: RayJobs) -> None:
     cluster.submit("stopped", "sleep 1000", {})
     assert ("stopped", "sleep 1000", None) in {astuple(each) for each in cluster.listed()}
     with pytest.raises(ClusterUnavailableError, match="stopped"):
@@ -192,7 +191,7 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None
     assert "stopped" not in {each.submission_id for each in cluster.listed()}
 
 
-def test_cluster_contract_nodes_are_told(cluster: JobCluster) -> None:
+def test_cluster_contract_nodes_are_told(cluster: RayJobs) -> None:
     """Ray reports its nodes, and the resources in use, some seconds after it starts."""
     if isinstance(cluster, FakeCluster):
         cluster.nodes = [Node({"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0, "memory": 1e9})]
@@ -201,7 +200,7 @@ def test_cluster_contract_nodes_are_told(cluster: JobCluster) -> None:
         assert 0 <= node.free[name] <= node.total[name] > 0
 
 
-def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:
+def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: RayJobs) -> None:
     assert cluster.status("unknown") is None
     assert b"".join(cluster.logs("unknown")) == b""
     assert asyncio.run(followed(cluster, "unknown")) == b""

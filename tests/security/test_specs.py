@@ -10,8 +10,9 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits, JobLimits
+from swiftkv_platform.control_plane.jobs.service import JobLimits
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.worker.setup import access_of

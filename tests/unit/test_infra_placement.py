@@ -15,7 +15,7 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
-from swiftkv_platform.control_plane.jobs.capacity import Needs
+from swiftkv_platform.control_plane.jobs.queue import Needs
 from swiftkv_platform.control_plane.ray.places import fit
 from swiftkv_platform.jobs.driver import task_options
 from swiftkv_platform.jobs.ray_train import scaling_config

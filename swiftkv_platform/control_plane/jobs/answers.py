@@ -239,3 +239,15 @@ def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice
     if after is not None:
         ordered = [item for item in ordered if (cursor(item) < after if descending else cursor(item) > after)]
     return Slice(ordered[: page.limit], has_more=len(ordered) > page.limit)
+
+
+class RecipeAnswer(Answer):
+    """A job spec that ships with the platform."""
+
+    id: str
+    object: Literal["recipe"] = "recipe"
+    description: str
+    """Its purpose, and known results."""
+    text: str
+    """The spec as YAML, with comments."""
+    spec: JobSpec

@@ -5,21 +5,75 @@ from __future__ import annotations
 import codecs
 import io
 import re
+import shlex
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.redaction import StreamRedactor
 from swiftkv_platform.settings import NodeGroup
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """Command that runs an attempt."""
+
+    command: Sequence[str]
+    """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
+    store_uri: str
+    """Address of the store from which the attempt reads `attempt.json` and to which it writes its results."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables. They must hold no secrets: Ray shows them to everyone with access to its dashboard."""
+
+    def shell(self, attempt: AttemptId) -> str:
+        """Join the command and its arguments to one line for a shell."""
+        arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
+        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
+
+
+class SubmissionStatus(StrEnum):
+    """Statuses of a submission in Ray."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self not in (SubmissionStatus.PENDING, SubmissionStatus.RUNNING)
+
+
+@dataclass(frozen=True)
+class Submission:
+    status: SubmissionStatus
+    message: str = ""
+    """Ray's own explanation."""
+
+
+@dataclass(frozen=True)
+class ListedSubmission:
+    """A submission as the cluster lists it."""
+
+    submission_id: str
+    entrypoint: str
+    """Its command, as it was submitted."""
+    ended_at: float | None = None
+    """Unix seconds; None until it has ended."""
+
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
@@ -35,9 +89,14 @@ _LONGEST_READ_S = 3600
 
 
 class RayJobs:
-    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`. `entrypoint_num_cpus`: CPUs reserved for each
-    driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver.
-    `node_groups`: groups that its autoscaler may fill, by name."""
+    """The Ray cluster on which attempts run. Every method raises `ClusterUnavailableError` when Ray does not answer.
+
+    Args:
+        dashboard_url: address of Ray's dashboard.
+        entrypoint_num_cpus: CPUs reserved for each driver; without any reservation drivers run on Ray's head.
+        entrypoint_memory: bytes reserved for each driver.
+        node_groups: groups that its autoscaler may fill, by name.
+    """
 
     def __init__(
         self,
@@ -57,6 +116,7 @@ class RayJobs:
         self._reserved = {name: amount for name, amount in reserved.items() if amount}
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
+        """Start a command under an id that can be used once; do nothing if the id is already known."""
         body = {
             "submission_id": submission_id,
             "entrypoint": entrypoint,
@@ -69,6 +129,7 @@ class RayJobs:
             raise self._dashboard.failure(response, f"submit {submission_id}")
 
     def status(self, submission_id: str) -> Submission | None:
+        """Return the submission's present state; None if the cluster does not know the id."""
         response = self._dashboard.request("GET", _path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return None
@@ -76,23 +137,29 @@ class RayJobs:
         return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
 
     def listed(self) -> Sequence[ListedSubmission]:
+        """Return all submissions that the cluster knows, whoever submitted them."""
         response = self._dashboard.request("GET", "/api/jobs/")
         self._dashboard.check(response, "list its jobs")
         # Drivers that connected by themselves are listed as well, and have no submission.
         return [_listed(job) for job in response.json() if job.get("submission_id")]
 
     def stop(self, submission_id: str) -> None:
+        """Ask the cluster to stop a submission; harmless for one that has ended or is unknown."""
         response = self._dashboard.request("POST", f"{_path(submission_id)}/stop")
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"stop {submission_id}")
 
     def remove(self, submission_id: str) -> None:
+        """Delete an ended submission from the cluster; harmless for one that is unknown. Raises
+        `ClusterUnavailableError` for one that has not ended."""
         response = self._dashboard.request("DELETE", _path(submission_id))
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"delete {submission_id}")
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
-        """Read the log's file through Ray in pieces; Ray's own `/logs` holds all of it in three processes."""
+        """Return the entrypoint's output so far, or its last `tail_lines` lines, as UTF-8 in pieces and without this
+        process's credentials; nothing for an unknown id."""
+        # In pieces from the log's file: Ray's own `/logs` holds all of it in three processes.
         response = self._dashboard.request("GET", _path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return
@@ -116,7 +183,8 @@ class RayJobs:
         yield text.close()
 
     async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
-        """Stream the log over a WebSocket, which Ray closes when the submission has ended and its log is sent."""
+        """Stream the output, in the form of `logs`, over a WebSocket, which Ray closes when the submission has ended
+        and its log is sent."""
         text = LogText()
         async with aclosing(self._dashboard.messages(f"{_path(submission_id)}/logs/tail")) as messages:
             async for message in messages:
@@ -124,8 +192,12 @@ class RayJobs:
         yield text.close()
 
     def capacity(self) -> Sequence[Node] | None:
-        """Return the nodes from the report of autoscaler v1, which Ray writes every 5 s, also for a cluster of fixed
-        size; else, with node groups, from the state of autoscaler v2."""
+        """Return the running nodes, as of seconds ago; None if Ray does not report them, or adds others when an attempt
+        asks for more.
+
+        They are from the report of autoscaler v1, which Ray writes every 5 s, also for a cluster of fixed size; else,
+        with node groups, from the state of autoscaler v2.
+        """
         try:
             report = self._data("/api/cluster_status")["clusterStatus"]
             if report is None and self._node_groups:
@@ -157,6 +229,7 @@ class RayJobs:
         return response.json()["data"]
 
     def check(self) -> None:
+        """Return if the cluster answers and has a live node, else raise."""
         self._dashboard.check_alive()
 
     def close(self) -> None:

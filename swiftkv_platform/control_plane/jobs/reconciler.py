@@ -15,6 +15,8 @@ read of each is limited. The queue is decided by columns of the database, and pl
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import InitVar, dataclass, field, replace
@@ -22,24 +24,30 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.contract.events import (
+    ReasonCode,
+    TrackingEvent,
+)
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
-from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
-from swiftkv_platform.control_plane.jobs.capacity import Admission
+from swiftkv_platform.control_plane.jobs.attempts import DEFAULT_LIMITS, AttemptLimits, AttemptOutcomes, Reading, read
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, over_cap
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
-from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
-from swiftkv_platform.control_plane.jobs.making_room import MakingRoom
+from swiftkv_platform.control_plane.jobs.job import (
+    Event,
+    Job,
+    JobStatus,
+    Reason,
+    start,
+    transition,
+)
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
-from swiftkv_platform.control_plane.jobs.polling import PollSchedule
-from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster, Submission
-from swiftkv_platform.control_plane.jobs.queue import FairQueue
-from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, ListedSubmission, RayJobs, Submission
+from swiftkv_platform.control_plane.jobs.rows import JobRepository, Placed
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.loops.loop import Backoff
 from swiftkv_platform.errors import (
@@ -54,8 +62,135 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
-from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
+from swiftkv_platform.traces import NO_SPANS, Spans
 
+_URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
+_AT_ONCE = float("-inf")
+
+
+@dataclass(frozen=True)
+class PollIntervals:
+    """Intervals between polls of a job, in seconds. They grow with the number of jobs, up to these values."""
+
+    watched_s: float = 4.0
+    busy_s: float = 6.0
+    quiet_s: float = 30.0
+    watched_for_longest: int = 200
+    """Number of watched jobs from which `watched_s` applies in full."""
+    jobs_for_longest: int = 100
+    """Number of jobs on the cluster from which `busy_s` and `quiet_s` apply in full."""
+
+
+EVERY_TICK = PollIntervals(0.0, 0.0, 0.0)
+SPARING = PollIntervals()
+"""With 1,000 jobs, of which a tenth reports each second, some 9 requests to the store per job and minute."""
+
+
+@dataclass
+class _Look:
+    at: float
+    version: int
+    silent: int
+    """Polls in a row that found nothing."""
+    has_more: bool
+    number: int
+
+
+@dataclass
+class PollSchedule:
+    """Remembers when each job was polled; a control plane that takes over polls all of them. `most`: polls in a tick,
+    which bounds its time. Jobs for which a caller waits come first, up to three quarters of these; then those that have
+    been due for longest."""
+
+    intervals: PollIntervals = EVERY_TICK
+    most: int = 128
+    _looks: dict[str, _Look] = field(default_factory=dict)
+
+    def due(self, placed: Sequence[Placed], now: float) -> list[str]:
+        """Return the ids of jobs to poll, and forget all jobs that are not in `placed`."""
+        present = {job.id for job in placed}
+        self._looks = {job_id: look for job_id, look in self._looks.items() if job_id in present}
+        watched = sum(job.watched_until > now for job in placed)
+        due_at = {job.id: self._due_at(job, len(placed), watched, now) for job in placed}
+        due = sorted((at, job_id) for job_id, at in due_at.items() if at <= now)
+        pressing = {job.id for job in placed if self._is_pressing(job, now)}
+        first = [job_id for _, job_id in due if job_id in pressing][: self.most * 3 // 4]
+        taken = set(first)
+        return [*first, *(job_id for _, job_id in due if job_id not in taken)][: self.most]
+
+    def turn(self, job_id: str) -> int:
+        """Return the number of the job's next poll."""
+        look = self._looks.get(job_id)
+        return 0 if look is None else look.number
+
+    def looked(self, job_id: str, *, now: float, version: int, heard: bool, has_more: bool) -> None:
+        """Record a poll.
+
+        Args:
+            version: the job's version after the poll; if another process changes it, the job is polled at once.
+            heard: whether the poll found anything.
+            has_more: whether there is more to read.
+        """
+        before = self._looks.get(job_id)
+        silent = 0 if heard or before is None else before.silent + 1
+        self._looks[job_id] = _Look(now, version, silent, has_more, self.turn(job_id) + 1)
+
+    def _is_pressing(self, job: Placed, now: float) -> bool:
+        """Whether a caller waits for the result of a poll."""
+        look = self._looks.get(job.id)
+        is_changed = look is not None and look.version != job.version
+        return is_changed or job.watched_until > now or job.status in _URGENT
+
+    def _due_at(self, job: Placed, running: int, watched: int, now: float) -> float:
+        look = self._looks.get(job.id)
+        if look is None or look.has_more or look.version != job.version:
+            return _AT_ONCE
+        intervals, size = self.intervals, min(running / self.intervals.jobs_for_longest, 1.0)
+        interval = min(intervals.busy_s * 2.0 ** min(look.silent, 16), intervals.quiet_s) * size
+        if job.watched_until > now or job.status in _URGENT:
+            interval = min(interval, intervals.watched_s * min(watched / intervals.watched_for_longest, 1.0))
+        due = look.at + interval
+        return min(due, now) if is_due(due, now, within=interval) else due
+
+
+Observe = Callable[[float], None]
+"""Function of a duration in seconds."""
+
+
+def _ignore(*_seconds: float) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Listeners to the reconciler; the defaults do nothing."""
+
+    queue_wait: Observe = _ignore
+    """Seconds that an attempt was in the queue."""
+    event_lag: Observe = _ignore
+    """Seconds from an event's time, by its writer's clock, until it is read."""
+    untracked: Callable[[], object] = _ignore
+    """Called for each run that its tracker should have recorded, but did not, or not completely."""
+
+    spans: Spans = NO_SPANS
+
+    def started(self, job: Job, now: float) -> None:
+        """Report an attempt that leaves the queue. A delay before a retry does not count as waiting."""
+        since = max(job.created_at, job.not_before)
+        self.queue_wait(max(0.0, now - since))
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        self.spans.record("queue wait", job.traceparent, min(since, now), now, **named)
+
+    def read(self, events: Sequence[StoredEvent], now: float) -> None:
+        """Report events that were read."""
+        for item in events:
+            self.event_lag(max(0.0, now - item.event.time))
+            if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
+                self.untracked()
+
+
+NO_INSTRUMENTS = Instruments()
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
 _MOST_SURPRISES = 5
@@ -72,7 +207,7 @@ class Reconciler:
     """Reconciles all jobs, from one thread; of several control planes only the leader does."""
 
     jobs: JobRepository
-    cluster: JobCluster
+    cluster: RayJobs
     store: AttemptStore
     digest: InitVar[Callable[[Manifest], str]]
     """SHA-256 of a manifest."""
@@ -398,3 +533,76 @@ def _described(error: Exception) -> str:
 def _submission_id(job: Job) -> str:
     assert job.attempt.submission_id is not None, f"{job.id} is {job.status} without a submission id"
     return job.attempt.submission_id
+
+
+_INTERVAL_S = 60.0
+_FORGOTTEN_AFTER_S = 24 * 3600.0
+"""A day, to look at it in Ray's dashboard. A known id cannot be started again, so it must outlast a submission by a
+process that was frozen in the middle of it."""
+_MOST_FORGOTTEN = 100
+"""Most submissions that are deleted in a round."""
+
+
+@dataclass
+class Orphans:
+    """Compares running attempts with stored jobs, every minute."""
+
+    jobs: JobRepository
+    cluster: RayJobs
+    store_uri: str
+    """Address of this control plane's store. Attempts with another store belong to another control plane."""
+    clock: Clock
+    stopped: int = field(default=0, init=False)
+    """Attempts that this process has stopped."""
+    _next: float = field(default=0.0, init=False)
+
+    def tick(self) -> None:
+        """Run once a minute. An unavailable cluster is asked again next time. Raises `DatabaseUnavailableError`."""
+        now = self.clock()
+        if not is_due(self._next, now, within=_INTERVAL_S):
+            return
+        self._next = now + _INTERVAL_S
+        try:
+            self.stop()
+        except ClusterUnavailableError as error:
+            get_logger().info("orphans not looked for", reason=error.message)
+
+    def stop(self) -> None:
+        """Stop every attempt that runs for no job, and delete those that ended a day ago. Raises
+        `ClusterUnavailableError` and `DatabaseUnavailableError`.
+
+        A job is stored as starting before it is submitted, so an attempt that was listed before the jobs were read, and
+        belongs to none of them, has no job.
+        """
+        forgotten_before = self.clock() - _FORGOTTEN_AFTER_S
+        listed = self.cluster.listed()
+        looked_at = [each for each in listed if each.ended_at is None or each.ended_at < forgotten_before]
+        if not looked_at:
+            return
+        wanted = self.jobs.attempts_on_cluster()
+        forgotten = 0
+        for submission in looked_at:
+            attempt = attempt_of(submission, self.store_uri)
+            if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
+                continue
+            if submission.ended_at is None:
+                get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
+                self.cluster.stop(submission.submission_id)
+                self.stopped += 1
+            elif forgotten < _MOST_FORGOTTEN:
+                self.cluster.remove(submission.submission_id)
+                forgotten += 1
+
+
+def attempt_of(submission: ListedSubmission, store_uri: str) -> AttemptId | None:
+    """Return the attempt of a submission; None if it has another store, or is no attempt."""
+    try:
+        words = shlex.split(submission.entrypoint)
+    except ValueError:
+        return None
+    options = dict(itertools.pairwise(words))
+    job_id, number = options.get("--job-id"), options.get("--attempt", "")
+    if job_id is None or not number.isdecimal() or options.get("--store") != store_uri:
+        return None
+    attempt = AttemptId(job_id, int(number))
+    return attempt if attempt.submission_id == submission.submission_id else None

@@ -1,33 +1,53 @@
-"""`/jobs`: submit, validate, list, get, cancel, pause, resume, delete."""
+"""`/jobs` and `/recipes`: jobs, what they report, as a list or followed live, and what they make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain, takewhile
 from typing import Annotated
 
+import yaml
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import TypeAdapter, ValidationError
+from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.callers import Reader, Submitter, Writer
+from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Submitter, Writer, wants_events
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
+from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
-from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer
+from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
-from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
-from swiftkv_platform.control_plane.jobs.capacity import GroupLimits, Needs, driver_needs
+from swiftkv_platform.control_plane.jobs.answers import (
+    ArtifactFileAnswer,
+    CheckpointAnswer,
+    EstimateAnswer,
+    EventAnswer,
+    JobAnswer,
+    MetricPointAnswer,
+    RecipeAnswer,
+    ResumeRequest,
+    TrackingFileAnswer,
+    checkpoint_id,
+    page_of,
+)
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.limits import JobLimits
+from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
 from swiftkv_platform.control_plane.jobs.parents import PublishRules
-from swiftkv_platform.control_plane.jobs.ports import JobFilter
-from swiftkv_platform.control_plane.jobs.queue import why_waiting
-from swiftkv_platform.control_plane.jobs.service import JobService
+from swiftkv_platform.control_plane.jobs.queue import GroupLimits, Needs, driver_needs, why_waiting
+from swiftkv_platform.control_plane.jobs.rows import JobFilter
+from swiftkv_platform.control_plane.jobs.service import JobLimits, JobService
 from swiftkv_platform.control_plane.parts import (
     RAY_ANSWERS_WITHIN_S,
+    Components,
     Deletions,
     JobSpans,
     Parts,
@@ -36,17 +56,20 @@ from swiftkv_platform.control_plane.parts import (
     TheRay,
     TheSettings,
     TheSpecParsers,
-    TheWatches,
 )
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.sources.recipes import recipes as shipped_recipes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
+from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
+from swiftkv_platform.storage.object_store import ObjectInfo
 from swiftkv_platform.traces import valid_traceparent
 from swiftkv_platform.web.bodies import BodyRoute
 
-router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=BodyRoute)
-
+router = APIRouter(tags=["jobs"], route_class=BodyRoute)
 _METADATA = "metadata."
 _LABEL = TypeAdapter[str](Label)
 
@@ -159,19 +182,19 @@ def place(response: Response, job: JobAnswer) -> JobAnswer:
     return job
 
 
-@router.post("", status_code=status.HTTP_201_CREATED)
+@router.post("/jobs", status_code=status.HTTP_201_CREATED)
 def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     return place(response, present(submit(spec)))
 
 
-@router.post("/validate")
+@router.post("/jobs/validate")
 def validate_job(spec: JobSpec, service: CheckingService, caller: Submitter) -> EstimateAnswer:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
     return EstimateAnswer(**dict(service.validate(spec, caller)))
 
 
-@router.get("")
+@router.get("/jobs")
 def list_jobs(
     request: Request,
     parts: Parts,
@@ -204,7 +227,7 @@ def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[s
     return asked
 
 
-@router.get("/{job_id}")
+@router.get("/jobs/{job_id}")
 def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -213,19 +236,19 @@ def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, pres
     return present(job)
 
 
-@router.post("/{job_id}/cancel")
+@router.post("/jobs/{job_id}/cancel")
 def cancel_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
     """Cancel a job; repeating the request is harmless."""
     return present(service.cancel(job_id, caller))
 
 
-@router.post("/{job_id}/pause")
+@router.post("/jobs/{job_id}/pause")
 def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return present(service.pause(job_id, caller))
 
 
-@router.post("/{job_id}/resume")
+@router.post("/jobs/{job_id}/resume")
 def resume_job(
     job_id: str, service: Service, caller: Writer, present: Present, body: ResumeRequest | None = None
 ) -> JobAnswer:
@@ -233,7 +256,7 @@ def resume_job(
     return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
-@router.delete("/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
+@router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) -> None:
     """Delete a job that has ended, with its model and all its data; its objects are removed in the sweeper's next
     round.
@@ -242,3 +265,229 @@ def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) 
     holder.
     """
     deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
+
+
+_TEXT = "text/plain; charset=utf-8"
+_LARGEST = (1 << 63) - 1
+
+
+@router.get("/jobs/{job_id}/events", response_model=ListAnswer[EventAnswer])
+def list_events(
+    request: Request,
+    job_id: str,
+    parts: Parts,
+    _stream: Streamed,
+    caller: Reader,
+    watches: TheWatches,
+    page: OldestFirst,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> ListAnswer[EventAnswer] | Response:
+    """List a job's events. With `Accept: text/event-stream` they are streamed live, starting after `Last-Event-ID`."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
+    if not wants_events(request):
+        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate)
+    after = last_event_id or page.after
+    parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
+    stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
+    return stream
+
+
+async def _follow_events(
+    parts: Components, followers: Followers, caller: Caller, job_id: str, after: str | None
+) -> AsyncIterator[dict[str, str]]:
+    """Yield server-sent events until the job's last one; if the database fails, the stream ends and clients
+    reconnect."""
+    try:
+        # The job is read before its events: if it has ended, its last event is stored.
+        job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+        following = followers.follow(job_id, caller.tenant, after, has_ended=job.status.is_terminal)
+        async with aclosing(following) as events:
+            async for event in events:
+                yield {"id": event.id, "event": event.type, "data": EventAnswer.model_validate(event).model_dump_json()}
+    except DatabaseUnavailableError as error:
+        get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
+
+
+@router.get("/jobs/{job_id}/metrics")
+def list_metrics(
+    job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
+) -> ListAnswer[MetricPointAnswer]:
+    """The time series, by ascending step; `after` is a step."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
+    return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
+
+
+async def _hold_follower(
+    request: Request,
+    _stream: Streamed,
+    follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
+) -> AsyncIterator[bool]:
+    """Return whether the logs are followed; if so, hold one of the caller's places for followers until the answer is
+    sent. Raises `OverloadedError` if none is free."""
+    followers: LogFollowers = request.app.state.log_followers
+    caller: Caller = request.state.caller
+    with followers.places.place(caller.tenant, caller.name) if follow else nullcontext():
+        yield follow
+
+
+@router.get("/jobs/{job_id}/logs", response_class=PlainTextResponse)
+async def get_logs(
+    request: Request,
+    job_id: str,
+    parts: Parts,
+    follow: Annotated[bool, Depends(_hold_follower)],
+    caller: Fetcher,
+    tail_lines: Annotated[
+        int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
+    ] = None,
+    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte to send")] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="maximum number of bytes to send")] = None,
+) -> Response:
+    """Return the output of the attempts, one after the other, streamed as it is read; the middle of a long log is left
+    out."""
+    job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+    if tail_lines is not None and (follow or offset or limit is not None):
+        message = "tail_lines cannot be combined with follow, offset or limit"
+        raise InvalidInputError(message, field="tail_lines", value=tail_lines)
+    if follow and limit is not None:
+        raise InvalidInputError("limit cannot be combined with follow", field="limit", value=limit)
+    if follow:
+        followers: LogFollowers = request.app.state.log_followers
+        return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
+    if tail_lines is not None:
+        read = read_tail(parts, job, tail_lines)
+    else:
+        read = read_logs(parts, job, offset=offset, limit=limit)
+    # The first piece is read before the answer begins, so that a failure still gets its own status.
+    first = await run_in_threadpool(next, read, b"")
+    return StreamingResponse(chain([first], read), media_type=_TEXT)
+
+
+_URL_LIFETIME_S = 3600
+
+
+@router.get("/jobs/{job_id}/checkpoints")
+def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+    """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    chosen = _chosen_checkpoint(parts.attempts, job)
+
+    def answer(checkpoint: StoredCheckpoint) -> CheckpointAnswer:
+        return CheckpointAnswer.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
+
+    return list_answer(page_of_checkpoints(parts.attempts, job_id, page), answer)
+
+
+def page_of_checkpoints(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
+    """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
+    names = attempts.checkpoint_names(job_id)
+    remaining = page_of(names, checkpoint_id, replace(page, limit=max(len(names), 1))).items
+    found = attempts.read_checkpoints(remaining, page.limit + 1)
+    return Slice(found[: page.limit], has_more=len(found) > page.limit)
+
+
+def _chosen_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
+    """Return the key of the checkpoint that the job's model is made of: the newest attempt's at the model's step."""
+    step = ((job.result or {}).get("training") or {}).get("step")
+    names = [name for name in reversed(attempts.checkpoint_names(job.id)) if name.step == step]
+    return next((found.key for found in attempts.read_checkpoints(names, 1)), None)
+
+
+@router.get("/jobs/{job_id}/artifacts")
+def list_artifacts(
+    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
+) -> ListAnswer[ArtifactFileAnswer]:
+    """The files of the distilled model, by path; none before the job has succeeded."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+
+    def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
+        url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
+        return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
+
+    kept = page_of(list(_files(parts, job).items()), lambda item: item[0], page)
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/jobs/{job_id}/artifacts/{path:path}", response_class=StreamingResponse)
+def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
+    """One file of the distilled model."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    file = _files(parts, job).get(path)
+    if file is None:
+        message = f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them"
+        raise NotFoundError(message, field="path", value=path)
+    return StreamingResponse(
+        parts.objects.stream(f"{job.attempt_id.artifact_prefix}/{path}"),
+        media_type="application/octet-stream",
+        headers={"Content-Length": str(file.size), "ETag": f'"{file.sha256}"'},
+    )
+
+
+@router.get("/jobs/{job_id}/tracking")
+def list_tracking_files(
+    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
+) -> ListAnswer[TrackingFileAnswer]:
+    """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    kept = page_of(list(parts.attempts.tracking_files(job_id).items()), lambda item: item[0], page)
+
+    def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
+        url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
+        return TrackingFileAnswer(path=path, size=file.size, url=url)
+
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/jobs/{job_id}/tracking/{tracking_path:path}", response_class=StreamingResponse)
+def download_tracking_file(
+    job_id: str, tracking_path: str, parts: Parts, _stream: Streamed, caller: Fetcher
+) -> StreamingResponse:
+    """One file of a W&B run."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    file = parts.attempts.tracking_files(job_id).get(tracking_path)
+    if file is None:
+        message = f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them"
+        raise NotFoundError(message, field="tracking_path", value=tracking_path)
+    # A run in progress replaces its files, so no size is sent.
+    return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
+
+
+def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
+    """Files by path, the manifest itself included."""
+    if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
+        return {}
+    manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)
+    itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")
+    if itself is None:
+        return manifest.files
+    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}
+
+
+_EDITOR_LINE = "# yaml-language-server:"
+
+
+@cache
+def recipes() -> Sequence[RecipeAnswer]:
+    """Return all recipes by id; they are part of the installation, and read once."""
+    return [_recipe(name, path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()]
+
+
+def _recipe(name: str, text: str) -> RecipeAnswer:
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
+    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    description = " ".join(line.removeprefix("#").strip() for line in head)
+    spec = JobSpec.model_validate(yaml.safe_load(text))
+    return RecipeAnswer(id=name, description=description, text=text, spec=spec)
+
+
+@router.get("/recipes")
+def list_recipes(_caller: Reader, page: OldestFirst) -> ListAnswer[RecipeAnswer]:
+    """List the job specs that ship with the platform, by id."""
+    kept = page_of(recipes(), lambda recipe: recipe.id, page)
+    return list_answer(kept, lambda recipe: recipe, order=page.order)

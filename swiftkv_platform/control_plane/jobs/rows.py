@@ -1,10 +1,11 @@
-"""Rows of jobs, events and metrics. Knows rows and transactions; the domain decides which status may follow another."""
+"""Rows of jobs, events and metrics. Knows rows and transactions; the domain decides which status
+may follow another."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -38,16 +39,119 @@ from swiftkv_platform.control_plane.hooks.rows import (
     without_points,
 )
 from swiftkv_platform.control_plane.hooks.webhooks import recipients
-from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING, Event, Job, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, Idempotency, JobFilter, check_stored
-from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Claim, Placed, Standing, Usage, Waiting
+from swiftkv_platform.control_plane.jobs.job import (
+    LIVE,
+    ON_CLUSTER,
+    WAITING,
+    Event,
+    Job,
+    JobStatus,
+    MetricPoint,
+)
 from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
-from swiftkv_platform.control_plane.loops.rows import check_fence, holds
+from swiftkv_platform.control_plane.loops.leadership import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.errors import QuotaExceededError, StaleVersionError
+from swiftkv_platform.errors import (
+    IdempotencyConflictError,
+    QuotaExceededError,
+    StaleVersionError,
+)
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs.limits import STORED
 
+
+@dataclass(frozen=True)
+class JobFilter:
+    status: JobStatus | None = None
+    model: str | None = None
+    """The teacher's `name_or_path`."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Pairs that a job must all have."""
+
+
+EVERYTHING = JobFilter()
+
+
+@dataclass(frozen=True)
+class Idempotency:
+    """Idempotency key of a request: requests with the same key count as one."""
+
+    key: str
+    body_hash: str
+
+    def check(self, body_hash: str, job_id: str) -> None:
+        """Raise `IdempotencyConflictError` if the key was used for a job with another body."""
+        if body_hash != self.body_hash:
+            raise IdempotencyConflictError(
+                f"Idempotency-Key {self.key!r} was used for job {job_id} with another body; send the same body, or use "
+                "a new key",
+                field="Idempotency-Key",
+                value=self.key,
+            )
+
+
+def check_stored(tenant: str, policy: TenantPolicy, count: Callable[[Sequence[str] | None], int]) -> None:
+    """Raise `QuotaExceededError` if the tenant has as many jobs as it may. `count`: counts its jobs in given statuses;
+    None: in any."""
+    kinds = (
+        ("max_queued_jobs", WAITING, "that wait or are paused", "when one has started, or cancel"),
+        ("max_unfinished_jobs", LIVE, "that have not ended", "when one has ended, or cancel"),
+        ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
+    )
+    for name, statuses, which, then in kinds:
+        if getattr(policy, name) is not None:
+            number, cure = count(statuses), f"submit again {then} one"
+            policy.check_number(name, number, tenant=tenant, kind=f"jobs {which}", cure=cure)
+
+
+PRIORITIES = {"high": 0, "normal": 1, "low": 2}
+"""Ranks of `limits.priority`; the lowest goes first."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Columns of a job that may have an attempt on the cluster."""
+
+    id: str
+    status: JobStatus
+    version: int
+    watched_until: float
+    """Unix seconds until which it is followed."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job of the queue."""
+
+    id: str
+    demand: Demand
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The queue, and what jobs hold of the cluster."""
+
+    held: Mapping[str, Demand]
+    """Sum over each tenant's jobs on the cluster."""
+    total: Demand
+    """Sum over all jobs on the cluster and in the queue."""
+    waiting: Mapping[str, Sequence[Waiting]]
+    """First jobs of each tenant that may start now: by priority, then by age."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Jobs of one tenant."""
+
+    waiting: int
+    """Jobs that wait or are paused."""
+    stored: int
+    """All jobs, including ended ones."""
+    held: Demand
+
+
+Claim = Callable[[str, Demand, Demand], bool]
+"""(tenant, held, demand) -> whether a tenant that holds `held` may have `demand` in addition."""
 T = TypeVar("T")
 _JOB = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (

@@ -7,44 +7,62 @@ import json
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
+from pydantic_core import to_json
+
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
-from swiftkv_platform.control_plane.jobs.capacity import NO_GROUPS, GroupLimits
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for, with_time
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
-from swiftkv_platform.control_plane.jobs.job import (
-    Event,
-    Job,
-    JobStatus,
-    Reason,
-    requeue,
-    status_event,
-    transition,
-)
-from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.queue import NO_GROUPS, GroupLimits
+from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter, JobRepository
 from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
 from swiftkv_platform.control_plane.parsing import Run, run_here
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
 
+
+@dataclass(frozen=True)
+class JobLimits:
+    """The operator's limits of one job; None is no limit."""
+
+    max_workers: int | None = None
+    """Workers at a time, over all trials of a sweep."""
+    max_batch_size: int | None = None
+    """Rows of a step, and of one worker's pass."""
+    max_runtime_s: int | None = None
+    """Seconds of an attempt."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit."""
+        training = spec.training
+        asked = (
+            ("resources.num_workers", spec.most_workers, self.max_workers),
+            ("training.batch_size", training.batch_size, self.max_batch_size),
+            ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
+            ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),
+        )
+        for field, value, most in asked:
+            if value is not None and most is not None and value > most:
+                message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
+                raise InvalidInputError(message, field=field, value=value)
+
+
+UNLIMITED = JobLimits()
 _UPDATE_TRIES = 5
 """Tries to store a change, since the reconciler may change the job between reading and writing."""
-
 _MEASURED_JOBS = 100
 """Newest jobs that are searched for a measured speed."""
-
 NO_WEBHOOKS = WebhookRules()
-
 _UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
 
@@ -276,3 +294,16 @@ def _digest(spec: JobSpec) -> str:
     """Return the digest of a spec, independent of how the spec was written."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def check_spec_bytes(spec: JobSpec) -> None:
+    """Raise `InvalidInputError` for a spec that is too long to be stored, read and listed with others."""
+    parts = {name: len(to_json(value)) for name, value in spec.model_dump(mode="json").items()}
+    size = sum(parts.values())
+    if size > MAX_SPEC_BYTES:
+        longest = max(parts, key=lambda name: parts[name])
+        raise InvalidInputError(
+            f"the spec has {size:,} bytes as JSON, of which {longest} has {parts[longest]:,}; {MAX_SPEC_BYTES:,} are "
+            "accepted; name data by directories and prefixes instead of single files",
+            field=longest,
+        )

@@ -16,9 +16,9 @@ import pytest
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.turns import Turns
-from swiftkv_platform.control_plane.jobs import following
-from swiftkv_platform.control_plane.jobs.following import Followers, Watches
+from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.logs import Followers, Watches
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
@@ -57,7 +57,7 @@ class Events:
 
 @pytest.fixture(autouse=True)
 def _reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_POLL_S", 0.01)
+    monkeypatch.setattr(logs, "_POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
 
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_KEPT", 10)
+    monkeypatch.setattr(logs, "_KEPT", 10)
     followers = Followers(events.read, Turns())
     async with (
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,

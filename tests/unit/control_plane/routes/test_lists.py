@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.http import answers
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.recipes import recipes
+from swiftkv_platform.control_plane.jobs.routes import recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint

@@ -7,13 +7,12 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

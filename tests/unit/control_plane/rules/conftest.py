@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
-from swiftkv_platform.control_plane.jobs.ports import Entrypoint, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.rows import Registry

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.pace import Pace
-from swiftkv_platform.control_plane.jobs.capacity import GIB, GroupLimits, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.polling import PollSchedule
+from swiftkv_platform.control_plane.jobs.queue import GIB, GroupLimits, outstanding
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup

@@ -14,7 +14,7 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from tests.parameters import WIDE

@@ -10,13 +10,12 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.queue import Placed
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.reconciler import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.rows import Placed
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.leadership import LEASE_S, LONGEST_LEASE_S, Leadership
+from swiftkv_platform.control_plane.loops.leadership import LEASE_S, LONGEST_LEASE_S, Leadership, Leases
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 

@@ -6,9 +6,9 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.fakes.attempt_store import FakeWorker

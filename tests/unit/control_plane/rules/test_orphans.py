@@ -10,10 +10,8 @@ from sqlalchemy import delete, text
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
-from swiftkv_platform.control_plane.jobs.orphans import Orphans
-from swiftkv_platform.control_plane.jobs.ports import Entrypoint, SubmissionStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.scripted_server import Answer, Script, json_answer, serve

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.errors import StorageError, UnreadableRowError
 from tests.unit.control_plane.rules.conftest import Plane

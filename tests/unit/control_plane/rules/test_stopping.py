@@ -8,7 +8,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL, AttemptRequest
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, transition
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.errors import IllegalTransitionError
 from tests.old_home import old_attempts

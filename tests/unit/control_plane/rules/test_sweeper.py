@@ -10,13 +10,12 @@ import pytest
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import DAY_S, Counts, Kind, Retention, Swept
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.object_store import LocalObjectStore

@@ -1,0 +1,441 @@
+"""What an attempt does to its job: its events, its time limits and its end. Knows no database; submits nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
+
+from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_protocol_1, refusal
+from swiftkv_platform.contract.events import (
+    ArtifactEvent,
+    AttemptEvent,
+    AttemptStatus,
+    CheckpointEvent,
+    CourseEvent,
+    ErrorData,
+    ErrorEvent,
+    Level,
+    MessageEvent,
+    MetricsEvent,
+    PlacementData,
+    PlacementEvent,
+    ProgressData,
+    ProgressEvent,
+    ReasonCode,
+    StatusEvent,
+    TrackingEvent,
+    phase_of,
+)
+from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.base import new_id
+from swiftkv_platform.control_plane.jobs.costs import measured_speed
+from swiftkv_platform.control_plane.jobs.job import (
+    Event,
+    EventType,
+    Failure,
+    Job,
+    JobStatus,
+    MetricPoint,
+    PhaseProgress,
+    Progress,
+    Reason,
+    requeue,
+    transition,
+)
+from swiftkv_platform.control_plane.jobs.ray_jobs import Submission, SubmissionStatus
+from swiftkv_platform.control_plane.models.model import Model, documents_fault
+from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
+
+_SIDE_BY_SIDE = ("write",)
+"""Phases in which each worker has a part of the same work."""
+_MOST_PARTS = 1000
+_AFTER_TRAINING = ("evaluate", "publish")
+
+
+@dataclass
+class Reading:
+    """A job with its attempt's events applied, and the rows to store with it."""
+
+    job: Job
+    now: int
+    events: list[Event] = field(default_factory=list)
+    points: list[MetricPoint] = field(default_factory=list)
+
+    def move(self, status: JobStatus, reason: Reason | None = None) -> None:
+        """Change the status, and add the event that reports it."""
+        self.job, event = transition(self.job, status, now=self.now, reason=reason)
+        self.events.append(event)
+
+
+def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
+    """Apply events of a job's present attempt. The job's cursor moves with them, so that each counts once."""
+    reading = Reading(job, now)
+    cursor = dict(job.attempt.cursor)
+    for item in stored:
+        _take(reading, item.event)
+        cursor[item.writer] = item.sequence
+    if stored:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, cursor=cursor))
+    return reading
+
+
+def _take(reading: Reading, event: AttemptEvent) -> None:
+    match event:
+        case StatusEvent():
+            _advance(reading, event.data["status"])
+        case MetricsEvent():
+            _measure(reading, event)
+            _note_progress(reading)
+            _record(reading, event, "metrics")
+        case PlacementEvent():
+            _place(reading, _plain(event.data))
+        case CheckpointEvent():
+            _note_progress(reading)
+            _record(reading, event, "checkpoint")
+        case ErrorEvent():
+            error: ErrorData = _plain(event.data)
+            failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, failure=failure))
+            _record(reading, event, "message", level="error")
+        case TrackingEvent():
+            reading.job = replace(reading.job, tracking=_plain(event.data))
+            _record(reading, event, "message")
+        case ProgressEvent():
+            _note_progress(reading)
+            _part(reading, _plain(event.data))
+            _record(reading, event, "message")
+        case MessageEvent() | ArtifactEvent() | CourseEvent():
+            _record(reading, event, "message")
+        case _:
+            assert_never(event)
+
+
+def _advance(reading: Reading, status: AttemptStatus) -> None:
+    """Follow the attempt from phase to phase; what it reports while it is being stopped changes nothing."""
+    if status == "paused":
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
+        return
+    if reading.job.status is JobStatus.STARTING:
+        reading.move(JobStatus.RUNNING)
+    if reading.job.status is JobStatus.RUNNING and status == "evaluating":
+        reading.move(JobStatus.EVALUATING)
+
+
+def _place(reading: Reading, told: PlacementData) -> None:
+    """Record which workers wait for a place. Driver and worker have their own clocks, so `placed` may be read first."""
+    attempt, phase = reading.job.attempt, told["phase"]
+    waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
+    if told["state"] == "placed":
+        attempt = replace(attempt, placed=(*attempt.placed, phase), placed_at=reading.now)
+    elif phase not in attempt.placed:
+        waiting[phase] = told.get("needs", "")
+    waited = 0.0 if attempt.waiting_since is None else reading.now - attempt.waiting_since
+    since = reading.now if waiting else None
+    attempt = replace(attempt, waiting=waiting, waiting_since=since, waited_s=attempt.waited_s + waited)
+    reading.job = replace(reading.job, attempt=attempt)
+    if told["state"] == "placed":
+        _enter(reading, phase_of(phase))
+
+
+def _enter(reading: Reading, phase: str) -> None:
+    """Record the reported phase, and drop the parts of another one. Trials of a sweep alternate between phases."""
+    attempt = reading.job.attempt
+    if phase != attempt.phase:
+        reading.job = replace(reading.job, attempt=replace(attempt, phase=phase, parts={}))
+
+
+def _part(reading: Reading, told: ProgressData) -> None:
+    """Record the progress of a part. Workers write answers in parallel, but evaluate one part after the other."""
+    _enter(reading, told["phase"])
+    attempt, left = reading.job.attempt, told.get("eta_s")
+    seconds = None if left is None else math.ceil(left)
+    part = PhaseProgress(told["part"], told["done"], told["total"], seconds)
+    parts = {**attempt.parts, part.part: part} if told["phase"] in _SIDE_BY_SIDE else {part.part: part}
+    if len(parts) <= _MOST_PARTS:
+        reading.job = replace(reading.job, attempt=replace(attempt, parts=parts))
+
+
+def _note_progress(reading: Reading) -> None:
+    """Restart the wait for a place: one of several trials may wait as long as others make progress."""
+    if reading.job.attempt.waiting:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
+
+
+def _measure(reading: Reading, event: MetricsEvent) -> None:
+    points = event.data["points"]
+    if not points:
+        return
+    job = reading.job
+    if job.spec.sweep is not None or job.attempt.phase not in _AFTER_TRAINING:  # which another clock may date before
+        _enter(reading, "train")
+        job = reading.job
+    for point in points:
+        values = {name: value for name, value in _plain(point).items() if name != "step"}
+        reading.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))
+    step, tokens = points[-1]["step"], points[-1].get("tokens")
+    most = int(max(point.get("memory_bytes", 0) for point in points))
+    total = event.data.get("total_steps", job.progress.total_steps)
+    pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
+    # Between the steps of two trials there are a calibration and an evaluation.
+    remaining = None if job.spec.sweep is not None else pace.seconds_remaining(step, total)
+    reading.job = replace(
+        job,
+        attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
+        progress=Progress(
+            step=step,
+            total_steps=total,
+            tokens=job.progress.tokens if tokens is None else tokens,
+            percent=round(min(100.0 * step / total, 100.0), 2) if total else 0.0,
+            seconds_remaining=remaining,
+        ),
+        estimated_finish=None if remaining is None else int(event.time) + remaining,
+    )
+
+
+def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Level | None = None) -> None:
+    reading.events.append(
+        Event(
+            id=new_id("evt"),
+            job_id=reading.job.id,
+            created_at=int(event.time),
+            type=kind,
+            message=_plain(event.message),
+            level=level or event.level,
+            data=_plain(event.data),
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in a form every database accepts: numbers that are not finite become None, NUL characters are
+    removed."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.replace("\0", "")
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class AttemptLimits:
+    """The operator's time limits of every attempt."""
+
+    placement_s: float = 1800.0
+    """Seconds that an attempt that has not trained may hold a slot while its workers are not placed."""
+    max_runtime_s: int | None = None
+    """Seconds that an attempt may run, without waits for places, whatever its spec says; None leaves it to the spec."""
+
+    turn_s: float | None = None
+    """Seconds that an attempt may hold a slot for which another tenant's job waits; None is no limit."""
+
+    def has_had_its_turn(self, job: Job, now: float) -> bool:
+        """Whether the job's attempt should make room for others. Work other than training starts over after that, so
+        each further attempt gets twice the time for it, up to 16 times."""
+        attempt = job.attempt
+        if self.turn_s is None or attempt.submitted_at is None:
+            return False
+        trains = job.status is JobStatus.RUNNING and attempt.has_trained
+        longer = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
+        return now - attempt.submitted_at > self.turn_s * longer
+
+    def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
+        """Why the job's attempt must end; None if it may go on."""
+        attempt = job.attempt
+        if attempt.yields is not None and now - attempt.yields_at > self.placement_s:
+            return attempt.yields  # it was asked to end and has not
+        return self._not_placed(job, now, submission) or self._overdue(job, now)
+
+    def _overdue(self, job: Job, now: float) -> Reason | None:
+        attempt, own = job.attempt, job.spec.limits.max_runtime_s
+        limits = [limit for limit in (own, self.max_runtime_s) if limit is not None]
+        if attempt.submitted_at is None or not limits:
+            return None
+        waited = attempt.waited_s + (0.0 if attempt.waiting_since is None else now - attempt.waiting_since)
+        if now - attempt.submitted_at - waited <= min(limits):
+            return None
+        whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
+        message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
+        return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
+
+    def _not_placed(self, job: Job, now: float, submission: Submission | None) -> Reason | None:
+        """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
+        limit."""
+        attempt, code = job.attempt, ReasonCode.NOT_PLACED
+        waiting = f"has found no place on the cluster for {self.placement_s:g} s"
+        if attempt.has_trained or job.status is JobStatus.EVALUATING:
+            return None
+        if attempt.waiting:
+            since, what = attempt.waiting_since, f"{waiting}: {'; '.join(attempt.waiting.values())}"
+        elif job.status is not JobStatus.STARTING or attempt.placed:
+            return None
+        elif submission is not None and submission.status is SubmissionStatus.PENDING:
+            since, what = attempt.submitted_at, f"{waiting}: its own process waits"
+        else:
+            since, what = attempt.submitted_at, f"has reported nothing in {self.placement_s:g} s since it was submitted"
+            code = ReasonCode.WORKER_LOST
+        if since is None or now - since <= self.placement_s:
+            return None
+        return Reason(code, f"attempt {attempt.number} {what}", field="resources")
+
+
+DEFAULT_LIMITS = AttemptLimits()
+_LONGEST_DELAY_S = 60.0
+_OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
+"""Reasons for an attempt's end that are caused by the cluster and use up no retry."""
+_TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
+"""Reasons for which the control plane ends an attempt, but makes another one."""
+
+
+@dataclass(frozen=True)
+class AttemptOutcomes:
+    """Decides what happens to a job once its attempt has ended."""
+
+    store: AttemptStore
+    digest: Callable[[Manifest], str]
+    """SHA-256 of a manifest."""
+    retry_delay_s: float
+    """Pause before the second attempt; it doubles with every further one."""
+
+    def decide(self, reading: Reading, submission: Submission | None) -> Model | None:
+        """Change the status of the job of `reading`; returns the model if the attempt has made one.
+
+        `submission`: None means that Ray has forgotten it, as a restarted head does.
+        """
+        job = reading.job
+        cancelling = job.status is JobStatus.CANCELLING
+        ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
+        ended_well = ended_well and not job.attempt.paused
+        if ended_well and job.spec.only_publishes:
+            self._settle_publication(reading)
+            return None
+        unexplained = job.attempt.stopping is None and job.attempt.failure is None
+        damage: Failure | None = None
+        if ended_well or (unexplained and not cancelling):
+            # The manifest is written last: if it exists, the work is done, even if the process failed afterwards.
+            try:
+                manifest = self.store.artifact_manifest(job.attempt_id)
+            except ArtifactCorruptError as error:
+                damage = Failure(Reason(error.code, error.message), retryable=True)
+            else:
+                if manifest is not None:
+                    model = self._model(reading, manifest)
+                    fault = documents_fault(model)
+                    if fault is None:
+                        return self._promote(reading, model)
+                    damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
+        if cancelling:
+            reading.move(JobStatus.CANCELLED, job.status_reason)
+        elif job.status is JobStatus.PAUSING:
+            self._settle_pause(reading, damage or job.attempt.failure)
+        elif submission is None and unexplained and damage is None:
+            # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
+            message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
+            self._requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
+        else:
+            self._settle_failure(reading, damage or _cause(job, submission))
+        return None
+
+    def _settle_publication(self, reading: Reading) -> None:
+        """Mark a job that copied a model as succeeded; no model was made."""
+        if reading.job.status is JobStatus.STARTING:
+            reading.move(JobStatus.RUNNING)
+        result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
+        reading.job = replace(reading.job, result=result, progress=replace(reading.job.progress, percent=100.0))
+        reading.move(JobStatus.SUCCEEDED)
+
+    def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
+        """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
+        retryable."""
+        stopping = reading.job.attempt.stopping
+        if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
+            reading.move(JobStatus.FAILED, stopping)
+        elif failure is not None and not failure.retryable:
+            reading.move(JobStatus.FAILED, failure.reason)
+        else:
+            reading.move(JobStatus.PAUSED, reading.job.status_reason)
+
+    def _settle_failure(self, reading: Reading, failure: Failure) -> None:
+        retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
+        counts = failure.reason.code not in _OF_THE_CLUSTER
+        if failure.retryable and (retries_left or not counts):
+            self._requeue(reading, failure.reason, counts=counts)
+        else:
+            reading.move(JobStatus.FAILED, failure.reason)
+
+    def _requeue(self, reading: Reading, reason: Reason, *, counts: bool) -> None:
+        job = reading.job
+        reading.job, event = requeue(
+            job,
+            now=reading.now,
+            reason=reason,
+            delay_s=min(self.retry_delay_s * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
+            counts=counts,
+        )
+        reading.events.append(event)
+
+    def _model(self, reading: Reading, manifest: Manifest) -> Model:
+        job = reading.job
+        return Model(
+            id=new_id("mdl"),
+            tenant=job.tenant,
+            name=job.spec.name,
+            job_id=job.id,
+            attempt=job.attempt.number,
+            created_at=reading.now,
+            artifact_uri=self.store.artifact_uri(job.attempt_id),
+            manifest_digest=self.digest(manifest),
+            size=manifest.size,
+            lineage=dict(manifest.lineage),
+            metrics=dict(manifest.metrics),
+        )
+
+    def _promote(self, reading: Reading, model: Model) -> Model:
+        """Make `model` the job's; the update that stores both is refused if the job has changed."""
+        if reading.job.status is JobStatus.STARTING:
+            reading.move(JobStatus.RUNNING)
+        job = reading.job
+        reading.job = replace(
+            job,
+            distilled_model=model.id,
+            artifact_uri=model.artifact_uri,
+            result=model.metrics,
+            progress=replace(job.progress, percent=100.0),
+            speed=measured_speed(job, reading.now),
+        )
+        reading.move(JobStatus.SUCCEEDED)
+        return model
+
+
+def _cause(job: Job, submission: Submission | None) -> Failure:
+    """Return the failure: the control plane's decision, else the attempt's own last error, else what Ray reports."""
+    if job.attempt.stopping is not None:
+        return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _TO_TRY_AGAIN)
+    if job.attempt.yields is not None and (job.attempt.failure is None or job.attempt.failure.retryable):
+        return Failure(job.attempt.yields, retryable=True)
+    if job.attempt.failure is not None:
+        return job.attempt.failure
+    assert submission is not None, "a forgotten submission without a known failure is not a failure"
+    name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
+    if said_nothing and is_from_protocol_1(submission.message):
+        message = refusal(workers=1, control_plane=PROTOCOL)
+        return Failure(Reason(ProtocolError.code, message), retryable=False)
+    match submission.status:
+        case SubmissionStatus.SUCCEEDED:
+            message = f"{name} succeeded, but its artifact has no manifest, so it is not complete"
+            return Failure(Reason(StorageError.code, message), retryable=False)
+        case SubmissionStatus.STOPPED:
+            message = f"{name} was stopped, but not by this control plane"
+            return Failure(Reason(ReasonCode.PREEMPTED, message), retryable=True)
+        case _:
+            # Ray's message ends with the log's tail; the whole log is stored with the attempt.
+            explanation = submission.message.partition("\n")[0].strip() or "no reason given"
+            return Failure(
+                Reason(ReasonCode.WORKER_LOST, f"{name} failed without saying why; Ray: {explanation}"), retryable=True
+            )

@@ -1,0 +1,418 @@
+"""`/v1/fine_tuning/jobs`: the jobs of `/jobs` in the format of OpenAI's fine-tuning API.
+
+Settings for which OpenAI has no field are in `swiftkv`, a job spec of which any part may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError, model_validator
+
+from swiftkv_platform.contract.events import Level
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
+from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer, JobError, checkpoint_id
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
+from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, metadata_asked_for, page_of_checkpoints
+from swiftkv_platform.control_plane.jobs.rows import JobFilter
+from swiftkv_platform.control_plane.parts import Components, Parts
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.base import Label, LabelValue, Name, Word
+from swiftkv_platform.specs.job import JobName
+from swiftkv_platform.specs.limits import Epochs, SignedSeed, Size
+from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.problems import ERROR_RESPONSES
+
+_NAME = "fine-tuning"
+"""Name of a job whose request names none."""
+
+
+class PartialSpec(JobSpec):
+    """A job spec of which any part may be missing."""
+
+    name: JobName = _NAME
+
+
+class Hyperparameters(FiniteModel):
+    """Hyperparameters as OpenAI names them; `auto` leaves a choice to the job spec's defaults."""
+
+    n_epochs: Literal["auto"] | Epochs = "auto"
+    """`training.num_epochs`."""
+    batch_size: Literal["auto"] | Size = "auto"
+    """`training.batch_size`: packed sequences of a step, over all workers."""
+    learning_rate_multiplier: Literal["auto"] = "auto"
+    """The learning rate is `swiftkv.optimizer.learning_rate`, absolute."""
+
+
+class SupervisedMethod(FiniteModel):
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(FiniteModel):
+    """Method of a job: a student that its teacher supervises."""
+
+    type: Literal["supervised", "swiftkv"]
+    supervised: SupervisedMethod | None = None
+    swiftkv: PartialSpec | None = None
+    """Same as the request's `swiftkv`; give only one of them."""
+
+
+class WandbIntegration(FiniteModel):
+    project: Word
+    entity: Word | None = None
+    tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
+
+
+class Integration(FiniteModel):
+    """A receiver of metrics."""
+
+    type: Literal["wandb"]
+    wandb: WandbIntegration
+
+
+class CreateFineTuningJob(FiniteModel):
+    """Request for a fine-tuning job, in OpenAI's format."""
+
+    model: Annotated[Name, Field(min_length=1)]
+    """The teacher: `model.name_or_path` of a job spec."""
+    training_file: Annotated[Name, Field(min_length=1)]
+    """Id of an uploaded file (`file-...`), or another data source's `name_or_path`."""
+    validation_file: None = None
+    """Not supported: rows are held out of the training file (`swiftkv.data.validation_fraction`)."""
+    hyperparameters: Hyperparameters | None = None
+    method: Method | None = None
+    integrations: Annotated[tuple[Integration, ...], Field(max_length=1)] | None = None
+    metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
+    seed: SignedSeed | None = None
+    suffix: Annotated[JobName, Field(max_length=64)] | None = None
+    """Name of the job and of its model."""
+    swiftkv: PartialSpec | None = None
+    """All other fields of a job spec."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Self:
+        if self.method is None:
+            return self
+        if self.swiftkv is not None and self.method.swiftkv is not None:
+            raise ValueError("give swiftkv or method.swiftkv, not both")
+        if self.hyperparameters is not None and self.method.supervised is not None:
+            raise ValueError("give hyperparameters or method.supervised, not both")
+        return self
+
+
+def job_spec(asked: CreateFineTuningJob) -> JobSpec:
+    """Return the job spec of a request. Raises `InvalidInputError` if a field of OpenAI's and one of `swiftkv`
+    contradict each other, and `RequestValidationError` if the result is no valid job spec."""
+    place, partial = _extension(asked)
+    document = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
+    fields = _openai_fields(asked)
+    for path, (name, value) in fields.items():
+        _put(document, path, name, value, ".".join(place))
+    _put_training_file(document, asked.training_file)
+    document.setdefault("name", _NAME)
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        raise RequestValidationError([_as_asked(item, fields, place) for item in error.errors()]) from error
+
+
+_Path = tuple[str, ...]
+
+
+def _extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
+    """Return SwiftKV's own part of a request, and its path."""
+    if asked.method is not None and asked.method.swiftkv is not None:
+        return ("method", "swiftkv"), asked.method.swiftkv
+    return ("swiftkv",), asked.swiftkv
+
+
+def _openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
+    """Return the parts of a spec that OpenAI's fields set: by path, the field's name and its value."""
+    place, hyperparameters = "hyperparameters", asked.hyperparameters
+    if asked.method is not None and asked.method.supervised is not None:
+        place, hyperparameters = "method.supervised.hyperparameters", asked.method.supervised.hyperparameters
+    found: dict[_Path, tuple[str, Any]] = {("model", "name_or_path"): ("model", asked.model)}
+    if hyperparameters is not None:
+        found[("training", "num_epochs")] = (f"{place}.n_epochs", hyperparameters.n_epochs)
+        found[("training", "batch_size")] = (f"{place}.batch_size", hyperparameters.batch_size)
+    for integration in asked.integrations or ():
+        found |= {
+            ("tracking", "wandb", name): (f"integrations[0].wandb.{name}", value)
+            for name, value in integration.wandb.model_dump(mode="json", exclude_unset=True).items()
+        }
+    found[("metadata",)] = ("metadata", asked.metadata)
+    found[("training", "seed")] = ("seed", asked.seed)
+    found[("name",)] = ("suffix", asked.suffix)
+    return {path: (name, value) for path, (name, value) in found.items() if value not in (None, "auto")}
+
+
+def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: str) -> None:
+    inner = document
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    present = inner.setdefault(path[-1], value)
+    if present != value:
+        there = f"{place}.{'.'.join(path)}"
+        message = f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both"
+        raise InvalidInputError(message, field=there, value=present)
+
+
+def _put_training_file(document: dict[str, Any], name: str) -> None:
+    """Add the training file as the first source, unless `swiftkv` already names it."""
+    data = document.setdefault("data", {})
+    sources = data.get("sources", [])
+    if all(source.get("name_or_path") != name for source in sources):
+        data["sources"] = [{"name_or_path": name}, *sources]
+
+
+def _as_asked(item: Any, fields: Mapping[_Path, tuple[str, Any]], place: _Path) -> dict[str, Any]:
+    """Convert a validation error of the spec to one of the request."""
+    location = tuple(item["loc"])
+    asked = fields.get(location)
+    told = {**item, "loc": ("body", *(place + location if asked is None else asked[0].split(".")))}
+    # A rule over several fields names the one to change itself.
+    changed = fields.get(tuple(str(item.get("ctx", {}).get("field", "")).split(".")))
+    return told if changed is None else {**told, "ctx": {**item["ctx"], "field": changed[0]}}
+
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+_STATUSES: Mapping[JobStatus, Status] = {
+    JobStatus.QUEUED: "queued",
+    JobStatus.STARTING: "running",
+    JobStatus.RUNNING: "running",
+    JobStatus.EVALUATING: "running",
+    JobStatus.PAUSING: "running",
+    JobStatus.PAUSED: "queued",
+    JobStatus.CANCELLING: "running",
+    JobStatus.SUCCEEDED: "succeeded",
+    JobStatus.FAILED: "failed",
+    JobStatus.CANCELLED: "cancelled",
+}
+
+
+class HyperparametersAnswer(Answer):
+    n_epochs: int
+    batch_size: int | Literal["auto"]
+    learning_rate_multiplier: Literal["auto"] = "auto"
+
+
+class SupervisedAnswer(Answer):
+    hyperparameters: HyperparametersAnswer
+
+
+class MethodAnswer(Answer):
+    type: Literal["supervised"] = "supervised"
+    supervised: SupervisedAnswer
+
+
+class WandbAnswer(Answer):
+    project: str
+    entity: str | None
+    name: str
+    tags: list[str]
+
+
+class IntegrationAnswer(Answer):
+    type: Literal["wandb"] = "wandb"
+    wandb: WandbAnswer
+
+
+class FineTuningJobAnswer(Answer):
+    """A distillation job as a fine-tuning job. Times are Unix seconds."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    status: Status
+    """The job's status in OpenAI's terms; a paused one is `queued`. `swiftkv.status` is more exact."""
+    model: str
+    """The teacher."""
+    fine_tuned_model: str | None
+    """`mdl_` id, once the job has succeeded."""
+    organization_id: str
+    """The tenant."""
+    training_file: str
+    """The first data source."""
+    validation_file: None = None
+    result_files: list[str] = []
+    hyperparameters: HyperparametersAnswer
+    method: MethodAnswer
+    integrations: list[IntegrationAnswer]
+    metadata: dict[str, str]
+    seed: int
+    trained_tokens: int | None
+    """Null until the job has ended."""
+    error: JobError | None
+    swiftkv: JobAnswer
+    """The same job as returned by `GET /jobs/{id}`."""
+
+    @classmethod
+    def of(cls, job: JobAnswer) -> Self:
+        spec = job.spec
+        hyperparameters = HyperparametersAnswer(
+            n_epochs=spec.training.num_epochs,
+            batch_size="auto" if spec.training.batch_size is None else spec.training.batch_size,
+        )
+        return cls(
+            id=job.id,
+            created_at=job.created_at,
+            finished_at=job.finished_at,
+            estimated_finish=job.estimated_finish,
+            status=_STATUSES[job.status],
+            model=spec.model.name_or_path,
+            fine_tuned_model=job.distilled_model,
+            organization_id=job.tenant,
+            training_file=spec.data.sources[0].name_or_path,
+            hyperparameters=hyperparameters,
+            method=MethodAnswer(supervised=SupervisedAnswer(hyperparameters=hyperparameters)),
+            integrations=_integrations(job),
+            metadata=job.metadata,
+            seed=spec.training.seed,
+            trained_tokens=job.progress.tokens if job.status.is_terminal else None,
+            error=job.error,
+            swiftkv=job,
+        )
+
+
+def _integrations(job: JobAnswer) -> list[IntegrationAnswer]:
+    wandb = job.spec.tracking.wandb
+    if wandb.mode == "disabled":
+        return []
+    answer = WandbAnswer(project=wandb.project, entity=wandb.entity, name=job.name, tags=list(wandb.tags))
+    return [IntegrationAnswer(wandb=answer)]
+
+
+class FineTuningEventAnswer(Answer):
+    """Something that happened to a job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Level
+    message: str
+    type: Literal["message", "metrics"]
+    """`metrics`, or `message` for every other type; `data` has the details."""
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, event: Event) -> Self:
+        return cls.model_validate({**vars(event), "type": "metrics" if event.type == "metrics" else "message"})
+
+
+class CheckpointMetrics(Answer):
+    step: int
+    train_loss: float | None
+    """Loss of the step at which the checkpoint was made."""
+
+
+class FineTuningCheckpointAnswer(Answer):
+    """A complete checkpoint."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
+    """Name of the checkpoint: its job's id and its own."""
+    step_number: int
+    metrics: CheckpointMetrics
+
+    @classmethod
+    def of(cls, checkpoint: StoredCheckpoint, job_id: str, train_loss: float | None) -> Self:
+        name = checkpoint_id(checkpoint)
+        return cls(
+            id=name,
+            created_at=int(checkpoint.created_at),
+            fine_tuning_job_id=job_id,
+            fine_tuned_model_checkpoint=f"{job_id}:{name}",
+            step_number=checkpoint.step,
+            metrics=CheckpointMetrics(step=checkpoint.step, train_loss=train_loss),
+        )
+
+
+router = APIRouter(
+    prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES, route_class=BodyRoute
+)
+
+
+def _show(present: Present) -> Callable[[Job], FineTuningJobAnswer]:
+    return lambda job: FineTuningJobAnswer.of(present(job))
+
+
+Show = Annotated[Callable[[Job], FineTuningJobAnswer], Depends(_show)]
+
+
+@router.post("")
+def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Show) -> FineTuningJobAnswer:
+    """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
+    return show(submit(job_spec(asked)))
+
+
+@router.get("")
+def list_fine_tuning_jobs(
+    request: Request, parts: Parts, caller: Reader, show: Show, page: NewestFirst
+) -> ListAnswer[FineTuningJobAnswer]:
+    """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
+    where = JobFilter(metadata=metadata_asked_for(request, "metadata[", "]"))
+    found = parts.jobs.list(page, tenant=caller.tenant, where=where)
+    return list_answer(found, show, order=page.order)
+
+
+@router.get("/{job_id}")
+def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
+    """Return a job."""
+    return show(parts.jobs.get(job_id, tenant=caller.tenant))
+
+
+@router.post("/{job_id}/cancel")
+def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Cancel a job; repeating the request is harmless."""
+    return show(service.cancel(job_id, caller))
+
+
+@router.post("/{job_id}/pause")
+def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
+    return show(service.pause(job_id, caller))
+
+
+@router.post("/{job_id}/resume")
+def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Queue a paused job again; it continues from its last checkpoint."""
+    return show(service.resume(job_id, caller))
+
+
+@router.get("/{job_id}/events")
+def list_fine_tuning_events(
+    job_id: str, parts: Parts, caller: Reader, page: NewestFirst
+) -> ListAnswer[FineTuningEventAnswer]:
+    """A job's events, newest first."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
+
+
+@router.get("/{job_id}/checkpoints")
+def list_fine_tuning_checkpoints(
+    job_id: str, parts: Parts, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
+) -> ListAnswer[FineTuningCheckpointAnswer]:
+    """Complete checkpoints of all attempts, the last step first."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    found = page_of_checkpoints(parts.attempts, job_id, page)
+    return list_answer(found, lambda each: _checkpoint(parts, job_id, each))
+
+
+def _checkpoint(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:
+    before = str(checkpoint.step - 1) if checkpoint.step else None
+    points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
+    loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
+    return FineTuningCheckpointAnswer.of(checkpoint, job_id, loss)

@@ -1,1 +1,0 @@
-"""Jobs in the format of OpenAI's fine-tuning API."""

@@ -73,7 +73,6 @@ pictures: install  # the dashboard's pictures in docs/, from a real run of minut
 bench: install
 	$(BIN)/python -m benchmarks.engine --short
 	$(BIN)/python -m benchmarks.serving --short
-	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.training_step
 
 gpu: install  # all tests and benchmarks for one NVIDIA GPU; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin

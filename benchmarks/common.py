@@ -1,10 +1,11 @@
-"""Command line, report file and random models that benchmarks share."""
+"""Command line, report file, tables and random models that benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def write_report(report: Any, output: Path | None) -> None:
     """Write a report as indented JSON, if a file is named."""
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table."""
+    head, *body = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:

@@ -29,9 +29,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from benchmarks.engine_worker import EngineWorker, add_vllm_python, engine_arguments
-from benchmarks.serving.metrics import Figures, RequestTimes, figures, medians
+from benchmarks.serving.loads import Figures, Request, RequestTimes, at_once, figures, medians
 from benchmarks.serving.systems import Prompts, System, generate_system, vllm_system
-from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
@@ -221,7 +220,7 @@ def compare(
         shape: prompts of a round and tokens of each.
     """
     generator = torch.Generator().manual_seed(0)
-    requests = [Request(0.0, shape[1], num_output)] * shape[0]
+    requests = at_once(*shape, num_output)
     found: dict[str, list[Figures]] = {name: [] for name in systems}
     names = list(systems)
     for round_ in range(rounds + 1):  # the first round warms up

@@ -19,14 +19,18 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +40,328 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import benchmark_parser, random_llama, write_report
-from benchmarks.hostile_attacks import CASES, JOB, QUOTA, SOURCES
 from swiftkv_platform.local.ray_head import free_ports
 from swiftkv_platform.model import convert
 from swiftkv_platform.security.keys import Scope, create_key
 
 ROOT = Path(__file__).parents[1]
+NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
+"""Body of 1 MiB that makes a parser create as many values as possible."""
+LARGE = {
+    "/generate": [
+        (b'{"prompt": "', b"ab cd ", b'"}'),
+        (b'{"prompt": [1', b",1", b"]}"),
+        (b'{"prompt": [1], "stop": ["a"', b',"abcdefghijklm"', b"]}"),
+    ],
+    "/tokenize": [(b'{"prompt": "', b"ab cd ", b'"}')],
+    "/detokenize": [(b'{"tokens": [1', b",1", b"]}")],
+}
+"""Beginning, part and end of bodies with large values, by path."""
+LARGE_BYTES = (16 << 20) - 4096
+"""Size a little below the limit."""
+AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
+GRAMMAR = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS}}
+MANY_SAMPLES = {"prompt": [1, 2, 3], "max_tokens": 64, "n": 32, "ignore_eos": True}
+NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
+JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
+LARGE_JOB = {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(1000)]}}
+"""The largest spec that is accepted."""
+MANY_KEYS = {**JOB, **{f"key_{number}": 0 for number in range(16_000)}}
+"""A spec with as many unknown keys as a body may have."""
+EXTREMES: list[dict[str, Any]] = [
+    {"target_ongoing_requests": 1e-320},
+    {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
+    {"min_replicas": 0, "max_replicas": 2**62},
+    {"engine": {"num_threads": 2**62}},
+    {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
+]
+
+NUM_SOURCES, NUM_SOURCE_FILES, NUM_DEPLOYMENTS, NUM_MODELS = 1000, 100, 3000, 1000
+SOURCES = "sources"
+"""Directory below the control plane's home that every tenant may read; `student` in it is a model."""
+QUOTA = 1 << 30
+"""Bytes that a tenant may store in the case of imports."""
+
+Count = Callable[[object], None]
+Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
+
+
+async def repeat(number: int, act: Callable[[], Awaitable[None]]) -> None:
+    """Do something again and again, `number` times at once."""
+
+    async def forever() -> None:
+        while True:
+            await act()
+
+    await asyncio.gather(*(forever() for _ in range(number)))
+
+
+def posting(number: int, body: Any) -> Attack:
+    """An attack that sends the same JSON again and again, `number` requests at a time."""
+
+    async def attack(client: httpx.AsyncClient, path: str, count: Count) -> None:
+        async def ask() -> None:
+            count(await client.post(path, json=body))
+
+        await repeat(number, ask)
+
+    return attack
+
+
+async def bodies(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Send bodies with many values, 40 at a time, without an API key."""
+    headers = {"authorization": "", "content-type": "application/json"}
+    while True:
+        sent = (client.post(path, content=NESTED, headers=headers) for _ in range(AT_ONCE))
+        for answer in await asyncio.gather(*sent, return_exceptions=True):
+            count(answer)
+
+
+async def large_bodies(client: httpx.AsyncClient, _path: str, count: Count) -> None:
+    """One kind after the other, one at a time."""
+    sent = [
+        (path, head + part * ((LARGE_BYTES - len(head) - len(tail)) // len(part)) + tail)
+        for path, kinds in LARGE.items()
+        for head, part, tail in kinds
+    ]
+    for path, body in itertools.cycle(sent):
+        try:
+            count(await client.post(path, content=body, headers={"content-type": "application/json"}))
+        except httpx.TransportError as error:  # refused while the body is still being sent
+            count(error)
+
+
+async def streams(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Open a thousand streams, 200 per second, and keep those that are accepted."""
+
+    async def follow(number: int) -> None:
+        await asyncio.sleep(number / 200)
+        try:
+            async with client.stream("GET", path, headers={"accept": "text/event-stream"}) as answer:
+                count(answer)
+                async for _ in answer.aiter_raw():
+                    pass
+        except httpx.HTTPError as error:
+            count(error)
+
+    await asyncio.gather(*(follow(number) for number in range(NUM_STREAMS)))
+    await asyncio.sleep(3600)
+
+
+async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
+    """Connections that send nothing, each opened again when it is closed."""
+    url = client.base_url
+
+    async def connect() -> None:
+        try:
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            count("connected")
+            await reader.read()
+            writer.close()
+        except OSError as error:
+            count(error)
+            await asyncio.sleep(1.0)
+
+    await repeat(NUM_SILENT, connect)
+
+
+def store_jobs(_home: Path, client: httpx.Client) -> None:
+    """Store jobs with large specs."""
+    for _ in range(NUM_SPECS):
+        client.post("/jobs", json=LARGE_JOB).raise_for_status()
+
+
+async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Validate and read back the largest spec, eight requests at a time."""
+    stored = f"/jobs/{(await client.post('/jobs', json=LARGE_JOB)).raise_for_status().json()['id']}"
+
+    async def ask() -> None:
+        count(await client.post(path, json=LARGE_JOB))
+        count(await client.get(stored))
+
+    await repeat(8, ask)
+
+
+async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Ask for the longest page of a list, four requests at a time."""
+
+    async def read() -> None:
+        count(await client.get(path))
+
+    await repeat(4, read)
+
+
+async def reads(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Read a job's history, its objects in the store, and lists, 16 requests at a time."""
+    await client.post(path, json=LARGE_JOB)
+    job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
+    parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")
+    asked = [f"{path}/{job}{part}" for part in parts] + ["/models", "/aliases", "/audit?limit=1000", "/v1/files"]
+
+    async def ask() -> None:
+        for each in asked:
+            count(await client.get(each))
+
+    await repeat(16, ask)
+
+
+async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Send numbers that overflow in calculations."""
+    while True:
+        for extreme in EXTREMES:
+            count(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
+
+
+async def many_sources(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Validate a spec with a thousand sources of long JSON, four at a time."""
+    directory = str(Path(path) / "nested")
+    spec = {**JOB, "data": {"sources": [{"name_or_path": directory}] * NUM_SOURCES}}
+    await posting(4, spec)(client, "/jobs/validate", count)
+
+
+async def nested_upload(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Upload 99 MB of rows of empty lists."""
+    line = b'{"text": "a", "x": [' + b",".join([b"[]"] * 1_398_000) + b"]}\n"
+    content = line * (99_000_000 // len(line))
+    while True:
+        try:
+            file = {"file": ("rows.jsonl", content, "application/jsonl")}
+            count(await client.post(path, files=file, data={"purpose": "fine-tune"}))
+        except httpx.TransportError as error:  # refused while the body is still being sent
+            count(error)
+
+
+async def change_deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Create, change and delete deployments beside thousands, four at a time."""
+    model = (await client.get("/models")).raise_for_status().json()["data"][0]["id"]
+
+    async def change(number: int) -> None:
+        while True:
+            route = f"/t/eve/attack/{number}"
+            answer = await client.post(path, json={"model": model, "route_prefix": route, "max_replicas": 1})
+            count(answer)
+            created = f"{path}/{answer.json().get('id', _clone_id('dep', number))}"
+            count(await client.patch(created, json={"max_replicas": 2}))
+            if answer.is_success:
+                count(await client.delete(created))
+
+    await asyncio.gather(*(change(number) for number in range(4)))
+
+
+async def imports(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Import a model of more bytes than the quota, and one with a long manifest, two at a time."""
+
+    async def ask(name: str) -> None:
+        while True:
+            count(await client.post("/models/import", json={"source": str(Path(path) / name), "name": name}))
+
+    await asyncio.gather(*(ask(name) for name in ("sparse", "long-manifest")))
+
+
+def write_sources(home: Path, _client: httpx.Client) -> None:
+    """Write files whose first row is a mebibyte of JSON."""
+    nested = home / SOURCES / "nested"
+    nested.mkdir()
+    row = '{"text": "a", "x": [' + ",".join(["[]"] * 349_000) + "]}\n"
+    for number in range(NUM_SOURCE_FILES):
+        (nested / f"{number}.jsonl").write_text(row)
+
+
+def write_imports(home: Path, _client: httpx.Client) -> None:
+    """Write a student with a sparse file above the quota, and one with a manifest of 21 MB."""
+    student = home / SOURCES / "student"
+    for name in ("sparse", "long-manifest"):
+        copy = home / SOURCES / name
+        copy.mkdir()
+        for file in student.iterdir():
+            shutil.copyfile(file, copy / file.name)
+    with (home / SOURCES / "sparse" / "zeros.safetensors").open("wb") as stream:
+        stream.truncate(2 * QUOTA)
+    lists = ",".join(["[]"] * 7_000_000)
+    manifest = f'{{"kind": "artifact", "files": {{}}, "created_at": 0, "lineage": {{"x": [{lists}]}}}}'
+    (home / SOURCES / "long-manifest" / "manifest.json").write_text(manifest)
+
+
+def import_student(home: Path, client: httpx.Client) -> str:
+    """Import the student; return its id."""
+    answer = client.post("/models/import", json={"source": str(home / SOURCES / "student"), "name": "student"})
+    model: str = answer.raise_for_status().json()["id"]
+    return model
+
+
+def store_deployments(home: Path, client: httpx.Client) -> None:
+    """Store copies of a deployment."""
+    spec = {"model": import_student(home, client), "route_prefix": "/t/eve/first", "max_replicas": 1}
+    first = client.post("/deployments", json=spec).raise_for_status().json()["id"]
+
+    def change(row: dict[str, Any], number: int) -> None:
+        route, known = f"/t/eve/{number}", _clone_id("dep", number)
+        row.update(id=known, held_route=route)
+        row["spec"] = json.dumps({**json.loads(row["spec"]), "id": known, "route_prefix": route})
+
+    _clone(home, "deployments", first, NUM_DEPLOYMENTS, change)
+
+
+def store_models(home: Path, client: httpx.Client) -> None:
+    """Store copies of a model, each with 55 KB of lineage."""
+
+    def change(row: dict[str, Any], number: int) -> None:
+        row["id"] = _clone_id("mdl", number)
+        row["lineage"] = json.dumps({**json.loads(row["lineage"]), "notes": "x" * 55_000})
+
+    _clone(home, "models", import_student(home, client), NUM_MODELS, change)
+
+
+def _clone_id(kind: str, number: int) -> str:
+    return f"{kind}_{number:026}"
+
+
+def _clone(home: Path, table: str, key: str, count: int, change: Callable[[dict[str, Any], int], None]) -> None:
+    """Insert copies of a row: past the API, so that a limit on their number does not change what is measured."""
+    with closing(sqlite3.connect(home / "swiftkv.db", timeout=60)) as database, database:
+        database.row_factory = sqlite3.Row
+        original = database.execute(f"SELECT * FROM {table} WHERE id = ?", (key,)).fetchone()
+        for number in range(count):
+            row = dict(original)
+            change(row, number)
+            marks = ", ".join("?" * len(row))
+            database.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attack."""
+
+    attack: Attack
+    path: str = ""
+    """Path of the requests; `{job}` is a job's id, `{sources}` the directory of sources."""
+    is_replica: bool = False
+    """Whether a replica is attacked; else a control plane."""
+    prepare: Callable[[Path, httpx.Client], object] | None = None
+    """Called once with the control plane's home and a client of the attacker, before anything is measured."""
+
+
+CASES = {
+    "bodies": Case(bodies, "/jobs"),
+    "event streams": Case(streams, "/jobs/{job}/events"),
+    "followed logs": Case(streams, "/jobs/{job}/logs?follow=true"),
+    "silent connections": Case(silent),
+    "pages": Case(pages, "/jobs?limit=1000", prepare=store_jobs),
+    "specs": Case(specs, "/jobs/validate"),
+    "complaints": Case(posting(8, MANY_KEYS), "/jobs/validate"),
+    "reads": Case(reads, "/jobs"),
+    "refusals": Case(posting(AT_ONCE, {}), "/deployments/dep_none/generate"),
+    "deployments": Case(deployments, "/deployments"),
+    "sources": Case(many_sources, "{sources}", prepare=write_sources),
+    "nested upload": Case(nested_upload, "/v1/files"),
+    "stored deployments": Case(change_deployments, "/deployments", prepare=store_deployments),
+    "imports": Case(imports, "{sources}", prepare=write_imports),
+    "large models": Case(pages, "/models?limit=1000", prepare=store_models),
+    "bodies, replica": Case(bodies, "/generate", is_replica=True),
+    "large bodies, replica": Case(large_bodies, is_replica=True),
+    "grammar, replica": Case(posting(8, GRAMMAR), "/generate", is_replica=True),
+    "samples, replica": Case(posting(6, MANY_SAMPLES), "/generate", is_replica=True),
+}
 
 
 async def attack(case: str, url: str, key: str, sources: str) -> None:
@@ -260,19 +580,7 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
         "without": len(both[0]),
         "p99_ms": [round(each * 1e3) for each in p99],
         "median_ms": [round(each * 1e3) for each in median],
-        "longest_ms": [
-            [
-                round(
-                    max(
-                        (taken for phase in phases for taken in phase[with_attack][at :: len(asks)] if taken),
-                        default=0.0,
-                    )
-                    * 1e3
-                )
-                for with_attack in (0, 1)
-            ]
-            for at in range(len(asks))
-        ],
+        "longest_ms": [[longest_ms(phases, during, at, len(asks)) for during in (0, 1)] for at in range(len(asks))],
         "ratio": ratio(quiet, p99[1]),
         "rounds": [ratio(quiet, quantile(during, 0.99)) for _, during in phases],
         "rss": rss,
@@ -303,6 +611,12 @@ def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]]
                 times.append(longest if answer.is_success else None)
             time.sleep(0.02)
     return times
+
+
+def longest_ms(phases: list[tuple[list[float | None], ...]], during: int, at: int, number: int) -> int:
+    """Longest time of one of the `number` kinds of requests, without or during the attack."""
+    taken = [seconds for phase in phases for seconds in phase[during][at::number] if seconds]
+    return round(1e3 * max(taken, default=0.0))
 
 
 def quantile(times: list[float | None], share: float) -> float:

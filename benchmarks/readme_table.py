@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import markdown
+
 STORED = Path(__file__).with_name("demo_report.json")
 PAGE = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
@@ -78,9 +80,7 @@ def table(report: dict[str, Any]) -> str:
             for cell in (f"the same: distilled, {report['tokens_trained'] / 1e6:.1f} M counted tokens", *last)
         ),
     ]
-    head, *body = [f"| {' | '.join(row)} |" for row in (COLUMNS, *rows)]
-    lines = "\n".join([head, "|---" * len(COLUMNS) + "|", *body])
-    return f"{lines}\n\n{_samples(report)}\n\n{_run(report['demo'])}"
+    return f"{markdown(COLUMNS, rows)}\n\n{_samples(report)}\n\n{_run(report['demo'])}"
 
 
 def _closeness(quality: dict[str, float]) -> tuple[str, str]:

@@ -31,17 +31,17 @@ import torch
 from benchmarks.gpu import agreement, steps
 from benchmarks.gpu.agreement import Answer, engine_answers
 from benchmarks.gpu.models import Model, prepare, release_memory
-from benchmarks.serving import workloads
 from benchmarks.serving.__main__ import write
-from benchmarks.serving.metrics import Figures, figures
+from benchmarks.serving.loads import Figures, Request, at_once, at_rate, figures
 from benchmarks.serving.output import by_row
 from benchmarks.serving.parts import summary
 from benchmarks.serving.systems import engine_system, random_prompts
-from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.engine.loading import load_model
 
 Report = dict[str, Any]
+Rounds = dict[str, list[Figures]]
+"""Figures of each round, by model."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,18 @@ class Loads:
     lengths: tuple[int, ...]
     """Prompt lengths of figure 3."""
     total_tokens: int
-    """Prompt tokens of each point, all requests together."""
+    """Prompt tokens of each point of figure 3, all requests together."""
+    input_tokens: int
+    """Prompt length of figure 4 and table 5."""
     output_tokens: int
-    rate_input_tokens: int
     rates: tuple[float, ...]
     """Arrival rates of figure 4, in requests per second."""
     rate_seconds: float
     memory_mib: tuple[int, ...]
     """Limits of the KV cache in table 5."""
     memory_requests: int
-    memory_input_tokens: int
     group_sizes: tuple[int, ...]
     rounds: int
-    max_num_seqs: int = 64
 
 
 FULL = Loads(
@@ -78,13 +77,12 @@ FULL = Loads(
     agreement_lengths=(17, 300, 1999),
     lengths=(2000, 8000, 32000),
     total_tokens=128000,
+    input_tokens=2000,
     output_tokens=256,
-    rate_input_tokens=2000,
     rates=(1.0, 4.0, 8.0),
     rate_seconds=15.0,
     memory_mib=(16 << 10, 2 << 10),
     memory_requests=64,
-    memory_input_tokens=2000,
     group_sizes=(1, 4),
     rounds=2,
 )
@@ -107,36 +105,36 @@ TINY = Loads(
     agreement_lengths=(5, 40, 200),
     lengths=(32, 128),
     total_tokens=256,
+    input_tokens=64,
     output_tokens=4,
-    rate_input_tokens=32,
     rates=(20.0,),
     rate_seconds=0.2,
     memory_mib=(1,),
     memory_requests=4,
-    memory_input_tokens=64,
     group_sizes=(1, 2),
     rounds=2,
 )
 """Sizes that run the same code in seconds; the figures are meaningless."""
 NUM_AGREEMENT_TOKENS = 64
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
+KEYS = {
+    "lengths": ("num_input_tokens", "prompt tokens"),
+    "rates": ("request_rate", "requests/s"),
+    "memory": ("kv_cache_mib", "MiB of KV cache"),
+}
+"""Key and title of each report's first column."""
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     loads = TINY if args.tiny else SHORT if args.short else FULL
-    began = time.perf_counter()
+    dtype, began = getattr(torch, args.dtype), time.perf_counter()
     with ExitStack() as stack:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-")))
-        models = prepare(
-            args.model or ("tiny" if args.tiny else "8b"),
-            directory,
-            dtype=getattr(torch, args.dtype),
-            device=args.device,
-            group_sizes=list(loads.group_sizes),
-        )
+        source = args.model or ("tiny" if args.tiny else "8b")
+        models = prepare(source, directory, dtype=dtype, device=args.device, group_sizes=list(loads.group_sizes))
         run = Run(models, args, loads)
-        found = run.agreement() | steps.agreements(directory, getattr(torch, args.dtype), args.device)
+        found = run.agreement() | steps.agreements(directory, dtype, args.device)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "agreement.json").write_text(json.dumps(run.head() | {"own": found}, indent=1) + "\n")
         print(agreement.table(found), flush=True)
@@ -179,7 +177,7 @@ class Run:
             device=args.device,
             dtype=args.dtype,
             max_model_len=loads.max_model_len,
-            max_num_seqs=loads.max_num_seqs,
+            max_num_seqs=64,
             max_num_batched_tokens=loads.max_num_batched_tokens,
             max_num_waiting=1 << 20,
             kv_cache_bytes=loads.kv_cache_mib << 20,
@@ -207,89 +205,71 @@ class Run:
 
     def measure(self, directory: Path) -> str:
         """Figures 3 and 4 and table 5: files in `directory`, and their tables."""
-        lengths: list[dict[str, list[Figures]]] = [{} for _ in self._loads.lengths]
-        rates: list[dict[str, list[Figures]]] = [{} for _ in self._loads.rates]
-        loads = [self._all_at_once(length) for length in self._loads.lengths] + [
-            self._at_rate(rate) for rate in self._loads.rates
+        loads = self._loads
+        played = [
+            at_once(max(1, loads.total_tokens // length), length, loads.output_tokens) for length in loads.lengths
+        ] + [
+            at_rate(rate, max(2, round(rate * loads.rate_seconds)), loads.input_tokens, loads.output_tokens)
+            for rate in loads.rates
         ]
-        for model in self._models:
-            runs, _ = self._played(model, self._config, loads)
-            for some, rounds in zip(lengths + rates, runs, strict=True):
-                some[model.name] = rounds
-        memory, blocks = self._memory()
-        reports = {
-            "lengths": self._report("num_input_tokens", self._loads.lengths, lengths),
-            "rates": self._report("request_rate", self._loads.rates, rates),
-            "memory": self._report("kv_cache_mib", self._loads.memory_mib, memory),
+        by_model = {model.name: self._play(model, self._config, played)[0] for model in self._models}
+        # From [model][load] to [load][model].
+        runs = [dict(zip(by_model, rounds, strict=True)) for rounds in zip(*by_model.values(), strict=True)]
+        rows = {
+            "lengths": self._rows("lengths", loads.lengths, runs[: len(loads.lengths)]),
+            "rates": self._rows("rates", loads.rates, runs[len(loads.lengths) :]),
+            "memory": self._memory(),
         }
-        for row, kv_cache in zip(reports["memory"]["rows"], blocks, strict=True):
-            row["kv_cache"] = kv_cache
-        reports = {name: report for name, report in reports.items() if report["rows"]}
+        reports = {
+            name: self.head() | {"num_output_tokens": loads.output_tokens, "rows": some}
+            for name, some in rows.items()
+            if some
+        }
         for name, report in reports.items():
-            write(name, self.head() | report, directory)
-        return "\n\n".join(
-            by_row(reports[name], key, title, FIGURES)
-            for name, key, title in (
-                ("lengths", "num_input_tokens", "prompt tokens"),
-                ("rates", "request_rate", "requests/s"),
-                ("memory", "kv_cache_mib", "MiB of KV cache"),
-            )
-            if name in reports
-        )
+            write(name, report, directory)
+        return "\n\n".join(by_row(report, *KEYS[name], FIGURES) for name, report in reports.items())
 
-    def _memory(self) -> tuple[list[dict[str, list[Figures]]], list[dict[str, dict[str, int]]]]:
-        """Runs and KV blocks, by limit and model."""
-        runs: list[dict[str, list[Figures]]] = [{} for _ in self._loads.memory_mib]
-        blocks: list[dict[str, dict[str, int]]] = [{} for _ in self._loads.memory_mib]
-        load = [Request(0.0, self._loads.memory_input_tokens, self._loads.output_tokens)] * self._loads.memory_requests
-        length = self._loads.memory_input_tokens + self._loads.output_tokens
-        for mib, some, made in zip(self._loads.memory_mib, runs, blocks, strict=True):
-            config = self._config.model_copy(update={"kv_cache_bytes": mib << 20, "max_model_len": length})
+    def _memory(self) -> list[Report]:
+        """Rows of table 5, with the KV blocks of each model."""
+        loads, rows = self._loads, []
+        requests = at_once(loads.memory_requests, loads.input_tokens, loads.output_tokens)
+        for mib in loads.memory_mib:
+            limits = {"kv_cache_bytes": mib << 20, "max_model_len": loads.input_tokens + loads.output_tokens}
+            config, runs, caches = self._config.model_copy(update=limits), {}, {}
             for model in self._models:
-                (some[model.name],), made[model.name] = self._played(model, config, [load])
-        return runs, blocks
+                (runs[model.name],), caches[model.name] = self._play(model, config, [requests])
+            [row] = self._rows("memory", (mib,), [runs])
+            rows.append(row | {"kv_cache": caches})
+        return rows
 
     # In separate methods, an engine's last references end before the next engine needs the device's memory.
 
     def _answers(self, model: Model, prompts: list[list[int]]) -> list[Answer]:
-        with _started(model, self._config) as engine:
+        with _start(model, self._config) as engine:
             return engine_answers(engine, prompts, NUM_AGREEMENT_TOKENS)
 
-    def _played(
+    def _play(
         self, model: Model, config: EngineConfig, loads: list[list[Request]]
     ) -> tuple[list[list[Figures]], dict[str, int]]:
-        """Rounds of each load, and the KV cache's blocks."""
-        with _started(model, config) as engine:
-            self._warm_up(engine)
-            rounds = [self._rounds(engine, requests) for requests in loads]
+        """Play each load in rounds; returns their figures, and the KV cache's blocks."""
+        with _start(model, config) as engine:
+            play = engine_system(engine)
+            warm_up = at_once(2, self._loads.input_tokens, 4)
+            play(warm_up, self._prompts(warm_up, seed=0))
+            rounds = [
+                [figures(play(requests, self._prompts(requests, seed))) for seed in range(self._loads.rounds)]
+                for requests in loads
+            ]
             return rounds, {"num_blocks": engine.num_blocks, "block_size": engine.block_size}
 
-    def _report(self, key: str, values: tuple[float, ...], runs: list[dict[str, list[Figures]]]) -> Report:
-        rows = [{key: value, **summary(some)} for value, some in zip(values, runs, strict=True)]
-        return {"num_output_tokens": self._loads.output_tokens, "rows": rows}
-
-    def _rounds(self, engine: LLMEngine, requests: list[Request]) -> list[Figures]:
-        play = engine_system(engine)
-        return [figures(play(requests, self._prompts(requests, seed))) for seed in range(self._loads.rounds)]
-
-    def _warm_up(self, engine: LLMEngine) -> None:
-        requests = [Request(0.0, self._loads.memory_input_tokens, 4)] * 2
-        engine_system(engine)(requests, self._prompts(requests, seed=0))
-
-    def _all_at_once(self, length: int) -> list[Request]:
-        return [Request(0.0, length, self._loads.output_tokens)] * max(1, self._loads.total_tokens // length)
-
-    def _at_rate(self, rate: float) -> list[Request]:
-        loads = self._loads
-        num_requests = max(2, round(rate * loads.rate_seconds))
-        requests = workloads.uniform(num_requests, loads.rate_input_tokens, loads.output_tokens, seed=0)
-        return workloads.at_rate(requests, rate)
+    def _rows(self, name: str, values: tuple[float, ...], runs: list[Rounds]) -> list[Report]:
+        return [{KEYS[name][0]: value, **summary(some)} for value, some in zip(values, runs, strict=True)]
 
     def _prompts(self, requests: list[Request], seed: int) -> list[list[int]]:
         return random_prompts(requests, self._vocab_size, seed)
 
 
-def _started(model: Model, config: EngineConfig) -> closing[LLMEngine]:
+def _start(model: Model, config: EngineConfig) -> closing[LLMEngine]:
     release_memory()
     return closing(LLMEngine(load_model(model.directory, config), config))
 

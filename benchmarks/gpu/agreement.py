@@ -114,7 +114,7 @@ def _rms(errors: torch.Tensor) -> float:
 
 def table(found: Mapping[str, dict[str, Any]]) -> str:
     """A line for each model."""
-    lines = ["| model | tokens | RMS error (nats) | PyTorch's | gap to the best | agrees |", "|" + " --- |" * 6]
+    lines = ["| model | tokens | RMS error (nats) | PyTorch's | gap to the best | agrees |", "|---" * 6 + "|"]
     for model, row in found.items():
         figures = (f"{row[name]:.4f}" for name in ("error", "pytorch_error", "max_gap_to_best"))
         cells = [model, str(row["num_tokens"]), *figures, "yes" if row["agrees"] else "NO"]

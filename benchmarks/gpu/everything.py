@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.everything [--vllm-python PATH]
 
 Tests of the engine and of training, tests of vLLM with the plugin, agreement with PyTorch and speed, vLLM's speed in
-bfloat16 and FP8, training steps. Each part is a separate command, and a failure does not stop the others; a part with
+bfloat16 and FP8. Each part is a separate command, and a failure does not stop the others; a part with
 missing requirements is skipped, and they are named. The last lines are a summary. The status is 1 if a part fails or
 PyTorch finds no GPU. `--vllm-python` is an interpreter with a GPU build of vLLM and the plugin; default: this one.
 """
@@ -73,7 +73,6 @@ def parts(vllm_python: Path) -> list[Part]:
             [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python)],
             missing=missing,
         ),
-        Part("training steps", [*ours, "benchmarks.gpu.training"]),
     ]
 
 

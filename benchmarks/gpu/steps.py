@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu.agreement import Answer, answers_of, greedy, judge
 from benchmarks.gpu.models import SMALL, prepare, release_memory
+from benchmarks.serving.loads import Request
 from benchmarks.serving.systems import random_prompts
-from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput
 
 WAVES = (700, 300), (40, 5)

@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import benchmark_parser, conditions, write_report
+from benchmarks.common import benchmark_parser, conditions, markdown, write_report
 from benchmarks.engine_worker import EngineWorker, engine_arguments
 from benchmarks.gpu.models import Model, prepare, release_memory
-from benchmarks.serving.metrics import Figures, figures
+from benchmarks.serving.loads import Figures, Request, at_once, figures
 from benchmarks.serving.systems import random_prompts, vllm_system
-from benchmarks.serving.workloads import Request
 from swiftkv_platform.model import export
 
 WEIGHTS = ("bfloat16", "fp8", "int8")
@@ -49,7 +48,7 @@ class Load:
 
     @property
     def requests(self) -> list[Request]:
-        return [Request(0.0, self.num_input_tokens, self.num_output_tokens)] * self.num_requests
+        return at_once(self.num_requests, self.num_input_tokens, self.num_output_tokens)
 
 
 @dataclass(frozen=True)
@@ -206,12 +205,11 @@ def compare(
 def table(rows: Mapping[str, Mapping[str, Mapping[str, Figures]]]) -> str:
     """Format a table of milliseconds by model, with ratios to dense; below 1 is faster."""
     columns = [(weights, model) for weights, found in next(iter(rows.values())).items() for model in found]
-    lines = ["| | " + " | ".join(f"{weights}: {model}" for weights, model in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for name, found in rows.items():
-        cells = [_cell(model, found[weights][model]) for weights, model in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    head = ["", *(f"{weights}: {model}" for weights, model in columns)]
+    cells = (
+        [name, *(_cell(model, found[weights][model]) for weights, model in columns)] for name, found in rows.items()
+    )
+    return markdown(head, cells)
 
 
 def _cell(model: str, row: Figures) -> str:

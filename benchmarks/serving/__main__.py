@@ -1,16 +1,13 @@
 """Serving side by side: the dense model and its SwiftKV students, on one random model, in one run.
 
-    python -m benchmarks.serving [PART ...] [--trace FILE] [--output-dir DIR] [--short]
+    python -m benchmarks.serving [PART ...] [--output-dir DIR] [--short]
 
-Parts: `saturation` (the trace, all at once), `sustained` (its highest arrival rate within a limit on TTFT), `lengths`
-(the paper's figure 3 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the paper DIR/PART.svg too.
-`--trace` takes an Azure LLM inference trace (CSV); without it requests are drawn with the lengths of Azure's.
+Parts: `lengths` (the paper's figure 3 in small), `memory` (its table 5). Each writes DIR/PART.json and DIR/PART.svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,17 +15,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_shape, conditions
+from benchmarks.common import add_shape, conditions, write_report
 from benchmarks.serving.output import PLOTS, TABLES
 from benchmarks.serving.parts import PARTS, Report
 from benchmarks.serving.systems import Systems
-from benchmarks.serving.workloads import SHAPES
 
 SHORT: dict[str, Any] = {
     "rounds": 1,
-    "num_requests": 8,
-    "num_search_requests": 8,
-    "num_trials": 2,
     "lengths": [512, 2048],
     "length_total_tokens": 2048,
     "memory_mib": [32],
@@ -57,18 +50,8 @@ def write(name: str, report: Report, directory: Path | None) -> None:
     if directory is None:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{name}.json").write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
-    if name in PLOTS:
-        PLOTS[name](report, directory / f"{name}.svg")
-
-
-def rounded(value: Any) -> Any:
-    """Round numbers to five digits, more than their precision."""
-    if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [rounded(one) for one in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    write_report(report, directory / f"{name}.json")
+    PLOTS[name](report, directory / f"{name}.svg")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,20 +64,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="one round of small loads")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds, at least 1")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
-    load = parser.add_argument_group("the trace")
-    load.add_argument("--trace", type=Path)
-    load.add_argument(
-        "--synthetic", choices=sorted(SHAPES), default="code", help="shape of the synthetic load used without a trace"
-    )
-    load.add_argument("--length-scale", type=float, default=0.25, help="scale of the lengths of prompts and answers")
-    load.add_argument(
-        "--num-requests", type=int, default=48, help="requests of saturation, taken evenly from the whole trace"
-    )
-    load.add_argument("--num-search-requests", type=int, default=32, help="requests of sustained, taken likewise")
-    load.add_argument("--num-trials", type=int, default=4, help="arrival rates tried in a search")
-    load.add_argument(
-        "--ttft-limit", type=float, default=3.0, help="seconds within which 90%% of requests get their first token"
-    )
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens per point")

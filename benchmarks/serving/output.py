@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.serving.metrics import Figures
+from benchmarks.common import markdown
+from benchmarks.serving.loads import Figures
 
 Report = dict[str, Any]
 LABELS = {
@@ -83,46 +84,6 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def saturation(report: Report) -> str:
-    head = [
-        "",
-        "requests/s",
-        "tokens/s",
-        "against dense",
-        "median TTFT",
-        "p99 TTFT",
-        "median TPOT",
-        "p99 TPOT",
-        "rounds",
-    ]
-    rows = [
-        [
-            label(name),
-            f"{found['request_throughput']:.2f}",
-            f"{found['total_token_throughput']:.0f}",
-            f"{report['against_dense'][name]['total_token_throughput']:.2f}x",
-            *(_milliseconds(found, f"{share}_{name_}_ms") for name_ in ("ttft", "tpot") for share in ("median", "p99")),
-            str(len(report["rounds"][name])),
-        ]
-        for name, found in report["results"].items()
-    ]
-    return _table(head, rows)
-
-
-def sustained(report: Report) -> str:
-    head = ["", "sustained requests/s", "against dense", "of saturation, by round"]
-    rows = [
-        [
-            label(name),
-            f"{found['sustained_request_rate']:.2f}",
-            f"{report['against_dense'][name]:.2f}x" if report["against_dense"] else "",
-            ", ".join(f"{run['sustained'][name] / run['saturated'][name]:.0%}" for run in report["rounds"]),
-        ]
-        for name, found in report["results"].items()
-    ]
-    return _table(head, rows)
-
-
 def lengths(report: Report) -> str:
     return by_row(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
 
@@ -134,12 +95,10 @@ def memory(report: Report) -> str:
         for row in report["rows"]
         for name, cache in row["kv_cache"].items()
     ]
-    return text + "\n\n" + _table(["", "MiB", "KV blocks", "preemptions a round"], caches)
+    return text + "\n\n" + markdown(["", "MiB", "KV blocks", "preemptions a round"], caches)
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
-    "saturation": saturation,
-    "sustained": sustained,
     "lengths": lengths,
     "memory": memory,
 }
@@ -150,7 +109,7 @@ def by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
     rows, names = report["rows"], list(report["rows"][0]["results"])
     units = {"total_token_throughput": "tokens/s", "median_ttft_ms": "TTFT", "median_tpot_ms": "TPOT"}
     head = [title, *(f"{label(name)}: {units[figure]}" for figure in figures for name in names)]
-    return _table(head, ([f"{row[key]:g}", *_cells(row, names, figures)] for row in rows))
+    return markdown(head, ([f"{row[key]:g}", *_cells(row, names, figures)] for row in rows))
 
 
 def _cells(row: Report, names: Sequence[str], figures: Sequence[str]) -> list[str]:
@@ -163,12 +122,3 @@ def _cells(row: Report, names: Sequence[str], figures: Sequence[str]) -> list[st
             ratio = "" if name == "dense" or against is None else f" ({against:.2f}x)"
             cells.append("" if value is None else f"{value:.0f}{unit}{ratio}")
     return cells
-
-
-def _milliseconds(found: dict[str, float], name: str) -> str:
-    return f"{found[name]:.0f} ms" if name in found else ""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)

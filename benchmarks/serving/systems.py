@@ -17,8 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.common import random_llama
 from benchmarks.engine_worker import EngineWorker
-from benchmarks.serving.metrics import RequestTimes
-from benchmarks.serving.workloads import Request
+from benchmarks.serving.loads import Request, RequestTimes
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert

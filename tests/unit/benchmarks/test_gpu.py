@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.gpu import everything, steps, training
+from benchmarks.gpu import everything, steps
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
 from benchmarks.gpu.everything import ROOT
@@ -126,13 +126,6 @@ def test_the_run_writes_what_it_measured(tmp_path: Path) -> None:
     assert blocks["dense"] == blocks["swiftkv_g1"]
     assert blocks["swiftkv_g2"] > blocks["dense"]
     assert "TPOT" in (tmp_path / "own.md").read_text()
-
-
-def test_training_steps_stand_beside_their_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    training.main(["--device", "cpu", "--tiny", "--max-length", "128", "--steps", "3"])
-    rows = capsys.readouterr().out.splitlines()[-2:]
-    assert [row.split(" | ")[:2] for row in rows] == [["| shared", "ddp"], ["| own", "fsdp2"]]
-    assert all(int(row.split(" | ")[4].replace(",", "")) > 0 for row in rows)
 
 
 def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

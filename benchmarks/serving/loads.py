@@ -1,15 +1,40 @@
-"""Serving metrics from token times, named as in other serving benchmarks, and the search for a rate. No torch."""
+"""Requests with arrival times, and serving metrics from token times, named as in other serving benchmarks. No torch."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a load."""
+
+    arrival: float
+    """Seconds after the first request."""
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+def at_once(num_requests: int, num_input_tokens: int, num_output_tokens: int) -> list[Request]:
+    """Make identical requests that arrive together."""
+    return [Request(0.0, num_input_tokens, num_output_tokens)] * num_requests
+
+
+def at_rate(rate: float, num_requests: int, num_input_tokens: int, num_output_tokens: int) -> list[Request]:
+    """Make identical requests with Poisson arrivals at a mean of `rate` per second, the same in every call."""
+    generator = random.Random(0)
+    gaps = [generator.expovariate(1.0) for _ in range(num_requests - 1)]
+    stretch = len(gaps) / rate / sum(gaps)
+    arrivals = itertools.accumulate((gap * stretch for gap in gaps), initial=0.0)
+    return [Request(at, num_input_tokens, num_output_tokens) for at in arrivals]
 
 
 @dataclass(frozen=True)
@@ -75,37 +100,3 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> Figures:
 def median_ratio(rounds: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str) -> float:
     """Median over rounds of a figure against another system's in the same round, which saw the same noise."""
     return statistics.median(one[name] / other[name] for one, other in zip(rounds, base, strict=True))
-
-
-@dataclass
-class RateSearch:
-    """Bisection between `low` and `high`, in requests per second. Assumes that any rate below a sustained one is
-    sustained too. `low` itself is tried only if no higher rate was sustained."""
-
-    low: float
-    high: float
-    num_trials: int
-    """Number of rates to try by bisection."""
-    trials: dict[float, bool] = field(default_factory=dict)
-    """Rates tried, and whether each was sustained."""
-
-    @property
-    def next_rate(self) -> float | None:
-        """Return the next rate to try; None when the search is over."""
-        if len(self.trials) < self.num_trials:
-            sustained, failed = self._bracket()
-            return (sustained + failed) / 2
-        return self.low if self.sustained is None and self.low not in self.trials else None
-
-    def record(self, rate: float, *, sustained: bool) -> None:
-        """Record whether a rate was sustained."""
-        self.trials[rate] = sustained
-
-    @property
-    def sustained(self) -> float | None:
-        """Highest rate that was sustained; None if not even `low` was."""
-        return max((rate for rate, sustained in self.trials.items() if sustained), default=None)
-
-    def _bracket(self) -> tuple[float, float]:
-        failed = min((rate for rate, sustained in self.trials.items() if not sustained), default=self.high)
-        return self.sustained or self.low, failed

@@ -12,10 +12,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve as ray_serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
 from ray.serve.config import RequestRouterConfig
 
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, autoscaling_config, replica_resources
 from swiftkv_platform.contract.gpus import hide_unreserved
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
@@ -23,9 +25,11 @@ from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
-from swiftkv_platform.serve.prefix_router import ROUTER
 from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import Swaps, load_version
+
+ROUTER = "swiftkv_platform.serve.prefixes.PrefixRouter"
+"""Import path of the request router."""
 
 MAX_ONGOING_REQUESTS = 4096
 """Most requests that Serve passes to a replica at a time. Far more than an engine admits, so that the replica itself
@@ -36,7 +40,19 @@ DRAIN_TIMEOUT_S = 120.0
 
 
 def build_app(args: dict[str, Any]) -> Any:
-    """Build the application for `args` (see `ServeArgs`). Raises `pydantic.ValidationError`, also for unknown keys."""
+    """Build the application for `args` (see `ServeArgs`).
+
+    Raises:
+        pydantic.ValidationError: invalid arguments, also for unknown keys.
+        InvalidInputError: Serve runs without its own proxy, such as with HAProxy.
+    """
+    if RAY_SERVE_ENABLE_DIRECT_INGRESS:
+        raise InvalidInputError(
+            "Ray Serve runs without its own proxy, whose middleware hides the routes of other tenants, answers probes "
+            "and keeps prompts at the replica that has their prefix cached; start Ray without "
+            "RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_ENABLE_DIRECT_INGRESS and RAY_SERVE_THROUGHPUT_OPTIMIZED",
+            field="RAY_SERVE_ENABLE_HA_PROXY",
+        )
     parsed = ServeArgs.model_validate(args)
     served = parsed.served()
     deployment = ray_serve.deployment(

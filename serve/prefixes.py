@@ -1,30 +1,30 @@
-"""Middleware of Serve's proxy: adds a header with hashes of the prompt's prefix for the router, answers health probes
-while no replica does, and hides the list of routes. Imports no Ray.
+"""Prefix-aware routing: Serve's proxy sends a prompt to the replica that last received the same beginning.
 
-Serve's proxy chooses a replica before it reads the body. `proxy_middlewares`, which Serve calls if
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it, reads the beginning of the body first. Otherwise requests go to
-the least busy replica.
+Serve's proxy chooses a replica before it reads the body. `PrefixHeader`, a middleware of the proxy, reads the beginning
+of the body first and puts hashes of it into a header, which Serve passes to `PrefixRouter`. Ray's own
+`PrefixCacheAffinityRouter` needs vLLM and requests that another deployment has parsed. The middlewares run if
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `proxy_middlewares`; without them the least busy replica is chosen.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import math
+import random
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware as Installed
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from swiftkv_platform.errors import LoadingError
 from swiftkv_platform.serve.access import API_KEY_HEADER
+from swiftkv_platform.serve.proxy import Probes, RoutesGuard
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.problems import make_problem, problem_response
 
-PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
 """Header that Serve's proxy passes to the router. A caller's own value is kept, and routes its requests to one
 replica."""
@@ -36,11 +36,11 @@ MAX_BLOCKS = 64
 MAX_SESSION_LENGTH = 128
 """Most characters of a caller's own session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
-"""Most prefixes that an index keeps; the least recently seen is dropped."""
-PROBE_TIMEOUT_S = 2.0
-"""Seconds within which a ready replica answers a probe."""
+"""Most prefixes that a router remembers; the least recently seen is dropped."""
+MAX_IMBALANCE = 4
+"""Requests that a replica may have more than the least busy one while its prefixes still count. Beyond that, waiting
+costs more than computing the prompt again."""
 
-_NOT_FOUND = PlainTextResponse("there is no such path", 404)
 _ASKS = ("/generate", "/completions", "/responses", "/messages")
 _PROMPT = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
 _PRINT = "[0-9a-f]{1,12}"
@@ -68,25 +68,12 @@ def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
     return prints
 
 
-def in_header(prints: Sequence[str]) -> str:
-    """Join fingerprints to the header's value."""
-    return ".".join(prints)
-
-
 def from_header(value: str) -> list[str]:
     """Return the fingerprints of a header's value, or a caller's own session as one fingerprint. An overlong value
-    gives none, so that it cannot evict the prefixes of others from the index."""
+    gives none, so that it cannot evict the prefixes of others from the router."""
     if _PRINTS.fullmatch(value):
         return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
-
-
-class RoutesGuard(Middleware):
-    """Answers 404 at Ray's `/-/routes`, which would list the deployments of all tenants to anyone."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        await (_NOT_FOUND if path == "/-/routes" else self._app)(scope, receive, send)
 
 
 class PrefixHeader(Middleware):
@@ -104,7 +91,7 @@ class PrefixHeader(Middleware):
             size += len(read[-1].get("body", b""))
         body = b"".join(message.get("body", b"") for message in read)
         tenant = (headers.get("authorization") or headers.get(API_KEY_HEADER, "")).encode()
-        header = (SESSION_HEADER.encode(), in_header(fingerprints(body, tenant)).encode())
+        header = (SESSION_HEADER.encode(), ".".join(fingerprints(body, tenant)).encode())
         again: Iterator[Message] = iter(read)
 
         async def replay() -> Message:
@@ -113,65 +100,42 @@ class PrefixHeader(Middleware):
         await self._app({**scope, "headers": [*scope["headers"], header]}, replay, send)
 
 
-class PrefixIndex:
-    """Replicas to which each prefix was sent."""
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
+    """Prefers the replica that last received the longest known prefix, then the one with the fewest requests.
 
-    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
-        self._max_prefixes = max_prefixes
-        self._replicas: OrderedDict[str, set[str]] = OrderedDict()
-
-    def add(self, prints: Sequence[str], replica: str) -> None:
-        """Record that a prompt with these fingerprints was sent to `replica`."""
-        for fingerprint in prints:
-            self._replicas.setdefault(fingerprint, set()).add(replica)
-            self._replicas.move_to_end(fingerprint)
-        while len(self._replicas) > self._max_prefixes:
-            self._replicas.popitem(last=False)
-
-    def with_longest_prefix(self, prints: Sequence[str], replicas: Collection[str]) -> set[str]:
-        """Return those of `replicas` that were sent the longest prefix of a prompt; empty if none was sent any."""
-        for fingerprint in reversed(prints):
-            found = self._replicas.get(fingerprint, set()).intersection(replicas)
-            if found:
-                return found
-        return set()
-
-
-def is_probe(scope: Scope) -> bool:
-    """Whether a request asks for `/health`."""
-    return scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/").endswith("/health")
-
-
-class Probes(Middleware):
-    """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready.
-
-    Args:
-        timeout_s: seconds to wait for a replica's answer.
+    Each proxy has its own router, which knows only the requests it routed itself. If a replica is new or has evicted a
+    prefix, the request is only slower.
     """
 
-    def __init__(self, app: ASGIApp, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-        super().__init__(app)
-        self._timeout_s = timeout_s
+    def initialize_state(self) -> None:
+        """Set up the router; called by Serve."""
+        self._last_replica: OrderedDict[str, str] = OrderedDict()
+        """By prefix, the name of the replica that received it last."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not is_probe(scope):
-            await self._app(scope, receive, send)
-            return
-        begun = asyncio.Event()
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return all replicas in the order to try them: the one with the longest known prefix, then the least busy."""
+        loads = {replica.replica_id.unique_id: self._load(replica) for replica in candidate_replicas}
+        most = min(loads.values(), default=0) + MAX_IMBALANCE
+        prints = [] if pending_request is None else from_header(pending_request.metadata.session_id)
+        known = (self._last_replica.get(fingerprint, "") for fingerprint in reversed(prints))
+        preferred = next((name for name in known if loads.get(name, math.inf) <= most), None)
 
-        async def tell(message: Message) -> None:
-            begun.set()
-            await send(message)
+        def rank(replica: RunningReplica) -> tuple[bool, int, float]:
+            name = replica.replica_id.unique_id
+            return name != preferred, loads[name], random.random()  # noqa: S311  # a tie, not a secret
 
-        answer = asyncio.ensure_future(self._app(scope, receive, tell))
-        try:
-            await asyncio.wait({answer}, timeout=self._timeout_s)
-            if answer.done() or begun.is_set():
-                await answer
-                return
-        finally:
-            answer.cancel()
-        detail = (
-            f"no replica has answered within {self._timeout_s:g} s: the first model is still loading, or all are busy"
-        )
-        await problem_response(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)
+        return [[replica] for replica in sorted(candidate_replicas, key=rank)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
+        """Record the prefixes of a request; called by Serve when a replica has accepted one."""
+        for fingerprint in from_header(pending_request.metadata.session_id):
+            self._last_replica[fingerprint] = replica_id.unique_id
+            self._last_replica.move_to_end(fingerprint)
+        while len(self._last_replica) > MAX_PREFIXES:
+            self._last_replica.popitem(last=False)
+
+    def _load(self, replica: RunningReplica) -> int:
+        """Return the number of requests at a replica, as far as this router knows."""
+        return self._replica_queue_len_cache.get(replica.replica_id) or 0

@@ -18,7 +18,7 @@ from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.current import Current, Observer
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.prefixes import is_probe
+from swiftkv_platform.serve.proxy import is_probe
 from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings

@@ -79,6 +79,9 @@ class RayHead:
             "SPT_NOENV": "1",
             # With Ray's default niceness of 15, every other process of the machine runs before a replica.
             "RAY_worker_niceness": "0",
+            # Serve's own proxy listens on this machine only, and runs the middlewares below.
+            "RAY_SERVE_ENABLE_HA_PROXY": "0",
+            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
             # Serve's proxy tells the router how a prompt begins, for prefix-aware routing.
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "swiftkv_platform.serve.prefixes:proxy_middlewares",
         }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +14,19 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from swiftkv_platform.serve.prefix_router import PrefixRouter
+from swiftkv_platform.serve import prefixes
 from swiftkv_platform.serve.prefixes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_SESSION_LENGTH,
     SESSION_HEADER,
     PrefixHeader,
-    PrefixIndex,
-    Probes,
+    PrefixRouter,
     fingerprints,
     from_header,
-    in_header,
     proxy_middlewares,
 )
+from swiftkv_platform.serve.proxy import Probes
 
 LONG = "a system prompt " * 64
 
@@ -96,14 +98,14 @@ async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tu
 async def test_a_tenant_finds_its_own_prefixes_on_every_route(path: str, header: bytes) -> None:
     messages = [{"type": "http.request", "body": body(LONG), "more_body": False}]
     found = [(await through_middleware(messages, path=path, headers=[(header, key)]))[0] for key in (b"one", b"other")]
-    assert found == [in_header(fingerprints(body(LONG), key)) for key in (b"one", b"other")]
+    assert found == [".".join(fingerprints(body(LONG), key)) for key in (b"one", b"other")]
 
 
 async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() -> None:
     whole = body(LONG * 40)
     parts = [whole[at : at + 5000] for at in range(0, len(whole), 5000)]
     messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
-    assert await through_middleware(messages) == (in_header(fingerprints(whole)), messages)
+    assert await through_middleware(messages) == (".".join(fingerprints(whole)), messages)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
@@ -140,18 +142,6 @@ async def test_what_asks_for_nothing_or_brings_a_session_is_left_alone() -> None
     assert await through_middleware([gone]) == ("", [gone])
 
 
-def test_the_longest_prefix_wins_and_the_oldest_is_forgotten() -> None:
-    index = PrefixIndex(max_prefixes=4)
-    index.add(["a", "ab"], "one")
-    index.add(["a", "ac"], "two")
-    assert index.with_longest_prefix(["a", "ab", "abc"], ["one", "two"]) == {"one"}
-    assert index.with_longest_prefix(["a", "ax"], ["one", "two"]) == {"one", "two"}
-    assert index.with_longest_prefix(["a", "ab"], ["two"]) == {"two"}, "one, with the longer prefix, is no candidate"
-    assert index.with_longest_prefix(["b"], ["one", "two"]) == set()
-    index.add(["d", "de"], "two")
-    assert index.with_longest_prefix(["ab"], ["one", "two"]) == set()
-
-
 class Router(PrefixRouter):
     """A router whose queue lengths a test sets, instead of Serve's cache of them."""
 
@@ -180,7 +170,17 @@ async def test_a_prefix_stays_with_its_replica_while_that_is_not_too_busy() -> N
     assert await router.route("a.b.d") == "two", "one is five requests busier"
     router.queues = {"one": 3, "two": 2}
     assert await router.route("a.b.c") == "one", "one has more of this prompt"
-    assert await router.route("a.b.e") == "two", "both have the same prefix, and two has less to do"
+    router.queues = {"two": 0}
+    assert await router.route("a.b.c") == "two", "one is gone"
+
+
+async def test_the_prefix_seen_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_PREFIXES", 2)
+    router = Router({"one": 0, "two": 1})
+    await router.route("a")
+    for header, expected in (("b", "two"), ("a", "one"), ("c", "two"), ("b", "two"), ("a", "two")):
+        router.queues = {"one": 1, "two": 0}
+        assert await router.route(header) == expected
 
 
 @pytest.mark.parametrize("header", ["", "a.b"])
@@ -203,11 +203,28 @@ async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
     assert await router.route("a.b") == chosen, "it still has the prefix, and only one request more"
 
 
-def test_the_header_carries_prints_or_a_callers_session_and_what_is_too_long_is_none() -> None:
-    assert from_header(in_header(["a", "b"])) == ["a", "b"]
-    assert from_header("") == []
-    assert from_header("user-7f3.session 9") == ["user-7f3.session 9"]
-    assert from_header("x" * MAX_SESSION_LENGTH) == ["x" * MAX_SESSION_LENGTH]
-    assert from_header("x" * (MAX_SESSION_LENGTH + 1)) == []
-    assert len(from_header(in_header(["0123456789ab"] * MAX_BLOCKS))) == MAX_BLOCKS
-    assert from_header(in_header(["0123456789ab"] * (MAX_BLOCKS + 1))) == []
+@pytest.mark.parametrize(
+    ("value", "prints"),
+    [
+        ("", []),
+        ("a.b", ["a", "b"]),
+        ("user-7f3.session 9", ["user-7f3.session 9"]),
+        ("x" * MAX_SESSION_LENGTH, ["x" * MAX_SESSION_LENGTH]),
+        ("x" * (MAX_SESSION_LENGTH + 1), []),
+        (".".join(["0123456789ab"] * MAX_BLOCKS), ["0123456789ab"] * MAX_BLOCKS),
+        (".".join(["0123456789ab"] * (MAX_BLOCKS + 1)), []),
+    ],
+)
+def test_the_header_carries_prints_or_a_callers_session_unless_too_long(value: str, prints: list[str]) -> None:
+    assert from_header(value) == prints
+
+
+@pytest.mark.parametrize(
+    "variable", ["RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS", "RAY_SERVE_THROUGHPUT_OPTIMIZED"]
+)
+def test_a_serve_without_its_own_proxy_is_refused(variable: str) -> None:
+    build = "from swiftkv_platform.serve.app import build_app; build_app({'id': 'dep_1'})"
+    options = {"capture_output": True, "text": True, "check": False, "env": {**os.environ, variable: "1"}}
+    built = subprocess.run([sys.executable, "-c", build], **options)
+    assert built.returncode == 1
+    assert f"{variable}" in built.stderr.splitlines()[-1]

@@ -45,7 +45,7 @@ from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.evaluation.depths import Needles
+from swiftkv_platform.evaluation.analysis import Needles
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins

@@ -24,10 +24,9 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
-from swiftkv_platform.evaluation.harness.needle import needle_tasks
+from swiftkv_platform.evaluation.harness.builtin import needle_lengths
 from swiftkv_platform.evaluation.harness.run import NO_PARTS, run_tasks
-from swiftkv_platform.evaluation.harness.tasks import Task, resolve_tasks
-from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths
+from swiftkv_platform.evaluation.harness.tasks import Task, is_instruction_tuned, needle_tasks, resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts, measured
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -10,9 +11,8 @@ from pydantic import model_validator
 from swiftkv_platform.contract.verdicts import NEEDLE, VERDICTS, Verdict, verdict_of
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
-from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
+from swiftkv_platform.evaluation.harness.builtin import TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.instruct import Limits
 from swiftkv_platform.evaluation.paired import HeldOutIntervals, Interval, samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import (
@@ -29,6 +29,36 @@ from swiftkv_platform.planning.gates import DROPS, default_limit, default_needle
 from swiftkv_platform.specs import EvaluationSpec
 
 NO_TASKS = TaskResults()
+MAX_KL = 0.2
+"""Default limit for instruction-tuned models, in nats."""
+MIN_TOP1_AGREEMENT = 0.8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of `EvaluationSpec` with `auto` resolved for the model."""
+
+    max_kl: float | None
+    max_perplexity_ratio: float | None
+    min_top1_agreement: float | None
+    max_drop: float | Literal["auto"] | None
+    """`auto` and None as in the spec: the default of a task follows from its samples, see `planning.gates`."""
+    max_needle_drop: float | Literal["auto"] | None
+
+    @classmethod
+    def of(cls, spec: EvaluationSpec, *, instruct: bool) -> Limits:
+        def settle(value: float | Literal["auto"] | None, default: float) -> float | None:
+            if value == "auto":
+                return default if instruct else None
+            return value
+
+        return cls(
+            max_kl=settle(spec.max_kl, MAX_KL),
+            max_perplexity_ratio=spec.max_perplexity_ratio,
+            min_top1_agreement=settle(spec.min_top1_agreement, MIN_TOP1_AGREEMENT),
+            max_drop=spec.max_drop,
+            max_needle_drop=spec.max_needle_drop,
+        )
 
 
 class BothModes(FrozenModel):

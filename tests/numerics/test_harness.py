@@ -17,10 +17,9 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.shared import SharedModel
-from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
+from swiftkv_platform.evaluation.harness.tasks import needle_tasks, resolve_tasks, task_manager
 from swiftkv_platform.evaluation.parts import NoParts
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers

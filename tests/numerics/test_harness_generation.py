@@ -15,8 +15,7 @@ from transformers import GenerationConfig
 from swiftkv_platform.distillation.fork import keep_teacher
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.harness import shared
-from swiftkv_platform.evaluation.harness.generation import Prompt, read_settings
-from swiftkv_platform.evaluation.harness.shared import SharedModel
+from swiftkv_platform.evaluation.harness.shared import Prompt, SharedModel, read_settings
 from swiftkv_platform.evaluation.parts import NoParts
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers

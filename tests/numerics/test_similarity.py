@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
-from swiftkv_platform.evaluation.depths import Depth, Needles, shallowest
-from swiftkv_platform.evaluation.harness.needle import ANSWER_TOKENS
+from swiftkv_platform.evaluation.analysis import AnalysisOptions, Depth, Needles, analyze, shallowest
+from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth

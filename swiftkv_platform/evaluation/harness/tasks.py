@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 from jinja2 import TemplateError
 
+from swiftkv_platform.contract.verdicts import NEEDLE
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.harness import ifeval, tool_calls
+from swiftkv_platform.evaluation.harness.builtin import IFEVAL_FILE, ifeval, needle, tool_calls
 from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.installing import install_command
 from swiftkv_platform.sources import OPEN, Access, PathSource
@@ -190,10 +191,10 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
             f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are accepted", field=FIELD, value=spec.name
         )
     if spec.name == "builtin:tool-calls":
-        return tool_calls.configuration()
+        return tool_calls()
     data = _local(spec.data_dir, fetch, access)
     if spec.name == "builtin:ifeval":
-        return ifeval.configuration(_below(data, ifeval.FILE))
+        return ifeval(_below(data, IFEVAL_FILE))
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
         return _read(package / "gsm8k.yaml", spec.name, data)
@@ -217,6 +218,29 @@ def _subject(template: Mapping[str, Any], subject: str, data: Path) -> dict[str,
         "description": f"The following are multiple choice questions (with answers) about {title}.\n\n",
         "dataset_kwargs": {**template["dataset_kwargs"], "data_files": _below(data, names)},
     }
+
+
+def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, chat: bool) -> list[Task]:
+    """A task for each length.
+
+    Args:
+        lengths: tokens of a prompt without the chat template's.
+        chat: prompt through the chat template.
+    """
+    return [
+        Task(TaskSpec(name=f"{NEEDLE}{length}", chat_template=chat), needle(tokenizer, length, num_samples))
+        for length in lengths
+    ]
+
+
+def is_instruction_tuned(tokenizer: Any) -> bool:
+    """Whether the chat template contains added tokens of the vocabulary, so that the model was trained on turns.
+    Templates lent to a base model, or with markers in plain text, contain none."""
+    templates = tokenizer.chat_template
+    if not templates:
+        return False
+    text = "".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if token.content.strip())
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.evaluation.harness.pairs import loss_interval
+from swiftkv_platform.evaluation.harness.run import loss_interval
 from swiftkv_platform.evaluation.paired import (
     HeldOutIntervals,
     bootstrap_interval,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.evaluation.harness import needle
+from swiftkv_platform.evaluation.harness import builtin
 from swiftkv_platform.sources.builtin_data import (
     _OTHER_REQUESTS,
     _PEOPLE,
@@ -75,7 +75,7 @@ def test_the_sides_of_recall_share_no_person_and_needles_that_judge_have_other_w
     for people, absent in ((_PEOPLE[False], held_out), (_PEOPLE[True], training)):
         assert not set(people) & set(re.findall(r"\w+", absent))
     assert "secret" not in training.lower()
-    assert not [place for place in needle._PLACES if place in training.lower()]
+    assert not [place for place in builtin._PLACES if place in training.lower()]
 
 
 @RECALL

@@ -8,10 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
-from swiftkv_platform.evaluation.harness import ifeval, tool_calls
-from swiftkv_platform.evaluation.harness.needle import found, needle_prompt
-from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
-from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths
+from swiftkv_platform.evaluation.harness import builtin
+from swiftkv_platform.evaluation.harness.builtin import found, needle_lengths, needle_prompt
+from swiftkv_platform.evaluation.harness.tasks import is_instruction_tuned, resolve_tasks
 from swiftkv_platform.specs import EvaluationSpec, TaskSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.requirements import required_module
@@ -67,36 +66,36 @@ def test_a_needle_prompt_has_its_length_its_needle_and_a_place_of_its_own() -> N
 )
 def test_a_call_is_json_then_valid_then_right(text: str, scores: tuple[int, int, int]) -> None:
     document = {"call": json.dumps({"name": "get_time", "arguments": {"city": "Oslo"}})}
-    assert tuple(tool_calls.score(document, [text]).values()) == scores
+    assert tuple(builtin.score_call(document, [text]).values()) == scores
 
 
 def test_prompts_of_tool_calls_offer_what_is_asked_for() -> None:
-    prompts = tool_calls.prompts()
+    prompts = builtin.call_prompts()
     assert len({text for text, _ in prompts}) == 30
     for text, call in prompts:
         assert f'"name": "{call["name"]}"' in text
         assert next(iter(call["arguments"].values())) in text
-    assert tool_calls.prompts() == prompts
+    assert builtin.call_prompts() == prompts
 
 
 def test_sentences_end_where_white_space_follows() -> None:
-    assert ifeval.sentences('One (1.5). "Two!" Three? four') == ["One (1.5).", '"Two!', "Three?", "four"]
+    assert builtin.sentences('One (1.5). "Two!" Three? four') == ["One (1.5).", '"Two!', "Three?", "four"]
 
 
 def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> None:
     required_module("langdetect")
-    ifeval.configuration(str(tmp_path))
+    builtin.ifeval(str(tmp_path))
     document = {
         "key": 1,
         "prompt": "Say it in three sentences, no commas.",
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_sentences"],
         "kwargs": [{"num_sentences": None}, {"num_sentences": 3, "relation": "at least"}],
     }
-    both = ifeval.score(document, ["One. Two! Three?"])
+    both = builtin.follows(document, ["One. Two! Three?"])
     assert (both["prompt_level_strict_acc"], both["inst_level_strict_acc"]) == (1.0, [True, True])
-    one = ifeval.score(document, ["One, two. Three! Four?"])
+    one = builtin.follows(document, ["One, two. Three! Four?"])
     assert (one["prompt_level_strict_acc"], one["inst_level_strict_acc"]) == (0.0, [False, True])
-    assert ifeval.share_of_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
+    assert builtin.share_of_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
 
 
 def test_the_name_of_a_directory_of_questions_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,256 @@
+"""Tasks of this package for lm-evaluation-harness: needles in a haystack, tool calls, and IFEval from its authors' own
+file. Prompts are generated without network, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from swiftkv_platform.contract.verdicts import NEEDLE
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.gates import NEEDLE_LENGTHS
+from swiftkv_platform.specs import EvaluationSpec
+
+Scorer = Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]]
+
+TEACHER_FINDS = 0.8
+"""Share of the needles that the teacher has to find at a length for the student to be judged there."""
+ANSWER_TOKENS = 24
+_PEOPLE = ("gardener", "pilot", "baker", "teacher", "doctor", "farmer", "sailor", "painter", "miller", "tailor")
+_ACTIONS = ("walked to", "looked for", "wrote about", "painted", "visited", "repaired", "measured", "talked about")
+_THINGS = ("bridge", "garden", "harbour", "clock", "library", "market", "railway", "orchard", "windmill", "museum")
+_TIMES = ("in the morning", "after lunch", "on Sunday", "before the rain", "late at night", "in early spring")
+_PLACES = ("lighthouse", "castle", "bakery", "station", "theatre", "vineyard", "monastery", "observatory")
+_COLOURS = ("red", "green", "yellow", "white", "grey", "purple", "silver", "brown")
+
+_TOOLS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "get_weather": ("city", "What is the weather in {}?", ("Paris", "Oslo", "Lima", "Cairo", "Osaka")),
+    "get_time": ("city", "What time is it in {}?", ("Tokyo", "London", "Nairobi", "Sydney", "Toronto")),
+    "search_books": ("title", "Find the book {}.", ("Emma", "Dracula", "Ulysses", "Middlemarch", "Walden")),
+    "play_song": ("title", "Play the song {}.", ("Yesterday", "Imagine", "Hurt", "Jolene", "Respect")),
+    "translate_word": ("word", "Translate the word {} to French.", ("house", "water", "bread", "night", "friend")),
+    "set_alarm": ("time", "Wake me at {}.", ("06:30", "07:15", "08:00", "05:45", "09:20")),
+}
+"""Argument, request and values of each function."""
+_BEGIN = re.compile(r"\[\s*\{|\{")
+_FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_call>'
+
+IFEVAL_FILE = "input_data.jsonl"
+_METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+
+
+def _generation(
+    name: str, target: str, score: Scorer, metrics: Mapping[str, Any], *, until: list[str], max_tokens: int, **data: Any
+) -> dict[str, Any]:
+    """Return the configuration of a task whose documents have a `prompt` to answer.
+
+    Args:
+        metrics: aggregation by metric.
+        data: the harness's fields that name the documents.
+    """
+    return {
+        "task": name,
+        **data,
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": target,
+        "num_fewshot": 0,
+        "process_results": score,
+        "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": max_tokens},
+        "metric_list": [
+            {"metric": metric, "aggregation": aggregation, "higher_is_better": True}
+            for metric, aggregation in metrics.items()
+        ],
+    }
+
+
+def _dataset(make: Callable[[], list[dict[str, str]]], **_: Any) -> dict[str, Any]:
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(make())}
+
+
+def needle_lengths(spec: EvaluationSpec, *, instruct: bool, context_length: int) -> tuple[int, ...]:
+    """Return the lengths of the needle prompts in tokens: the spec's, or for instruction-tuned models those of
+    `NEEDLE_LENGTHS` that fit into the model's context."""
+    if spec.needle_lengths is not None:
+        return spec.needle_lengths
+    return tuple(length for length in NEEDLE_LENGTHS if length <= context_length) if instruct else ()
+
+
+def needle(tokenizer: Any, length: int, num_samples: int) -> dict[str, Any]:
+    """Return the configuration of a needle in a haystack: one sentence with a number in a prompt of `length` tokens,
+    and a question for the number."""
+
+    def make() -> list[dict[str, str]]:
+        prompts = [needle_prompt(tokenizer, length, number, num_samples) for number in range(num_samples)]
+        return [{"prompt": prompt, "answer": answer} for prompt, answer in prompts]
+
+    data = {"custom_dataset": partial(_dataset, make)}
+    name, metrics = f"{NEEDLE}{length}", {"found": "mean"}
+    return _generation(name, "{{answer}}", found, metrics, until=["\n\n"], max_tokens=ANSWER_TOKENS, **data)
+
+
+def found(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Score whether the answer contains the number."""
+    return {"found": float(document["answer"] in results[0])}
+
+
+def needle_prompt(tokenizer: Any, length: int, number: int, num_samples: int) -> tuple[str, str]:
+    """Return prompt `number` of `num_samples`, of about but at most `length` tokens, and the number asked for. Over the
+    samples, needles are spread evenly from beginning to end."""
+    rng = random.Random(f"needle {length} {number}")  # noqa: S311 (no secret)
+    place = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+    answer = str(rng.randrange(10_000, 100_000))
+    needle = f"The secret number of the {place} is {answer}."
+    head = "Read this text and remember the secret number in it."
+    question = f"What is the secret number of the {place}? Answer with the number only."
+    room = length - sum(_count(tokenizer, part) for part in (head, needle, question)) - 8  # separators
+    sentences: list[str] = []
+    while True:
+        sentence = _sentence(rng)
+        room -= _count(tokenizer, f" {sentence}")
+        if room < 0:
+            break
+        sentences.append(sentence)
+    sentences.insert(round(len(sentences) * (number + 0.5) / num_samples), needle)
+    return f"{head}\n\n{' '.join(sentences)}\n\n{question}", answer
+
+
+def _sentence(rng: random.Random) -> str:
+    return (
+        f"The {rng.choice(_PEOPLE)} {rng.choice(_ACTIONS)} the {rng.choice(_COLOURS)} {rng.choice(_THINGS)} "
+        f"{rng.choice(_TIMES)}."
+    )
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def tool_calls() -> dict[str, Any]:
+    """Return the configuration of tool calls without a grammar, one request per prompt with several functions: whether
+    the model writes valid JSON and a call that the prompt's tools allow."""
+    data = {"custom_dataset": partial(_dataset, _calls)}
+    metrics = dict.fromkeys(("valid_json", "valid_call", "right_call"), "mean")
+    return _generation("tool_calls", "{{call}}", score_call, metrics, until=["</tool_call>"], max_tokens=96, **data)
+
+
+def _calls() -> list[dict[str, str]]:
+    return [{"prompt": text, "call": json.dumps(call)} for text, call in call_prompts()]
+
+
+def score_call(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Score whether the answer holds JSON, a call of a function on offer, and the requested call."""
+    written = first_json(results[0])
+    expected = json.loads(document["call"])
+    call = written[0] if isinstance(written, list) and written else written
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
+    known = isinstance(name, str) and name in _TOOLS and isinstance(arguments, dict)
+    valid = known and isinstance(arguments, dict) and set(arguments) == {_TOOLS[str(name)][0]}
+    return {
+        "valid_json": float(written is not None),
+        "valid_call": float(valid),
+        "right_call": float(valid and call == expected),
+    }
+
+
+def first_json(text: str) -> Any:
+    """Parse the first object, or array of objects, in a text; None if it is incomplete or missing."""
+    begin = _BEGIN.search(text)
+    if begin is None:
+        return None
+    try:
+        return json.JSONDecoder().raw_decode(text[begin.start() :])[0]
+    except json.JSONDecodeError:
+        return None
+
+
+def call_prompts() -> list[tuple[str, dict[str, Any]]]:
+    """Return every request with the expected call; the other functions on offer vary."""
+    made = []
+    for (name, (argument, request, values)), turn in product(_TOOLS.items(), range(5)):
+        rng = random.Random(f"tools {name} {turn}")  # noqa: S311 (no secret)
+        offered = [name, *rng.sample([other for other in _TOOLS if other != name], 2)]
+        rng.shuffle(offered)
+        tools = "\n".join(json.dumps({"name": other, "arguments": [_TOOLS[other][0]]}) for other in offered)
+        text = (
+            f"You may call one of these functions:\n{tools}\n\nAnswer with a call in exactly this form, nothing else:\n"
+            f"{_FORMAT}\n\n{request.format(values[turn])}"
+        )
+        made.append((text, {"name": name, "arguments": {argument: values[turn]}}))
+    return made
+
+
+def ifeval(file: str) -> dict[str, Any]:
+    """Return the configuration of IFEval (Zhou et al., 2023) over a copy of `IFEVAL_FILE`, given by the name that
+    `datasets` takes, scored by the harness's checkers. Raises `InvalidInputError` if a package that they need is not
+    installed.
+
+    The checkers need nltk's sentence model, which has to be downloaded. Without it, sentences are split at their
+    punctuation and words at white space. Both modes of a model are scored alike, but scores may differ by a few tenths
+    of a point from those with nltk's model.
+    """
+    _checkers()
+    metrics = {name: share_of_instructions if name.startswith("inst") else "mean" for name in _METRICS}
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
+    return _generation("ifeval_local", "", follows, metrics, until=[], max_tokens=1280, **data)
+
+
+def follows(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
+    """Return whether an answer follows its instructions, all and each of them, strictly and loosely."""
+    scores: dict[str, Any] = _checkers().process_results(document, results)
+    return {name: float(value) if isinstance(value, bool) else value for name, value in scores.items()}
+
+
+def share_of_instructions(items: Sequence[Sequence[bool]]) -> float:
+    """The share of all prompts' instructions that are followed."""
+    followed = [each for item in items for each in item]
+    return sum(followed) / len(followed)
+
+
+def sentences(text: str) -> list[str]:
+    """Split a text into sentences after `.`, `!` or `?` followed by white space."""
+    return [part for part in _SENTENCE_END.split(text.strip()) if part]
+
+
+@cache
+def _checkers() -> Any:
+    """Import the harness's IFEval module, patched to split sentences without a download."""
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+        has_model = True
+    except LookupError:
+        has_model = False
+    rank = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = rank if has_model and rank is not None else "1"  # any rank but 0: no download
+    try:
+        from lm_eval.tasks.ifeval import instructions_util, utils
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(
+            f"evaluation.tasks: builtin:ifeval needs {error.name}; use pip install 'lm_eval[ifeval]'",
+            field="evaluation.tasks",
+            value="builtin:ifeval",
+        ) from error
+    finally:
+        if rank is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = rank
+    if not has_model:
+        instructions_util._get_sentence_tokenizer = lambda: SimpleNamespace(tokenize=sentences)
+        instructions_util.nltk = SimpleNamespace(tokenize=nltk.tokenize, data=nltk.data, word_tokenize=str.split)
+    return utils

@@ -1,17 +1,17 @@
 """Students of one teacher at several depths and group sizes, at equal tokens over the same rows.
 
     python -m benchmarks.depths DIRECTORY [--spec benchmarks/configs/smollm2-depths.yaml]
-                                [--points 22:1 15:1 15:2 15:1:refitted 11:1] [--steps 150] [--seeds 0]
+                                [--points 22:1 15:1 15:2 11:1] [--steps 150] [--seeds 0]
                                 [--needle-lengths 512 1024] [--needle-samples 20] [--early-exit] [--output depths.json]
     python -m benchmarks.depths DIRECTORY --spec benchmarks/configs/python-5m-depths.yaml --needle-lengths \\
                                 --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
 The spec names the teacher, the data and the loss. A point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
 section, except `decode_key_value`, which `own` or `shared` overrides. Instead of l, a point may list the layers that
-prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache layer, and those with a refitted start, have
-their own output projections unless the point says `teacher-output`; `--early-exit` also trains an exit head. Runs use a
-job's trainer in this process, with rate search, guard and best state; `--steps 0` only measures starts. A seed sets the
-order of the rows and the choice of calibration rows.
+prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache layer have their own output projections
+unless the point says `teacher-output`; `--early-exit` also trains an exit head. Runs use a job's trainer in this
+process, with rate search, guard and best state; `--steps 0` only measures starts. A seed sets the order of the rows and
+the choice of calibration rows.
 
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
 text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
@@ -67,7 +67,7 @@ from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 
 SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
-POINTS = ("22:1", "15:1", "15:2", "15:1:refitted", "11:1")
+POINTS = ("22:1", "15:1", "15:2", "11:1")
 TEACHER_OUTPUT = "teacher-output"
 FORMS = ("own", "shared")
 """Values of `decode_key_value`."""
@@ -226,9 +226,8 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
     layers, group_size, *options = point.split(":")
     depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
     [start] = [option for option in options if option not in (TEACHER_OUTPUT, *FORMS)] or ["calibrated"]
-    form = "shared" if start == "refitted" else spec.swiftkv.decode_key_value
-    form = next((option for option in options if option in FORMS), form)
-    own = TEACHER_OUTPUT not in options and (int(group_size) > 1 or start == "refitted")
+    form = next((option for option in options if option in FORMS), spec.swiftkv.decode_key_value)
+    own = TEACHER_OUTPUT not in options and int(group_size) > 1
     swiftkv = depth | {
         "key_value_group_size": int(group_size),
         "own_output_projection": own,

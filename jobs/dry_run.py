@@ -378,7 +378,7 @@ def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
     source, tracker = FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
-        for _ in calibrate_streamed(source, rows, workers=FakeWorkers(), refit=spec.swiftkv.is_refitted):
+        for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
             pass
     return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
 

@@ -317,7 +317,6 @@ def calibrate(
         source,
         batches,
         workers=workers,
-        refit=spec.swiftkv.is_refitted,
         device=device,
         progress=progress if workers.is_first else lambda _done, _total: None,
     )

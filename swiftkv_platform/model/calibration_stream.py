@@ -3,8 +3,7 @@
 A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is freed. Sums
 over tokens are reduced over the workers after each layer, and a group is fitted after its last layer. A worker holds
 one layer at a time, its rows' activations and the sums of one group; the first worker also holds the attention of a
-group. The mathematics is in `calibration`, and in `refit_output` for a `refitted` start: there the student runs after
-the teacher, group by group, and every worker holds the attention of a group.
+group. The mathematics is in `calibration`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.activations import MAX_ACTIVATION_BYTES, ActivationStore, KeptTensor
-from swiftkv_platform.model.attention import KeyValue, attention_input
 from swiftkv_platform.model.calibration import (
     TokenBatch,
     calibrate_exit_head,
@@ -30,12 +28,9 @@ from swiftkv_platform.model.calibration import (
 )
 from swiftkv_platform.model.calibration_statistics import (
     CalibrationStatistics,
-    OutputSums,
     OwnSums,
     Regression,
-    refit_output,
 )
-from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.workers import Workers
 
 
@@ -57,7 +52,6 @@ def calibrate_streamed(
     batches: Iterable[TokenBatch],
     *,
     workers: Workers,
-    refit: bool = False,
     device: torch.device | str = "cpu",
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -68,35 +62,18 @@ def calibrate_streamed(
 
     Args:
         batches: this worker's share of the rows.
-        refit: fit the student's own output projections to its own states, see `refit_output`.
         max_activation_bytes: maximum bytes of activations in memory; the rest goes to disk.
         progress: called with the number of layers done and the number of all layers.
     """
     with ActivationStore.open(max_activation_bytes) as store:
-        yield from _Stream(source, workers, device, store, refit=refit).run(batches, progress)
-
-
-def _own_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of an attention that the teacher does not have, by name."""
-    return {name: parameter for name, parameter in attention.named_parameters() if "_swiftkv" in name}
-
-
-@contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that collects the first argument of each call of `module` while the block runs."""
-    seen: list[torch.Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
+        yield from _Stream(source, workers, device, store).run(batches, progress)
 
 
 class _Stream:
     """One pass of this worker's rows over all layers."""
 
     def __init__(
-        self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore, *, refit: bool
+        self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore
     ) -> None:
         self._source = source
         self._workers = workers
@@ -111,11 +88,6 @@ class _Stream:
         """Outputs of layer l - 1 by row, with every token taken as a skipped prompt token."""
         self._deep_x: list[KeptTensor] = []
         """Outputs of the teacher's layer l - 1 by row; they differ from `_x` if prompts bypass layers below l."""
-        self._refits = refit
-        self._student: list[KeptTensor] = []
-        """The student's hidden states, by row."""
-        self._targets: dict[int, list[KeptTensor]] = {}
-        """The teacher's hidden states after attention, by layer of a group and row."""
         self._own_inputs: list[KeptTensor] = []
         """Inputs of the projections of a group's leader, by row, if deep tokens keep their own K and V."""
         self._scale = 1.0
@@ -142,7 +114,6 @@ class _Stream:
         self._deep_x = list(self._hidden)
         if not layer_map.bypassed:
             self._x = self._deep_x
-        self._student = list(self._hidden)
         with self._filled(decoder.norm_swiftkv, own=True):
             if self._workers.is_first:
                 for name, parameter in decoder.norm_swiftkv.named_parameters():
@@ -156,7 +127,7 @@ class _Stream:
                     with self._filled(decoder.layers[i]):
                         self._observe(i, sums, leader)
                     progress(i + 1, num_layers)
-                if regression is not None or self._refits:
+                if regression is not None:
                     yield from self._fit(layer_map.group(leader), sums, regression)
                 sums.cross, sums.queries, sums.own, self._own_inputs = {}, {}, {}, []
         if self._config.early_exit:
@@ -211,13 +182,9 @@ class _Stream:
         own_gram: torch.Tensor | None = None
         own_cross: dict[tuple[int, str], torch.Tensor] = {}
         cross: dict[tuple[int, str], torch.Tensor] = {}
-        layer, targets = self._decoder.layers[i], list[KeptTensor]()
-        with recording({i: layer}, self._method) as recorder, _inputs_of(layer.post_attention_layernorm) as attended:
+        with recording({i: self._decoder.layers[i]}, self._method) as recorder:
             for row in range(len(self._hidden)):
                 self._step(i, self._hidden, row)
-                if self._refits:
-                    targets.append(self._store.keep(attended[-1]))
-                attended.clear()
                 inputs = self._inputs(row)
                 for key, output in recorder.outputs.items():
                     product = inputs.T @ output
@@ -241,78 +208,20 @@ class _Stream:
             sums.own[leader] = OwnSums(self._workers.sum_(own_gram), {})
         if takes_own:
             sums.own[leader].cross |= {key: self._workers.sum_(own_cross[key]) for key in sorted(own_cross)}
-        self._targets[i] = targets
 
     def _fit(
-        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression | None
+        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Fit a group on the first worker, the only one with a `regression`; for refits the others get the result."""
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
             self._source.fill(attention)
-        if regression is not None:
-            self._method.fit(attentions, layers, regression.of_group(attentions[0], layers[0], sums))
-        if self._refits:
-            for attention in attentions:
-                self._share(_own_parameters(attention).values())
-            for i in layers:
-                self._refit(i, attentions[0])
+        self._method.fit(attentions, layers, regression.of_group(attentions[0], layers[0], sums))
         for i, attention in zip(layers, attentions, strict=True):
-            for name, parameter in _own_parameters(attention).items() if regression is not None else ():
-                yield f"model.layers.{i}.self_attn.{name}", parameter
+            for name, parameter in attention.named_parameters():
+                if "_swiftkv" in name:
+                    yield f"model.layers.{i}.self_attn.{name}", parameter
             self._source.release(attention)
-
-    def _share(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Broadcast the first worker's values."""
-        for parameter in parameters if self._workers.size > 1 else ():
-            # Sum in float32, which gloo supports; adding zeros keeps the values exact.
-            values = parameter.float() if self._workers.is_first else torch.zeros_like(parameter, dtype=torch.float)
-            parameter.copy_(self._workers.sum_(values))
-
-    def _refit(self, i: int, leader: Any) -> None:
-        """Fit the output projection of an upper layer to the student's own states, and run the layer over them."""
-        layer, sums = self._decoder.layers[i], None
-        attention, targets = layer.self_attn, self._targets.pop(i)
-        others = [module for module in layer.children() if module is not attention]
-        branch_scale = self._config.family.multiplier(self._config, "residual_multiplier")
-        for module in others:
-            self._source.fill(module)
-        for row, target in enumerate(targets):
-            hidden, context, shared = self._student_inputs(row, leader)
-            with _inputs_of(attention.output_projection) as heads:
-                output = attention(
-                    attention_input(layer, hidden),
-                    position_embeddings=self._decoder.layer_rotations.of(leader.layer_idx, context.rotation),
-                    attention_mask=context.masks.by_layer[i],
-                    shared_key_value=shared,
-                )[0]
-            # The target includes the projection's own output without its bias, so that the bias stays as it is.
-            weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
-            # With a norm after attention, the target is the norm's input: the branch without the residual.
-            branch = target.load(self._device) - (hidden if self._config.family.norms == "before" else 0.0)
-            missing = branch / branch_scale - (output - weighted)
-            of_row = OutputSums.of(heads[-1], missing, self._scale)
-            sums = of_row if sums is None else sums.add_(of_row)
-        assert sums is not None, "there is a row, or one that counts nothing"
-        for total in (sums.gram, sums.cross):
-            self._workers.sum_(total)
-        refit_output(attention.output_projection, sums)
-        self._share(attention.output_projection.parameters())
-        for row in range(len(self._student)):
-            hidden, context, shared = self._student_inputs(row, leader)
-            self._student[row] = self._store.keep(self._decoder.run_layer(i, hidden, context, shared_key_value=shared))
-        for module in others:
-            self._source.release(module)
-
-    def _student_inputs(self, row: int, leader: Any) -> tuple[torch.Tensor, DecoderContext, KeyValue]:
-        """Return the student's hidden state of a row, its context, and the keys and values of a leader's group."""
-        x, hidden = self._x[row].load(self._device), self._student[row].load(self._device)
-        context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
-        inputs = self._decoder.norm_swiftkv(x)
-        rotation = self._decoder.layer_rotations.of(leader.layer_idx, context.rotation)
-        stored = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
-        return context.hidden, context, leader.expand_key_value(stored)
 
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, sums = self._source.model, None

@@ -102,11 +102,15 @@ JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0
 
 
 def with_former_defaults(document: Any) -> Any:
-    """Return a stored job spec with the former defaults filled in: at the time, every student had the paper's form."""
-    if not isinstance(document, dict):
+    """Return a stored job spec with the former defaults filled in: at the time, every student had the paper's form. The
+    former start `refitted` is read as `calibrated`."""
+    given = document.get("swiftkv", {}) if isinstance(document, dict) else None
+    if not isinstance(given, dict):
         return document
-    given = document.get("swiftkv", {})
-    return {**document, "swiftkv": {"decode_key_value": "shared", **given}} if isinstance(given, dict) else document
+    swiftkv = {"decode_key_value": "shared", **given}
+    if swiftkv.get("initialization") == "refitted":
+        swiftkv["initialization"] = "calibrated"
+    return {**document, "swiftkv": swiftkv}
 
 
 class JobSpec(Spec):

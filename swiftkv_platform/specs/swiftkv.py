@@ -61,16 +61,14 @@ class SwiftKVSpec(Spec):
     """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
     which is trained with q, k and v. It recovers most of the quality that sharing costs, and is free in serving; other
     engines do not support it."""
-    initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
-    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
-    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted again, layer by layer, to the student's own
-    states; it requires `own_output_projection`."""
+    initialization: Literal["calibrated", "copied"] = "calibrated"
+    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
     decode_key_value: Literal["shared", "own"] = "own"
     """Source of K and V in layers >= l for tokens that run through them: a prompt's last token and all generated ones.
     `own`: their own hidden state in the first layer of each group, as in the teacher, by projections that are trained
     too. Prefill costs the same, and far less of the teacher's quality is lost. A text whose tokens all count is then
     split at random into a prompt, which is not counted, and the rest. `shared`: x, as for the rest of a prompt (the
-    paper's form); the default with `refitted`, and for a job that continues from a student in this form."""
+    paper's form); the default for a job that continues from a student in this form."""
     prefill_layers: _PrefillLayers = None
     """Layers that prompts run through, ascending, as a list or as `0-2,4,6-16`, instead of `num_key_value_layers`,
     which is then the last of them + 1. Prompts bypass the layers in between, where only their K and V are computed, so
@@ -79,35 +77,10 @@ class SwiftKVSpec(Spec):
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refits_the_papers_form(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("initialization") == "refitted":
-            return {"decode_key_value": "shared", **value}
-        return value
-
     @model_validator(mode="after")
     def _one_way_to_say_l(self) -> Self:
         if self.num_key_value_layers is not None and self.prefill_reduction is not None:
             raise ValueError("give num_key_value_layers or prefill_reduction, not both")
-        return self
-
-    @model_validator(mode="after")
-    def _refits_what_is_its_own(self) -> Self:
-        if self.initialization == "refitted" and not self.own_output_projection:
-            raise PydanticCustomError(
-                "initialization",
-                "swiftkv.initialization is 'refitted', which fits output projections of the student's own; "
-                "use swiftkv.own_output_projection true, or swiftkv.initialization calibrated",
-                {"field": "swiftkv.initialization", "value": self.initialization},
-            )
-        if self.initialization == "refitted" and self.decode_key_value == "own":
-            raise PydanticCustomError(
-                "initialization",
-                "swiftkv.initialization is 'refitted', which requires that all tokens share K and V; use "
-                "calibrated, or swiftkv.decode_key_value shared",
-                {"field": "swiftkv.initialization", "value": self.initialization},
-            )
         return self
 
     @model_validator(mode="after")
@@ -124,8 +97,6 @@ class SwiftKVSpec(Spec):
                 f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
                 "that out"
             )
-        elif self.bypassed and self.is_refitted:
-            problem = "it cannot be combined with initialization 'refitted'; use calibrated"
         elif self.bypassed and self.decode_key_value != "own":
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
@@ -146,8 +117,3 @@ class SwiftKVSpec(Spec):
     def is_calibrated(self) -> bool:
         """Whether the start is fitted to the teacher's activations."""
         return self.initialization != "copied"
-
-    @property
-    def is_refitted(self) -> bool:
-        """Whether output projections are fitted to the student's own states, too."""
-        return self.initialization == "refitted"

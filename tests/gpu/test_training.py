@@ -308,7 +308,6 @@ CALIBRATED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "float32", {}),
     "own": ("qwen2-mixed", "float32", {"decode_key_value": "own"}),
     "latent": ("deepseek_v2", "float32", {}),
-    "refitted": ("llama", "float32", {"initialization": "refitted", "own_output_projection": True}),
     "bfloat16": ("llama", "bfloat16", {}),
 }
 

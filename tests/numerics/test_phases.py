@@ -46,8 +46,7 @@ pytestmark = [pytest.mark.slow("processes that train and evaluate"), pytest.mark
 in_soak = pytest.mark.soak("more jobs, or many processes")
 
 WORKERS = 4 if SOAK else 2
-CASES = ("sharded", "whole", "deepseek_v2", "fbgemm", "tail", "refitted") if SOAK else ("sharded",)
-REFITTED = {"own_output_projection": True, "initialization": "refitted"}
+CASES = ("sharded", "whole", "deepseek_v2", "fbgemm", "tail") if SOAK else ("sharded",)
 QUESTIONS = [
     {"text": f"The grass of {n} is", "choices": [" green", " loud", f" seven{n}"], "answer": 0}
     for n in range(24 if SOAK else 6)
@@ -85,7 +84,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         "deepseek_v2": Case(str(path / "at-deepseek"), str(latent)),
         "fbgemm": Case(str(path / "at-fbgemm"), str(path / "fbgemm")),
         "tail": Case(str(path / "at-tail"), str(llama), spec={"distillation": {"trainable": "tail"}}),
-        "refitted": Case(str(path / "at-refitted"), str(llama), spec={"swiftkv": REFITTED}),
     }
 
 

@@ -21,7 +21,6 @@ def arguments(**changed: object) -> argparse.Namespace:
     [
         ("22:1", (22, 1, False, "calibrated", "shared")),
         ("15:2", (15, 2, True, "calibrated", "shared")),
-        ("15:1:refitted", (15, 1, True, "refitted", "shared")),
         ("15:1:copied", (15, 1, False, "copied", "shared")),
         ("15:2:teacher-output", (15, 2, False, "calibrated", "shared")),
         ("15:2:own", (15, 2, True, "calibrated", "own")),

@@ -11,6 +11,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.engine.cursor import CursorFetchStrategy
 
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
@@ -92,7 +93,9 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
             RetainedRows(database).delete_model(first.id, by="ann", now=1.0, tenant=TENANT)
 
     writes: dict[str, Callable[[], object]] = {
-        "create": lambda: registry.create_deployment(make_deployment(first, "/new"), admit=held.append),
+        "create": lambda: registry.create_deployment(
+            make_deployment(first, "/new"), policy=TenantPolicy(max_deployments=None), admit=held.append
+        ),
         "scale": lambda: registry.change_deployment(own.spec.id, scale, tenant=TENANT),
         "state": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.RUNNING)),
         "promote": lambda: RegistryService(registry, lambda: 1.0).promote(

@@ -8,7 +8,6 @@ import pytest
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.rows import Registry
@@ -33,7 +32,6 @@ def imports(database: Database, directory: Path, quota: int | None = None) -> Mo
     (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
     return ModelImports(
         Registry(database),
-        FileRepository(database),
         LocalObjectStore(directory / "own"),
         clock=lambda: 100.0,
         access=lambda _tenant: OPEN,

@@ -52,6 +52,18 @@ class Deployment:
     """Increases with every change of `spec`, and only then."""
 
 
+def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
+    """Return spec and state of a deployment after a change, before the cluster has applied it."""
+    if spec == deployment.spec:
+        return spec, deployment.state
+    status = deployment.state.status
+    if status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED, DeploymentStatus.UNHEALTHY):
+        status = DeploymentStatus.SWAPPING
+    elif status is DeploymentStatus.FAILED:
+        status = DeploymentStatus.DEPLOYING
+    return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
+
+
 def replica_needs(spec: ResolvedDeployment) -> dict[str, float]:
     """Return what a replica needs on one node, by Ray's names."""
     resources = replica_resources(spec.engine)

@@ -12,7 +12,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand, held_by_deployments, held_by_jobs
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable
 from swiftkv_platform.control_plane.database.session import Database
@@ -47,12 +47,12 @@ class DeploymentRepository(Store):
         """Deployments by id, as `all_deployments` last read them."""
 
     def create_deployment(
-        self, deployment: Deployment, *, policy: TenantPolicy | None = None, admit: Admit | None = None
+        self, deployment: Deployment, *, policy: TenantPolicy = DEFAULT_POLICY, admit: Admit | None = None
     ) -> Deployment:
         """Store a deployment; concurrent changes of the tenant's deployments wait.
 
         Args:
-            policy: says how many deployments the tenant may have, this one included; None sets no limit.
+            policy: says how many deployments the tenant may have, this one included.
             admit: raises if the tenant's other jobs and deployments leave no room for it.
 
         Raises `QuotaExceededError`, and `ConflictError` if another deployment's route prefix interferes, naming it only
@@ -61,8 +61,8 @@ class DeploymentRepository(Store):
         with self._database.writing() as session:
             # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
             self._await_turn(session, deployment.tenant)
-            if policy is not None:
-                _check_number(session, deployment.tenant, policy)
+            number, cure = _number(session, deployment.tenant), "delete one, and try again when it is gone"
+            policy.check_number("max_deployments", number, tenant=deployment.tenant, kind="deployments", cure=cure)
             if admit is not None:
                 admit(_held_beside(session, deployment.spec.id, deployment.tenant))
             self._database.take_turns(session, "routes of deployments")
@@ -183,11 +183,6 @@ class DeploymentRepository(Store):
 def deployments_turn(tenant: str) -> str:
     """Return the name of the turn in which a tenant's wanted deployments are changed."""
     return f"deployments of {tenant}"
-
-
-def _check_number(session: Session, tenant: str, policy: TenantPolicy) -> None:
-    cure = "delete one, and try again when it is gone"
-    policy.check_number("max_deployments", _number(session, tenant), tenant=tenant, kind="deployments", cure=cure)
 
 
 def _number(session: Session, tenant: str) -> int:

@@ -12,11 +12,11 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus, changed
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import RegistryService, changed
+from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
     ForbiddenError,
     InvalidInputError,

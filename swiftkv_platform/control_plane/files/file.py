@@ -8,7 +8,6 @@ from typing import Literal
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key
 from swiftkv_platform.data.checks import UploadedRows
-from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.specs import JobSpec
 
 Purpose = Literal["fine-tune"]
@@ -31,18 +30,6 @@ class File(UploadedRows):
     @property
     def key(self) -> str:
         return file_key(self.tenant, self.id)
-
-
-def check_quota(tenant: str, used: int, most: int | None) -> None:
-    """Raise `QuotaExceededError` if a tenant's files and models have, or would have, more than `most` bytes. None: no
-    limit."""
-    if most is not None and used > most:
-        raise QuotaExceededError(
-            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
-            "some, whose bytes are free within minutes, or ask the operator for more",
-            field="max_stored_bytes",
-            value=used,
-        )
 
 
 FilesOf = Callable[[JobSpec, str], Mapping[str, StoredFile]]

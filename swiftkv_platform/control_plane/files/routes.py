@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.file import File, Purpose
-from swiftkv_platform.control_plane.files.service import FileLimits, FileService
+from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
 from swiftkv_platform.control_plane.http.clients import watched_client
 from swiftkv_platform.control_plane.parsing import Run
@@ -70,8 +70,14 @@ router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
 def _service(parts: Parts, settings: TheSettings) -> FileService:
-    limits = FileLimits(settings.max_file_bytes, settings.max_file_rows)
-    return FileService(parts.files, parts.objects, clock=parts.clock, limits=limits, policies=parts.policies)
+    return FileService(
+        parts.files,
+        parts.objects,
+        clock=parts.clock,
+        policies=parts.policies,
+        max_bytes=settings.max_file_bytes,
+        max_rows=settings.max_file_rows,
+    )
 
 
 Service = Annotated[FileService, Depends(_service)]

@@ -8,14 +8,14 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import StoredFile
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
-from swiftkv_platform.control_plane.files.file import File, FilesOf, check_quota
+from swiftkv_platform.control_plane.files.file import File, FilesOf
 from swiftkv_platform.control_plane.jobs.uses import live_users
-from swiftkv_platform.errors import ConflictError, InvalidInputError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, QuotaExceededError
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs import JobSpec
 
@@ -26,13 +26,13 @@ _NAMED_JOBS = 3
 class FileRepository(Store):
     """Rows of files. Each method is one transaction."""
 
-    def add(self, file: File, *, policy: TenantPolicy | None = None) -> File:
-        """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included; None
-        sets no limit. Raises `QuotaExceededError`."""
+    def add(self, file: File, *, policy: TenantPolicy = DEFAULT_POLICY) -> File:
+        """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included. Raises
+        `QuotaExceededError`."""
         with self._database.writing() as session:
-            if policy is not None:
-                check_room(self._database, session, file.tenant, file.size, policy.max_stored_bytes)
-                _check_number(session, file.tenant, policy)
+            take_turn(self._database, session, file.tenant)  # so that no other upload or import adds to it meanwhile
+            check_bytes(session, file.tenant, file.size, policy)
+            _check_number(session, file.tenant, policy)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
@@ -63,10 +63,11 @@ class FileRepository(Store):
         with self._database.reading() as session:
             return _number(session, tenant)
 
-    def check_number(self, tenant: str, policy: TenantPolicy) -> None:
-        """Raise `QuotaExceededError` if the tenant has as many files as it may."""
+    def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
+        """Raise `QuotaExceededError` if the tenant may not store another file, of `size` bytes."""
         with self._database.reading() as session:
             _check_number(session, tenant, policy)
+            check_bytes(session, tenant, size, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
         """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
@@ -116,12 +117,19 @@ def take_turn(database: Database, session: Session, tenant: str) -> None:
     database.take_turns(session, f"files of {tenant}")
 
 
-def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int | None) -> None:
-    """Raise `QuotaExceededError` if `size` more bytes exceed the tenant's quota. No other upload or import adds to it
-    until this transaction ends. `max_bytes`: None sets no limit."""
-    take_turn(database, session, tenant)
-    if max_bytes is not None:
-        check_quota(tenant, used_bytes(session, tenant) + size, max_bytes)
+def check_bytes(session: Session, tenant: str, more: int, policy: TenantPolicy) -> None:
+    """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
+    most = policy.max_stored_bytes
+    if most is None:
+        return
+    used = used_bytes(session, tenant) + more
+    if used > most:
+        raise QuotaExceededError(
+            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
+            "some, whose bytes are free within minutes, or ask the operator for more",
+            field="max_stored_bytes",
+            value=used,
+        )
 
 
 def _check_number(session: Session, tenant: str, policy: TenantPolicy) -> None:

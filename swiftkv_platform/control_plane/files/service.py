@@ -12,9 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
-from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
+from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.data.checks import check_upload
@@ -30,14 +30,6 @@ _UPLOAD_TIME_S = 3600.0
 """Seconds after which an object without a row belongs to no upload under way."""
 
 
-@dataclass(frozen=True)
-class FileLimits:
-    """Operator's limits of one uploaded file, for any tenant."""
-
-    max_bytes: int = 512 << 20
-    max_rows: int = 1_000_000
-
-
 @dataclass
 class FileService:
     """Operations on files that routes offer."""
@@ -46,15 +38,19 @@ class FileService:
     objects: ObjectStore
     _: KW_ONLY
     clock: Clock
-    limits: FileLimits
-    policies: Tenants = NO_LIMITS
+    policies: Tenants
+    max_bytes: int
+    """Max bytes of one uploaded file, for any tenant."""
+    max_rows: int
+    """Max rows of one uploaded file, for any tenant."""
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Check whether an upload of `announced` bytes can be stored, before it is read.
 
         Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` if the tenant's quota is exceeded.
         """
-        most = self._limits_of(caller).max_bytes
+        policy = self.policies.policy(caller.tenant)
+        most = min(self.max_bytes, policy.max_file_bytes or self.max_bytes)
         if announced > most:
             raise InvalidInputError(
                 f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
@@ -62,10 +58,7 @@ class FileService:
                 field="file",
                 value=announced,
             )
-        policy = self.policies.policy(caller.tenant)
-        self.files.check_number(caller.tenant, policy)
-        if policy.max_stored_bytes is not None:
-            check_quota(caller.tenant, self.files.used_bytes(caller.tenant) + announced, policy.max_stored_bytes)
+        self.files.check_room(caller.tenant, announced, policy)
 
     def upload(
         self,
@@ -84,13 +77,14 @@ class FileService:
             InvalidInputError, QuotaExceededError: as `check_room`.
             StorageError, DatabaseUnavailableError: not stored.
         """
-        limits, now = self._limits_of(caller), int(self.clock())
+        policy, now = self.policies.policy(caller.tenant), int(self.clock())
+        max_rows = min(self.max_rows, policy.max_file_rows or self.max_rows)
         with workspace() as directory:
             path = directory / f"rows{SUFFIX}"
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)
-            found = run(check_upload, path, filename, field="file", max_rows=limits.max_rows)
+            found = run(check_upload, path, filename, field="file", max_rows=max_rows)
             file = File(
                 **vars(found),
                 id=new_file_id(),
@@ -103,7 +97,7 @@ class FileService:
             )
             self.objects.upload_file(path, file.key)
         try:
-            return self.files.add(file, policy=self.policies.policy(caller.tenant))
+            return self.files.add(file, policy=policy)
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came; without it, the sweeper removes the object.
         except Exception:
@@ -119,13 +113,6 @@ class FileService:
         """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
         file = self.files.remove(file_id, tenant=caller.tenant)
         self.objects.delete(file.key)
-
-    def _limits_of(self, caller: Caller) -> FileLimits:
-        policy = self.policies.policy(caller.tenant)
-        return FileLimits(
-            min(self.limits.max_bytes, policy.max_file_bytes or self.limits.max_bytes),
-            min(self.limits.max_rows, policy.max_file_rows or self.limits.max_rows),
-        )
 
 
 @dataclass

@@ -29,8 +29,7 @@ from swiftkv_platform.control_plane.database.paging import (
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
 from swiftkv_platform.control_plane.deployments.rows import deployments_turn
-from swiftkv_platform.control_plane.files.file import check_quota
-from swiftkv_platform.control_plane.files.rows import check_present, take_turn, used_bytes
+from swiftkv_platform.control_plane.files.rows import check_bytes, check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import (
     bytes_of_points,
     delivery_rows,
@@ -446,8 +445,7 @@ class JobRepository(Store):
             return session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
 
         check_stored(tenant, policy, count)
-        if policy.max_stored_bytes is not None:  # the job will add a model, whose size is not known yet
-            check_quota(tenant, used_bytes(session, tenant), policy.max_stored_bytes)
+        check_bytes(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
 
 
 def _columns(job: Job) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manife
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
-from swiftkv_platform.control_plane.files.file import check_quota
-from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
@@ -54,7 +52,6 @@ class ModelImports:
     """Imports students for a tenant."""
 
     registry: Registry
-    files: FileRepository
     objects: ObjectStore
     _: KW_ONLY
     clock: Clock
@@ -111,10 +108,7 @@ class ModelImports:
     def _check_room(self, files: Sequence[IncomingFile], caller: Caller) -> None:
         """Check the listed bytes against the operator's limit, the tenant's quotas, and the store's free space."""
         size = check_sizes(files, self.max_bytes, field=_FIELD)
-        policy = self.policies.policy(caller.tenant)
-        self.registry.check_number_of_imports(caller.tenant, policy)
-        if policy.max_stored_bytes is not None:
-            check_quota(caller.tenant, self.files.used_bytes(caller.tenant) + size, policy.max_stored_bytes)
+        self.registry.check_room(caller.tenant, size, self.policies.policy(caller.tenant))
         free = self.objects.free_bytes()
         if free is not None and size > free:
             message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState
 from swiftkv_platform.limits import MODEL_BYTES, MODEL_DEPTH, MODEL_VALUES
-from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 IMPORTED = "models"
 """Prefix of all imported models in the object store."""
@@ -91,7 +89,3 @@ class Promotion:
     created_at: int
     version: int
     """Version of the alias from then on: its place in the alias's history, from 1."""
-
-
-Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
-"""Returns the new spec and state of a deployment whose alias now points to another model."""

@@ -13,12 +13,10 @@ from itertools import chain, islice
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.http.changes import Expected
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.rows import MOST_CANDIDATES, Registry
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
-from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 
@@ -106,7 +104,7 @@ class RegistryService:
             previous, version = None if newest is None else newest.model, _version(newest) + 1
             return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
 
-        return self.registry.promote(decide, alias, tenant, _swap, policy=self.policies.policy(tenant))
+        return self.registry.promote(decide, alias, tenant, policy=self.policies.policy(tenant))
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
         """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
@@ -128,7 +126,7 @@ class RegistryService:
             previous, version = newest.model, newest.version + 1
             return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
 
-        return self.registry.promote(decide, alias, tenant, _swap, policy=self.policies.policy(tenant))
+        return self.registry.promote(decide, alias, tenant, policy=self.policies.policy(tenant))
 
 
 def _check_gates(model: Model, *, accept_undecided: bool) -> None:
@@ -140,24 +138,6 @@ def _check_gates(model: Model, *, accept_undecided: bool) -> None:
             field="accept_undecided",
             value=False,
         )
-
-
-def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, DeploymentState]:
-    return changed(
-        deployment, deployment.spec.model_copy(update={"model": model.id, "artifact_uri": model.artifact_uri})
-    )
-
-
-def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
-    """Return spec and state of a deployment after a change, before the cluster has applied it."""
-    if spec == deployment.spec:
-        return spec, deployment.state
-    status = deployment.state.status
-    if status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED, DeploymentStatus.UNHEALTHY):
-        status = DeploymentStatus.SWAPPING
-    elif status is DeploymentStatus.FAILED:
-        status = DeploymentStatus.DEPLOYING
-    return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
 
 
 def _version(newest: Promotion | None) -> int:

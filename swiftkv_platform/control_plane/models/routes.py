@@ -92,7 +92,6 @@ def import_model(
     """
     imports = ModelImports(
         parts.registry,
-        parts.files,
         parts.objects,
         clock=parts.clock,
         access=partial(tenant_access, source_rules(settings), parts.policies),

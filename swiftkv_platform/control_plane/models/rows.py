@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
     fetch,
@@ -20,10 +20,10 @@ from swiftkv_platform.control_plane.database.paging import (
     value_of,
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, changed
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
-from swiftkv_platform.control_plane.files.rows import check_room
-from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
+from swiftkv_platform.control_plane.files.rows import check_bytes, take_turn
+from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.errors import StorageError
 
 Decide = Callable[[Iterator[Promotion]], Promotion]
@@ -48,7 +48,7 @@ class Registry(DeploymentRepository):
         with self._database.writing() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_S), by=by))
 
-    def add_model(self, model: Model, *, policy: TenantPolicy | None = None, now: float) -> None:
+    def add_model(self, model: Model, *, policy: TenantPolicy = DEFAULT_POLICY, now: float) -> None:
         """Register an imported model and cancel the removal of its objects.
 
         Raises `QuotaExceededError` beyond the policy's number and bytes of models, and `StorageError` if the objects
@@ -60,15 +60,16 @@ class Registry(DeploymentRepository):
                 raise StorageError(
                     f"the import of {model.name!r} took too long, and its copy is being deleted; import it again"
                 )
-            if policy is not None:
-                check_room(self._database, session, model.tenant, model.size, policy.max_stored_bytes)
-                _check_imported(session, model.tenant, policy)
+            take_turn(self._database, session, model.tenant)
+            check_bytes(session, model.tenant, model.size, policy)
+            _check_imported(session, model.tenant, policy)
             session.add(ModelRow(**vars(model)))
 
-    def check_number_of_imports(self, tenant: str, policy: TenantPolicy) -> None:
-        """Raise `QuotaExceededError` if the tenant has as many imported models as it may."""
+    def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
+        """Raise `QuotaExceededError` if the tenant may not import another model, of `size` bytes."""
         with self._database.reading() as session:
             _check_imported(session, tenant, policy)
+            check_bytes(session, tenant, size, policy)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
@@ -135,15 +136,13 @@ class Registry(DeploymentRepository):
                 found[row.alias].append(value_of(Promotion, row))
         return Slice(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
 
-    def promote(
-        self, decide: Decide, alias: str, tenant: str, change: Change, *, policy: TenantPolicy | None = None
-    ) -> Promotion:
+    def promote(self, decide: Decide, alias: str, tenant: str, *, policy: TenantPolicy) -> Promotion:
         """Store and return the promotion that `decide` returns, and change the deployments that follow the alias, in
         one transaction. If the alias's last promotion is that one, nothing changes.
 
         Args:
             decide: gets the alias's history, newest first, of which it should read no more than it needs.
-            policy: says how many aliases the tenant may have, and how long their histories are; None sets no limit.
+            policy: says how many aliases the tenant may have, and how long their histories are.
 
         Raises `QuotaExceededError`, and what `decide` raises.
         """
@@ -154,17 +153,20 @@ class Registry(DeploymentRepository):
             promotion = decide(newest_first(session, tenant, alias))
             if promotion == newest:
                 return promotion
-            if policy is not None:
-                if newest is None:
-                    _check_aliases(session, tenant, policy)
-                _trim(session, promotion, policy.max_alias_changes)
+            if newest is None:
+                number = _number_of_aliases(session, tenant)
+                cure = "promote to one of these, or ask the operator for more"
+                policy.check_number("max_aliases", number, tenant=tenant, kind="aliases", cure=cure)
+            _trim(session, promotion, policy.max_alias_changes)
             session.add(PromotionRow(**vars(promotion)))
             model = value_of(Model, session.get_one(ModelRow, promotion.model))
             following = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.alias == alias)
             rows = {row.id: row for row in session.scalars(following.with_for_update())}
             for deployment in readable(rows.values(), read_deployment)[0]:
                 if deployment.state.status is not DeploymentStatus.DELETING:
-                    write_deployment(rows[deployment.spec.id], *change(deployment, model))
+                    served = {"model": model.id, "artifact_uri": model.artifact_uri}
+                    spec = deployment.spec.model_copy(update=served)
+                    write_deployment(rows[deployment.spec.id], *changed(deployment, spec))
         return promotion
 
 
@@ -187,11 +189,6 @@ def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART
 def _check_imported(session: Session, tenant: str, policy: TenantPolicy) -> None:
     number, cure = _number_of_imported(session, tenant), "delete one (`DELETE /models/{id}`), and import again"
     policy.check_number("max_imported_models", number, tenant=tenant, kind="imported models", cure=cure)
-
-
-def _check_aliases(session: Session, tenant: str, policy: TenantPolicy) -> None:
-    number, cure = _number_of_aliases(session, tenant), "promote to one of these, or ask the operator for more"
-    policy.check_number("max_aliases", number, tenant=tenant, kind="aliases", cure=cure)
 
 
 def _number_of_aliases(session: Session, tenant: str) -> int:

@@ -62,7 +62,7 @@ def imports(server: Server, **options: Any) -> ModelImports:
     access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
     parts = server.parts
     given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here, **options}
-    return ModelImports(parts.registry, parts.files, parts.objects, **given)
+    return ModelImports(parts.registry, parts.objects, **given)
 
 
 @pytest.mark.parametrize("limit", ["quota", "operator"])

@@ -105,7 +105,7 @@ def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
     vars(registry).update(during)
     parts = server.parts
     given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here}
-    return ModelImports(registry, parts.files, parts.objects, **given)
+    return ModelImports(registry, parts.objects, **given)
 
 
 def imported(server: Server) -> int:

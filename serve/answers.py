@@ -103,6 +103,7 @@ class Answers:
                         tenant=tenant,
                         caller=context.caller.sender.key,
                         interval_s=context.interval_s,
+                        checked=True,
                     )
                 )
         except BaseException:

@@ -118,6 +118,7 @@ class EngineFrontend(ABC):
         tenant: str = "",
         caller: str = "",
         interval_s: float | None = None,
+        checked: bool = False,
     ) -> RequestStream:
         """Admit a request; the caller reads the returned stream to its end or closes it.
 
@@ -126,9 +127,10 @@ class EngineFrontend(ABC):
                 engine's time and of grammars' CPU time.
             interval_s: interval of the stream's outputs, instead of `stream_interval_s`; infinite if only finished
                 outputs matter.
+            checked: whether `check` has accepted prompt and parameters.
 
         Raises:
-            InvalidInputError: as `RequestReader.read`, or more samples than `max_num_seqs` + `max_num_waiting`.
+            InvalidInputError: as `RequestReader.check` and `read`, or more samples than `max_num_seqs` + `max_num_waiting`.
             QueueFullError: running and waiting sequences leave the caller too little room, `max_waiting_prompt_tokens`
                 of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
                 compiled.
@@ -140,7 +142,11 @@ class EngineFrontend(ABC):
         if params.structured_outputs is not None and self._allowance(sender).is_spent:
             await asyncio.sleep(PATIENCE_S)
         self._check_unused(request_id)
-        self.check([prompt], params, sender)
+        if checked:
+            self.check_health()
+            self._check_admission(params.n, sender)  # others may have been admitted since
+        else:
+            self.check([prompt], params, sender)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
         stream = RequestStream(self, request_id, params.n, interval_s, self._pace, sender)
         self._streams[request_id] = stream

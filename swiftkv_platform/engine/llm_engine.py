@@ -153,6 +153,7 @@ class LLMEngine:
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
         self._check_unused(request_id)
+        self.reader.check(prompt, params)
         request = self.reader.read(prompt, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self.grammars.compile(params.structured_outputs)

@@ -71,7 +71,8 @@ class RequestReader:
         """Maximum bytes of a text to tokenize."""
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check a request as far as possible without tokenizing. Raises as `read`."""
+        """Check a request as far as possible without tokenizing. Raises `InvalidInputError`: an empty or too long
+        prompt, or parameters that this model cannot serve."""
         self._check_params(params)
         if isinstance(prompt, str):
             self.check_text(prompt)
@@ -99,10 +100,9 @@ class RequestReader:
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
-        """Check and tokenize a request. Blocks while tokenizing; any thread may call it. Raises `InvalidInputError`: an
-        empty or too long prompt, a token id outside the vocabulary, parameters that this model cannot serve, or more
-        tokens than the KV cache holds."""
-        self.check(prompt, params)
+        """Tokenize a request that `check` has accepted. Blocks while tokenizing; any thread may call it. Raises
+        `InvalidInputError`: a too long prompt, a token id outside the vocabulary, log-probabilities of too many tokens,
+        or more tokens than the KV cache holds."""
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)

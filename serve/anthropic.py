@@ -14,9 +14,9 @@ from pydantic_core import from_json
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.access import HAS_API_KEY, TheCaller
 from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.openai.answers import event_stream
 from swiftkv_platform.serve.openai.chat import Block, BlockEvent, Blocks, Form, Turn, TypedEvents, read
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, described
-from swiftkv_platform.serve.openai.streams import event_stream
 from swiftkv_platform.serve.schemas import Nested, Positive, checked_kind
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES

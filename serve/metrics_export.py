@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
 from swiftkv_platform.logs import get_logger
+
+if TYPE_CHECKING:
+    from swiftkv_platform.serve.metrics import Metrics
 
 M = TypeVar("M", bound=Metric)
 
@@ -23,15 +26,6 @@ _OTHER = "other"
 _GAUGES_EVERY_S = 5.0
 """Seconds between updates. Ray drops a gauge that was not set for two of its reports, ten seconds apart."""
 _LABELS = ("deployment", "replica", "model")
-
-
-class Gauges(Protocol):
-    """Source of gauges: (name without prefix, description, value)."""
-
-    def gauges(self) -> Sequence[tuple[str, str, float]]: ...
-
-    @property
-    def model(self) -> str: ...
 
 
 class RayMetricsExport:
@@ -55,12 +49,12 @@ class RayMetricsExport:
     def set(self, name: str, what: str, value: float, model: str) -> None:
         self._metric(Gauge, name, what, tag_keys=_LABELS).set(value, self._tags(model))
 
-    async def follow(self, source: Gauges) -> None:
-        """Set the gauges periodically until cancelled."""
+    async def follow(self, metrics: Metrics) -> None:
+        """Set the engine's gauges periodically until cancelled."""
         while True:
             try:
-                for name, what, value in source.gauges():
-                    self.set(name, what, value, source.model)
+                for name, what, value in metrics.gauges():
+                    self.set(name, what, value, metrics.model)
             except Exception:  # such as from an engine that is being closed; must not end the export
                 get_logger().exception("gauges not read")
             await asyncio.sleep(_GAUGES_EVERY_S)

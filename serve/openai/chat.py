@@ -26,13 +26,14 @@ from swiftkv_platform.serve.openai.answers import (
     CallStreams,
     chat_choice,
     chat_delta,
+    chunks_of,
+    head_of,
     prompt_logprobs,
     usage,
     with_calls,
 )
 from swiftkv_platform.serve.openai.fields import Route, names_served
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.openai.streams import chunks_of, head_of
 from swiftkv_platform.serve.tools.calling import ToolCalling, tool_calling
 from swiftkv_platform.web.problems import Problem, problem_of
 

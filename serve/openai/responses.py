@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from swiftkv_platform.serve.access import TheCaller
 from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.openai.answers import event_stream
 from swiftkv_platform.serve.openai.chat import Block, BlockEvent, Blocks, Form, Turn, TypedEvents
 from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, described
-from swiftkv_platform.serve.openai.streams import event_stream
 from swiftkv_platform.serve.schemas import Nested, Whole, checked_kind
 from swiftkv_platform.serve.tools.calling import CHOICE_KINDS, MAX_TOOLS, FunctionTool, NamedFunction
 from swiftkv_platform.specs.base import MAX_MESSAGES

@@ -1,6 +1,6 @@
 """OpenAI's routes on the engine: completions, chat completions, models. Knows no Ray.
 
-Errors have OpenAI's shape below `/v1` (see `problems.py`).
+Errors have OpenAI's shape below `/v1` (see `http.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from fastapi.responses import JSONResponse
 
 from swiftkv_platform.serve.access import HAS_API_KEY, TheCaller
 from swiftkv_platform.serve.answers import whole
-from swiftkv_platform.serve.openai.answers import CompletionChoices, usage
+from swiftkv_platform.serve.openai.answers import CompletionChoices, chunks_of, event_stream, events_of, head_of, usage
 from swiftkv_platform.serve.openai.chat import Turn, check_model, context_of, scores_of
 from swiftkv_platform.serve.openai.responses import add_responses
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
-from swiftkv_platform.serve.openai.streams import chunks_of, event_stream, events_of, head_of
 from swiftkv_platform.serve.schemas import prompts_of
 from swiftkv_platform.web.bodies import BodyRoute
 

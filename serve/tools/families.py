@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv_platform.serve.tools.json_calls import Reading, read_arguments, read_call, read_calls
-from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.parser import Reading, ToolCallParser, read_arguments, read_call, read_calls
 from swiftkv_platform.specs.json_schema import settled
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
 

@@ -130,7 +130,8 @@ class EngineFrontend(ABC):
             checked: whether `check` has accepted prompt and parameters.
 
         Raises:
-            InvalidInputError: as `RequestReader.check` and `read`, or more samples than `max_num_seqs` + `max_num_waiting`.
+            InvalidInputError: as `RequestReader.check` and `read`, or more samples than `max_num_seqs` +
+                `max_num_waiting`.
             QueueFullError: running and waiting sequences leave the caller too little room, `max_waiting_prompt_tokens`
                 of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
                 compiled.

@@ -27,9 +27,8 @@ from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
-from swiftkv_platform.serve.loading import Loaded, Surroundings, choose_backend, load
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.versions import load_version, model_card
+from swiftkv_platform.serve.versions import Loaded, Surroundings, choose_backend, load, load_version, model_card
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig

@@ -79,7 +79,7 @@ async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
 ) -> None:
     monkeypatch.setattr("swiftkv_platform.serve.metrics_export._GAUGES_EVERY_S", 0.01)
 
-    class Source:
+    class Source(Metrics):
         model, calls = "mdl_1", 0
 
         def gauges(self) -> list[tuple[str, str, float]]:

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import (
     SwiftKVError,
     UnauthenticatedError,
 )
-from swiftkv_platform.serve.problems import add_problem_handlers
+from swiftkv_platform.serve.http import add_problem_handlers
 
 MEMBERS = {"type", "title", "status", "detail", "instance", "code", "errors"}
 

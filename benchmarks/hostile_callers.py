@@ -463,8 +463,7 @@ def serve(directory: str, port: str, keys: str) -> None:
     from swiftkv_platform.security.credentials import open_credentials
     from swiftkv_platform.serve.current import Current, ModelCard, Version
     from swiftkv_platform.serve.http import create_http_app
-    from swiftkv_platform.web.promptness import answer_promptly
-    from swiftkv_platform.web.server import ConnectionLimits, server_options
+    from swiftkv_platform.web.server import ConnectionLimits, answer_promptly, server_options
 
     config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))

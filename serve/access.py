@@ -24,9 +24,8 @@ from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.places import Clock, Sender, TokenBucket
 from swiftkv_platform.web.problems import is_anthropics
-from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 REPLICA_HEADER = "x-replica"
 """Header of every response: Serve's name of the replica that answered."""

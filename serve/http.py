@@ -54,8 +54,7 @@ from swiftkv_platform.serve.schemas import (
     to_choice,
 )
 from swiftkv_platform.web.bodies import Bodies, BodyRoute
-from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals, SecurityHeaders
+from swiftkv_platform.web.middleware import BodyLimit, InputGuard, PatientRefusals, SecurityHeaders
 from swiftkv_platform.web.places import Sender, Share
 from swiftkv_platform.web.problems import (
     FieldProblem,

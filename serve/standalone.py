@@ -23,8 +23,7 @@ from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.promptness import answer_promptly
-from swiftkv_platform.web.server import ConnectionLimits, server_options
+from swiftkv_platform.web.server import ConnectionLimits, answer_promptly, server_options
 
 _DRAIN_TIMEOUT_S = 5
 """Seconds that running requests have to finish after the server is told to stop."""

@@ -32,7 +32,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
-from swiftkv_platform.web.promptness import answer_promptly
+from swiftkv_platform.web.server import answer_promptly
 
 if TYPE_CHECKING:
     from swiftkv_platform.configs.adapter import BaseModelReference

@@ -7,8 +7,7 @@ import uvicorn
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.web.promptness import answering_promptly
-from swiftkv_platform.web.server import ConnectionLimits, server_options
+from swiftkv_platform.web.server import ConnectionLimits, answering_promptly, server_options
 
 
 def main() -> None:

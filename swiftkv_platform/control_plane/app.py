@@ -27,8 +27,14 @@ from swiftkv_platform.limits import BODY_KEYS
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.web.bodies import Bodies
-from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PageFiles, PatientRefusals, RequestTimes, SecurityHeaders
+from swiftkv_platform.web.middleware import (
+    BodyLimit,
+    InputGuard,
+    PageFiles,
+    PatientRefusals,
+    RequestTimes,
+    SecurityHeaders,
+)
 from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs

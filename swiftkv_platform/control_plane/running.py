@@ -44,8 +44,7 @@ from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.traces import Spans, configured_provider
-from swiftkv_platform.web.places import Places, Share
-from swiftkv_platform.web.rate_limits import RateLimit
+from swiftkv_platform.web.places import Places, RateLimit, Share
 
 _STOP_TIMEOUT_S = 20.0
 _JOBS_AT_ONCE = 16

@@ -14,7 +14,7 @@ from typing import Any
 
 from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
-from swiftkv_platform.web.rate_limits import Clock, TokenBucket
+from swiftkv_platform.web.places import Clock, TokenBucket
 
 FIRST_S = 0.1
 """CPU seconds that a request's grammar may take, for all its answers together, in addition to `TOKEN_S` a token."""

@@ -1,21 +1,26 @@
-"""ASGI middleware shared by the control plane and the replicas. Knows no route and no error format."""
+"""ASGI middleware shared by the control plane and the replicas: headers, times, sizes and delays of answers, and
+refusals of hostile queries, paths and headers. Knows no route and no error format."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.web.rate_limits import RateLimit
+from swiftkv_platform.errors import InvalidInputError, RateLimitedError
+from swiftkv_platform.web.hostile_json import MAX_KEY_LENGTH, check_text, dotted
+from swiftkv_platform.web.places import RateLimit
 
 ANSWER_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -212,3 +217,59 @@ def announced_bytes(headers: Headers) -> int:
     digits = announced.lstrip("0") if announced.isascii() and announced.isdecimal() else ""
     # Python's `int` refuses thousands of digits.
     return min(int(digits[:20] or 0), sys.maxsize)
+
+
+MAX_QUERY_VALUE_LENGTH = 2048
+"""Most characters of a query parameter's value."""
+MAX_QUERY_PARAMETERS = 256
+
+
+class InputGuard(Middleware):
+    """Refuses hostile paths, queries and headers with the application's own answer to an `InvalidInputError`. Bodies
+    are checked by `web.bodies`."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            _check_path(scope)
+            _check_query(scope)
+            _check_headers(scope)
+        except InvalidInputError as error:
+            await (await _answer(scope, error))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _check_path(scope: Scope) -> None:
+    if "\0" in scope["path"]:
+        raise InvalidInputError("the path has a NUL character; leave it out", field="path")
+
+
+def _check_headers(scope: Scope) -> None:
+    for name, value in scope["headers"]:
+        if b"\0" in value:
+            header = name.decode("latin-1")
+            raise InvalidInputError(f"the header {header} has a NUL character; leave it out", field=header)
+
+
+def _check_query(scope: Scope) -> None:
+    # Bytes that are not UTF-8 become surrogates, which are refused like those of a body.
+    query = scope.get("query_string", b"").decode("latin-1")
+    if query.count("&") >= MAX_QUERY_PARAMETERS:
+        message = f"the query has more than {MAX_QUERY_PARAMETERS} parameters, which is the limit"
+        raise InvalidInputError(message, field="query")
+    for name, value in parse_qsl(query, keep_blank_values=True, errors="surrogateescape"):
+        for text, most in ((name, MAX_KEY_LENGTH), (value, MAX_QUERY_VALUE_LENGTH)):
+            check_text(text, (name,))
+            if len(text) > most:
+                field = dotted((name,))
+                message = f"the query parameter {field} has {len(text)} characters; at most {most} are accepted"
+                raise InvalidInputError(message, field=field)
+
+
+async def _answer(scope: Scope, error: Exception) -> ASGIApp:
+    """Return the application's answer to an error; its exception handlers do not see errors raised in middleware."""
+    handlers = scope["app"].exception_handlers
+    handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
+    response = handler(Request(scope), error)
+    answer: ASGIApp = await response if inspect.isawaitable(response) else response
+    return answer

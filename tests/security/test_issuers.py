@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.security.signing_keys import REFETCH_INTERVAL_S
-from swiftkv_platform.security.tokens import TokenVerifier
+from swiftkv_platform.security.tokens import REFETCH_INTERVAL_S, TokenVerifier
 from tests.fakes.oidc_issuer import Issuer, write_issuers
 from tests.unit.control_plane.routes.conftest import StillClock
 

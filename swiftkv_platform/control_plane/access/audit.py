@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentR
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Principal
-from swiftkv_platform.web.rate_limits import RateLimit
+from swiftkv_platform.web.places import RateLimit
 
 
 @dataclass(frozen=True)

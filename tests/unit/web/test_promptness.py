@@ -9,7 +9,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.web.promptness import SWITCH_INTERVAL_S, answer_promptly, answering_promptly
+from swiftkv_platform.web.server import SWITCH_INTERVAL_S, answer_promptly, answering_promptly
 
 pytestmark = pytest.mark.slow("loads an application")
 

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.web.rate_limits import RateLimit
+from swiftkv_platform.web.places import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, StillClock, refusal
 

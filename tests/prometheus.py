@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,7 @@ import yaml
 
 from tests.rays import free_port
 from tests.requirements import missing
-
-_START_S = 60.0
+from tests.waiting import wait_until_up
 
 
 def program(name: str) -> str:
@@ -75,21 +73,15 @@ def prometheus(
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([program("prometheus"), *flags], stdout=log, stderr=log)
     try:
-        _wait_until_ready(f"http://{url}", process, directory / "prometheus.log")
+        wait_until_up(lambda: _is_ready(f"http://{url}"), process, directory / "prometheus.log")
         yield Prometheus(f"http://{url}")
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            if httpx.get(f"{url}/-/ready", timeout=5.0, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            pass  # it does not listen yet
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/ready", timeout=5.0, trust_env=False).is_success
+    except httpx.TransportError:
+        return False  # it does not listen yet

@@ -7,17 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
-
-_START_S = 180.0
-"""A busy machine takes long to start Ray."""
+from tests.waiting import wait_until_up
 
 
 def become_a_driver() -> None:
@@ -59,7 +56,7 @@ class HeadProcess:
         """Start the head, and return when it answers."""
         log = self.head.temp_dir / "ray.log"
         self._process = _spawn(self.head.command(), self._environment, log)
-        _wait(self.head.answers, self._process, log)
+        wait_until_up(self.head.answers, self._process, log)
 
     def kill(self) -> None:
         """Kill the head's process group; do nothing if it is not running."""
@@ -156,7 +153,7 @@ def ray_node(
     command = [sys.executable, "-c", _NODE, *map(str, arguments)]
     process = _spawn(command, head.environment({**os.environ, **own}), log)
     try:
-        _wait((directory / "node-id").exists, process, log)
+        wait_until_up((directory / "node-id").exists, process, log)
         yield NodeProcess(process, (directory / "node-id").read_text())
     finally:
         _kill_tree(process)
@@ -166,14 +163,6 @@ def ray_node(
 def _spawn(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-
-
-def _wait(is_up: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while not is_up():
-        assert process.poll() is None, log.read_text(errors="replace")
-        assert time.monotonic() < deadline, log.read_text(errors="replace")
-        time.sleep(0.1)
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

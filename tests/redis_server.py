@@ -3,15 +3,13 @@
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.rays import free_port
 from tests.requirements import missing
-
-_START_S = 60.0
+from tests.waiting import wait_until_up
 
 
 @contextmanager
@@ -26,19 +24,11 @@ def redis_server(directory: Path) -> Iterator[str]:
     with (directory / "redis.log").open("wb") as log:
         process = subprocess.Popen([program, *flags], stdout=log, stderr=log)
     try:
-        _wait_until_ready(port, process, directory / "redis.log")
+        wait_until_up(lambda: _answers(port), process, directory / "redis.log")
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while not _answers(port):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
 
 
 def _answers(port: int) -> bool:

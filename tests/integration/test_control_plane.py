@@ -16,8 +16,9 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs, SubmissionStat
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.cluster import FakeCluster
-from tests.integration.planes import Plane, RayCluster, eventually
+from tests.integration.planes import Plane, RayCluster
 from tests.rays import free_port, ray_head
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 

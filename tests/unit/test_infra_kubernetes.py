@@ -49,20 +49,6 @@ def test_addresses_name_services_that_exist() -> None:
     assert named("RayCluster", "swiftkv-serve")["metadata"]["annotations"] == {"ray.io/enable-serve-service": "true"}
 
 
-def test_kustomizations_list_every_file() -> None:
-    for directory, kustomization in kustomizations().items():
-        generators = kustomization.get("configMapGenerator", ())
-        generated = [name for each in generators for name in (*each.get("envs", ()), *each.get("files", ()))]
-        patches = [patch["path"] for patch in kustomization.get("patches", ()) if "path" in patch]
-        listed = {*kustomization.get("resources", ()), *generated, *patches, *kustomization.get("configurations", ())}
-        files = {path.name for path in (KUBERNETES / directory).iterdir()}
-        assert files - {"kustomization.yaml", "values.env", "values.example.env"} == {
-            name for name in listed if "/" not in name and name != "values.env"
-        }
-    namespace = named("Namespace", "swiftkv")
-    assert kustomizations()["base"]["namespace"] == namespace["metadata"]["name"]
-
-
 METADATA = (
     "169.254.169.254",  # AWS, Google, Azure, Oracle and others
     "169.254.170.2",  # credentials of tasks and pods of AWS

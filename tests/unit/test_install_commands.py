@@ -43,34 +43,22 @@ def texts() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pip install swiftkv",
+def test_commands_that_take_the_name_from_an_index_are_told_from_those_that_name_a_source() -> None:
+    from_an_index = (
         "use pip install 'swiftkv-platform[eval]'",
         "python -m pip install --upgrade SwiftKV_Platform==0.1.0",
         "pip install 'ray[llm]==2.60.0' 'swiftkv-platform[vllm]'  # for GPUs",
         "RUN pip install --no-cache-dir \\\n  swiftkv-platform",
         "uv pip install swiftkv-vllm",
-        "uv add swiftkv-platform",
         "uvx run swiftkv-platform",
-    ],
-)
-def test_commands_that_take_the_name_from_an_index_are_found(line: str) -> None:
-    assert len(named(line)) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    )
+    from_a_source = (
         install_from_source("serve"),
         "pip install -e '/src/swiftkv_platform[train,serve]'",
         "pip install '.[vllm]'  # in a clone; then swiftkv serve",
         "pip uninstall --yes swiftkv-platform",
-    ],
-)
-def test_commands_that_name_a_source_are_not(line: str) -> None:
-    assert named(line) == []
+    )
+    assert [len(named(line)) for line in (*from_an_index, *from_a_source)] == [1] * 6 + [0] * 4
 
 
 def test_no_file_tells_to_install_it_from_an_index() -> None:

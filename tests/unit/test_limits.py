@@ -37,6 +37,8 @@ def amount(limit: Limit) -> str:
 
 def test_the_page_shows_every_limit() -> None:
     text = PAGE.read_text(encoding="utf-8")
+    named = [(limit.scope, limit.resource) for limit in all_limits()]
+    assert len(named) == len(set(named))
     expected = "\n".join([*HEAD, *rows(all_limits())])
     assert expected in text, f"replace the table of {PAGE} by:\n{expected}"
 
@@ -53,8 +55,3 @@ def test_a_limit_is_finite_and_its_setting_exists(limit: Limit) -> None:
             *(f"engine.{name}" for name in EngineConfig.model_fields),
         }
         assert limit.setting in fields, limit.setting
-
-
-def test_no_two_limits_say_the_same() -> None:
-    named = [(limit.scope, limit.resource) for limit in all_limits()]
-    assert len(named) == len(set(named))

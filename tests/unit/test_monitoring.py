@@ -91,18 +91,6 @@ def test_labels_are_those_that_metrics_have() -> None:
         assert {*grouped, *matched} <= LABELS, where
 
 
-def test_dashboards_have_panels_that_do_not_overlap_and_a_source_to_choose() -> None:
-    assert {path.stem for path in DASHBOARDS} == {"control-plane", "replicas"}
-    for path in DASHBOARDS:
-        board = json.loads(path.read_text())
-        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
-        assert len(set(places)) == len(places)
-        assert len({panel["id"] for panel in board["panels"]}) == len(places)
-        variables = {variable["name"] for variable in board["templating"]["list"]}
-        used = set(re.findall(r"\$\{?(?!__)(\w+)", path.read_text()))
-        assert used == variables
-
-
 @pytest.fixture
 def promtool(tmp_path: Path) -> Path:
     """A directory with the rules as a plain Prometheus reads them, and their tests."""

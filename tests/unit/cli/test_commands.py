@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
 from tests.model_configs import llama_config
-from tests.s3_servers import free_port
+from tests.rays import free_port
 from tests.unit.cli.conftest import Run
 
 

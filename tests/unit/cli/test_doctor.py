@@ -27,7 +27,8 @@ from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.scripted_server import Script, json_answer, list_answer, problem_answer, serve
 from tests.postgres import emptied, password_role
-from tests.s3_servers import S3Server, client_environment, free_port, run_moto, run_rclone
+from tests.rays import free_port
+from tests.s3_servers import S3Server, client_environment, run_moto, run_rclone
 
 Findings = dict[str, Finding]
 

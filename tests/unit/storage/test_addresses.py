@@ -6,7 +6,8 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
-from tests.s3_servers import client_environment, free_port
+from tests.rays import free_port
+from tests.s3_servers import client_environment
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from PIL import Image
 from swiftkv_platform.specs import TrackingSpec, WandbSpec
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
 from swiftkv_platform.tracking.wandb_tracker import WandbTracker, create_tracker
+from tests.rays import free_port
 from tests.requirements import required_module
-from tests.s3_servers import free_port
 
 required_module("wandb")
 

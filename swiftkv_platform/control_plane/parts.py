@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from swiftkv_platform.contract.attempts import StoredFile
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database, open_database
@@ -29,6 +30,8 @@ from swiftkv_platform.control_plane.parsing import LimitedParsers, Parsers
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -57,6 +60,24 @@ class Components:
     files: FileRepository
     policies: Tenants = NO_LIMITS
     clock: Clock = time.time
+
+    @property
+    def parents(self) -> Parents:
+        """Models and checkpoints that jobs continue from."""
+        return Parents(self.jobs, self.registry, self.attempts)
+
+    def files_of(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
+        """Return those uploaded files of the tenant that the spec names, by id. `usable_at`: time by which expired
+        files are left out; None for jobs that are already accepted, which keep them."""
+        ids = file_ids(spec)
+        found = self.files.find(ids, tenant=tenant).values() if ids else ()
+        return {
+            file.id: StoredFile(
+                uri=f"{self.objects.uri}/{file.key}", sha256=file.sha256, size=file.size, columns=file.columns
+            )
+            for file in found
+            if usable_at is None or file.expires_at is None or file.expires_at > usable_at
+        }
 
 
 def build_components(settings: Settings) -> Components:
@@ -106,11 +127,6 @@ def retained_rows(request: Request) -> RetainedRows:
     return RetainedRows(request.app.state.components.database)
 
 
-def parents_service(request: Request) -> Parents:
-    parts: Components = request.app.state.components
-    return Parents(parts.jobs, parts.registry, parts.attempts)
-
-
 def state_part(name: str) -> Any:
     """Dependency on a part of the application's state."""
 
@@ -122,7 +138,6 @@ def state_part(name: str) -> Any:
 
 Parts = Annotated[Components, state_part("components")]
 Deletions = Annotated[RetainedRows, Depends(retained_rows)]
-TheParents = Annotated[Parents, Depends(parents_service)]
 JobSpans = Annotated[Spans, state_part("spans")]
 TheNodes = Annotated[Kept[Sequence[Node] | None], state_part("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""

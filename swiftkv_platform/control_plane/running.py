@@ -14,20 +14,15 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions, SqlKeyUses, SqlSessions
-from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.http.turns import Turns
-from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
-from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
-from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
-from swiftkv_platform.control_plane.jobs.queue import driver_needs, nodes_of
+from swiftkv_platform.control_plane.jobs.queue import nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.reconciler import SPARING, Instruments, Orphans, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
@@ -42,7 +37,6 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import remove_abandoned_workspaces
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.places import Places, RateLimit, Share
 
@@ -74,8 +68,10 @@ async def running(
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
     deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
     instruments = replace(histograms.reconciler, spans=app.state.spans)
-    reconciler = build_reconciler(settings, parts, leaderships["jobs"], instruments)
-    orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
+    reconciler = Reconciler(
+        parts, settings, leaderships["jobs"], instruments, polls=PollSchedule(), concurrency=_JOBS_AT_ONCE
+    )
+    orphans = Orphans(parts)
     sweeper = Sweeper(
         RetainedRows(parts.database),
         RetainedObjects(parts.objects),
@@ -152,34 +148,6 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.spec_parsers = spec_parsers()
     app.state.upload_parsers = upload_parsers()
     app.state.import_parsers = import_parsers()
-
-
-def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
-    """Build the reconciler of jobs from the settings."""
-    return Reconciler(
-        jobs=parts.jobs,
-        cluster=parts.cluster,
-        store=parts.attempts,
-        digest=manifest_digest,
-        clock=parts.clock,
-        entrypoint=parts.entrypoint,
-        max_running_jobs=settings.max_running_jobs,
-        driver=driver_needs(settings),
-        policies=parts.policies,
-        rules=source_rules(settings),
-        publishing=PublishRules(settings.publish_targets),
-        prices=prices(settings),
-        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s),
-        interval_s=settings.reconcile_interval_s,
-        deployments=lambda: parts.deployments.all_deployments().items,
-        deployments_share=1.0 if settings.serve_dashboard_url else settings.resolved_deployments_share,
-        files=files_of(parts.files, parts.objects.uri),
-        parents=Parents(parts.jobs, parts.registry, parts.attempts),
-        polls=PollSchedule(SPARING),
-        concurrency=_JOBS_AT_ONCE,
-        lease=lease,
-        instruments=instruments,
-    )
 
 
 def build_deployment_reconciler(settings: Settings, parts: Components, lease: Lease) -> DeploymentReconciler:

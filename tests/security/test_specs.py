@@ -12,11 +12,12 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
-from swiftkv_platform.control_plane.jobs.service import JobLimits
+from swiftkv_platform.control_plane.jobs.service import check_job_limits
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.worker.setup import access_of
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
@@ -159,7 +160,7 @@ def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Ser
     assert len(server.client.get("/jobs").json()["data"]) == 1
 
 
-LIMITS = JobLimits(max_workers=8, max_batch_size=64, max_runtime_s=3600)
+LIMITED = Settings(max_workers_per_job=8, max_batch_size=64, max_runtime_s=3600, _env_file=None)
 
 
 def spec(**fields: Any) -> JobSpec:
@@ -168,7 +169,8 @@ def spec(**fields: Any) -> JobSpec:
 
 def test_a_job_above_a_limit_is_refused() -> None:
     limits = {"max_runtime_s": 3600}
-    LIMITS.check(spec(resources={"num_workers": 8}, training={"batch_size": 64, "micro_batch_size": 8}, limits=limits))
+    largest = spec(resources={"num_workers": 8}, training={"batch_size": 64, "micro_batch_size": 8}, limits=limits)
+    check_job_limits(largest, LIMITED)
     two = {"learning_rate": [1e-3, 1e-4], "max_concurrent": 2}
     sweep = {"sweep": two, "evaluation": {"max_kl": 1.0}, "resources": {"num_workers": 8}}
     refused: list[tuple[dict[str, Any], str, int]] = [
@@ -181,7 +183,7 @@ def test_a_job_above_a_limit_is_refused() -> None:
     ]
     for fields, field, value in refused:
         with pytest.raises(InvalidInputError, match="operator's limit") as caught:
-            LIMITS.check(spec(**fields))
+            check_job_limits(spec(**fields), LIMITED)
         assert (caught.value.field, caught.value.value) == (field, value)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftkv_platform.contract.attempts import StoredFile, file_key
+from swiftkv_platform.contract.attempts import file_key
 from swiftkv_platform.data.checks import UploadedRows
-from swiftkv_platform.specs import JobSpec
 
 Purpose = Literal["fine-tune"]
 
@@ -30,12 +28,3 @@ class File(UploadedRows):
     @property
     def key(self) -> str:
         return file_key(self.tenant, self.id)
-
-
-FilesOf = Callable[[JobSpec, str], Mapping[str, StoredFile]]
-"""(spec, tenant) -> those uploaded files of the tenant that the spec names, by id."""
-
-
-def no_files(_spec: JobSpec, _tenant: str) -> Mapping[str, StoredFile]:
-    """Return no file."""
-    return {}

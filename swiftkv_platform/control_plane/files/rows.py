@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.contract.attempts import StoredFile
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
-from swiftkv_platform.control_plane.base import Clock, Page, Slice
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
-from swiftkv_platform.control_plane.files.file import File, FilesOf
+from swiftkv_platform.control_plane.files.file import File
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError, QuotaExceededError
-from swiftkv_platform.sources.access import file_ids
-from swiftkv_platform.specs import JobSpec
 
 _NAMED_JOBS = 3
 """Most jobs that a refusal names."""
@@ -92,24 +89,6 @@ class FileRepository(Store):
         """Return those of the ids that have a row, of any tenant."""
         with self._database.reading() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
-
-
-def files_of(files: FileRepository, store_uri: str, *, usable_at: Clock | None = None) -> FilesOf:
-    """Return the lookup of files. `store_uri`: the object store, as workers open it. `usable_at`: clock by which
-    expired files are left out; None for jobs that are already accepted, which keep them."""
-
-    def find(spec: JobSpec, tenant: str) -> Mapping[str, StoredFile]:
-        ids = file_ids(spec)
-        if not ids:
-            return {}
-        now = None if usable_at is None else usable_at()
-        return {
-            file.id: StoredFile(uri=f"{store_uri}/{file.key}", sha256=file.sha256, size=file.size, columns=file.columns)
-            for file in files.find(ids, tenant=tenant).values()
-            if now is None or file.expires_at is None or file.expires_at > now
-        }
-
-    return find
 
 
 def take_turn(database: Database, session: Session, tenant: str) -> None:

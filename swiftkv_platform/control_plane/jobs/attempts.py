@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -47,6 +47,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.jobs.ray_jobs import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.models.model import Model, documents_fault
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
 
 _SIDE_BY_SIDE = ("write",)
@@ -285,132 +286,128 @@ class AttemptLimits:
         return Reason(code, f"attempt {attempt.number} {what}", field="resources")
 
 
-DEFAULT_LIMITS = AttemptLimits()
-_LONGEST_DELAY_S = 60.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 60.0
+"""Pauses before the second attempt, and at most before a later one; they double with every attempt."""
 _OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
 """Reasons for an attempt's end that are caused by the cluster and use up no retry."""
 _TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
 """Reasons for which the control plane ends an attempt, but makes another one."""
 
 
-@dataclass(frozen=True)
-class AttemptOutcomes:
-    """Decides what happens to a job once its attempt has ended."""
+def decide(reading: Reading, submission: Submission | None, store: AttemptStore) -> Model | None:
+    """Change the status of the job of `reading`; returns the model if the attempt has made one.
 
-    store: AttemptStore
-    digest: Callable[[Manifest], str]
-    """SHA-256 of a manifest."""
-    retry_delay_s: float
-    """Pause before the second attempt; it doubles with every further one."""
-
-    def decide(self, reading: Reading, submission: Submission | None) -> Model | None:
-        """Change the status of the job of `reading`; returns the model if the attempt has made one.
-
-        `submission`: None means that Ray has forgotten it, as a restarted head does.
-        """
-        job = reading.job
-        cancelling = job.status is JobStatus.CANCELLING
-        ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
-        ended_well = ended_well and not job.attempt.paused
-        if ended_well and job.spec.only_publishes:
-            self._settle_publication(reading)
-            return None
-        unexplained = job.attempt.stopping is None and job.attempt.failure is None
-        damage: Failure | None = None
-        if ended_well or (unexplained and not cancelling):
-            # The manifest is written last: if it exists, the work is done, even if the process failed afterwards.
-            try:
-                manifest = self.store.artifact_manifest(job.attempt_id)
-            except ArtifactCorruptError as error:
-                damage = Failure(Reason(error.code, error.message), retryable=True)
-            else:
-                if manifest is not None:
-                    model = self._model(reading, manifest)
-                    fault = documents_fault(model)
-                    if fault is None:
-                        return self._promote(reading, model)
-                    damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
-        if cancelling:
-            reading.move(JobStatus.CANCELLED, job.status_reason)
-        elif job.status is JobStatus.PAUSING:
-            self._settle_pause(reading, damage or job.attempt.failure)
-        elif submission is None and unexplained and damage is None:
-            # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
-            message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
-            self._requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
-        else:
-            self._settle_failure(reading, damage or _cause(job, submission))
+    `submission`: None means that Ray has forgotten it, as a restarted head does.
+    """
+    job = reading.job
+    cancelling = job.status is JobStatus.CANCELLING
+    ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
+    ended_well = ended_well and not job.attempt.paused
+    if ended_well and job.spec.only_publishes:
+        _settle_publication(reading)
         return None
-
-    def _settle_publication(self, reading: Reading) -> None:
-        """Mark a job that copied a model as succeeded; no model was made."""
-        if reading.job.status is JobStatus.STARTING:
-            reading.move(JobStatus.RUNNING)
-        result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
-        reading.job = replace(reading.job, result=result, progress=replace(reading.job.progress, percent=100.0))
-        reading.move(JobStatus.SUCCEEDED)
-
-    def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
-        """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
-        retryable."""
-        stopping = reading.job.attempt.stopping
-        if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
-            reading.move(JobStatus.FAILED, stopping)
-        elif failure is not None and not failure.retryable:
-            reading.move(JobStatus.FAILED, failure.reason)
+    unexplained = job.attempt.stopping is None and job.attempt.failure is None
+    damage: Failure | None = None
+    if ended_well or (unexplained and not cancelling):
+        # The manifest is written last: if it exists, the work is done, even if the process failed afterwards.
+        try:
+            manifest = store.artifact_manifest(job.attempt_id)
+        except ArtifactCorruptError as error:
+            damage = Failure(Reason(error.code, error.message), retryable=True)
         else:
-            reading.move(JobStatus.PAUSED, reading.job.status_reason)
+            if manifest is not None:
+                model = _model(reading, manifest, store)
+                fault = documents_fault(model)
+                if fault is None:
+                    return _promote(reading, model)
+                damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
+    if cancelling:
+        reading.move(JobStatus.CANCELLED, job.status_reason)
+    elif job.status is JobStatus.PAUSING:
+        _settle_pause(reading, damage or job.attempt.failure)
+    elif submission is None and unexplained and damage is None:
+        # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
+        message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
+        _requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
+    else:
+        _settle_failure(reading, damage or _cause(job, submission))
+    return None
 
-    def _settle_failure(self, reading: Reading, failure: Failure) -> None:
-        retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-        counts = failure.reason.code not in _OF_THE_CLUSTER
-        if failure.retryable and (retries_left or not counts):
-            self._requeue(reading, failure.reason, counts=counts)
-        else:
-            reading.move(JobStatus.FAILED, failure.reason)
 
-    def _requeue(self, reading: Reading, reason: Reason, *, counts: bool) -> None:
-        job = reading.job
-        reading.job, event = requeue(
-            job,
-            now=reading.now,
-            reason=reason,
-            delay_s=min(self.retry_delay_s * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
-            counts=counts,
-        )
-        reading.events.append(event)
+def _settle_publication(reading: Reading) -> None:
+    """Mark a job that copied a model as succeeded; no model was made."""
+    if reading.job.status is JobStatus.STARTING:
+        reading.move(JobStatus.RUNNING)
+    result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
+    reading.job = replace(reading.job, result=result, progress=replace(reading.job.progress, percent=100.0))
+    reading.move(JobStatus.SUCCEEDED)
 
-    def _model(self, reading: Reading, manifest: Manifest) -> Model:
-        job = reading.job
-        return Model(
-            id=new_id("mdl"),
-            tenant=job.tenant,
-            name=job.spec.name,
-            job_id=job.id,
-            attempt=job.attempt.number,
-            created_at=reading.now,
-            artifact_uri=self.store.artifact_uri(job.attempt_id),
-            manifest_digest=self.digest(manifest),
-            size=manifest.size,
-            lineage=dict(manifest.lineage),
-            metrics=dict(manifest.metrics),
-        )
 
-    def _promote(self, reading: Reading, model: Model) -> Model:
-        """Make `model` the job's; the update that stores both is refused if the job has changed."""
-        if reading.job.status is JobStatus.STARTING:
-            reading.move(JobStatus.RUNNING)
-        job = reading.job
-        reading.job = replace(
-            job,
-            distilled_model=model.id,
-            artifact_uri=model.artifact_uri,
-            result=model.metrics,
-            progress=replace(job.progress, percent=100.0),
-            speed=measured_speed(job, reading.now),
-        )
-        reading.move(JobStatus.SUCCEEDED)
-        return model
+def _settle_pause(reading: Reading, failure: Failure | None) -> None:
+    """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
+    retryable."""
+    stopping = reading.job.attempt.stopping
+    if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
+        reading.move(JobStatus.FAILED, stopping)
+    elif failure is not None and not failure.retryable:
+        reading.move(JobStatus.FAILED, failure.reason)
+    else:
+        reading.move(JobStatus.PAUSED, reading.job.status_reason)
+
+
+def _settle_failure(reading: Reading, failure: Failure) -> None:
+    retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
+    counts = failure.reason.code not in _OF_THE_CLUSTER
+    if failure.retryable and (retries_left or not counts):
+        _requeue(reading, failure.reason, counts=counts)
+    else:
+        reading.move(JobStatus.FAILED, failure.reason)
+
+
+def _requeue(reading: Reading, reason: Reason, *, counts: bool) -> None:
+    job = reading.job
+    reading.job, event = requeue(
+        job,
+        now=reading.now,
+        reason=reason,
+        delay_s=min(_FIRST_DELAY_S * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
+        counts=counts,
+    )
+    reading.events.append(event)
+
+
+def _model(reading: Reading, manifest: Manifest, store: AttemptStore) -> Model:
+    job = reading.job
+    return Model(
+        id=new_id("mdl"),
+        tenant=job.tenant,
+        name=job.spec.name,
+        job_id=job.id,
+        attempt=job.attempt.number,
+        created_at=reading.now,
+        artifact_uri=store.artifact_uri(job.attempt_id),
+        manifest_digest=manifest_digest(manifest),
+        size=manifest.size,
+        lineage=dict(manifest.lineage),
+        metrics=dict(manifest.metrics),
+    )
+
+
+def _promote(reading: Reading, model: Model) -> Model:
+    """Make `model` the job's; the update that stores both is refused if the job has changed."""
+    if reading.job.status is JobStatus.STARTING:
+        reading.move(JobStatus.RUNNING)
+    job = reading.job
+    reading.job = replace(
+        job,
+        distilled_model=model.id,
+        artifact_uri=model.artifact_uri,
+        result=model.metrics,
+        progress=replace(job.progress, percent=100.0),
+        speed=measured_speed(job, reading.now),
+    )
+    reading.move(JobStatus.SUCCEEDED)
+    return model
 
 
 def _cause(job: Job, submission: Submission | None) -> Failure:

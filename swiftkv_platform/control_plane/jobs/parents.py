@@ -70,7 +70,7 @@ class Parents:
     models: Registry
     objects: AttemptStore
 
-    def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
+    def parent_of(self, spec: JobSpec, tenant: str) -> FoundParent | None:
         """Find a spec's parent; None for a spec that starts from its teacher. Raises as `find`."""
         return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
 
@@ -155,19 +155,6 @@ def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
         merges = isinstance(value, Mapping) and name != "metadata"
         document[name] = {**document[name], **value} if merges else value
     return JobSpec.model_validate(document)
-
-
-ParentOf = Callable[[JobSpec, str], FoundParent | None]
-"""(spec, tenant) -> the parent that the spec continues from."""
-
-
-def no_parents(spec: JobSpec, _tenant: str) -> None:
-    """Return None. Raises `InvalidInputError` for a spec that continues from a parent."""
-    if spec.training.from_ is not None:
-        raise _refused(
-            spec.training.from_,
-            "only a control plane knows models and checkpoints, and none is used here; leave it out",
-        )
 
 
 def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:
@@ -296,9 +283,6 @@ class PublishRules:
             field=_FIELD,
             value=publish.to,
         )
-
-
-NOWHERE = PublishRules()
 
 
 def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:

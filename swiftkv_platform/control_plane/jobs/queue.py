@@ -11,15 +11,15 @@ it has not taken yet are reserved for it, so that no job starts that would make 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus, replica_needs
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
@@ -35,7 +35,7 @@ from swiftkv_platform.control_plane.ray.places import (
     take,
 )
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
-from swiftkv_platform.settings import NodeGroup, Settings
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 
@@ -60,7 +60,12 @@ class FairQueue:
         """Shares given so far, relative to the tenant's weight."""
 
     def next(
-        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: FreePlaces | None = None
+        self,
+        standing: Standing,
+        *,
+        room: int,
+        deployments: Sequence[Deployment],
+        places: ClusterPlaces | None,
     ) -> list[Waiting]:
         """Choose at most `room` waiting jobs, in the order in which they should start.
 
@@ -100,8 +105,8 @@ class FairQueue:
         stuck: Sequence[Job],
         standing: Standing,
         *,
-        deployments: Sequence[Deployment] = (),
-        places: FreePlaces | None = None,
+        deployments: Sequence[Deployment],
+        places: ClusterPlaces | None,
     ) -> list[Job]:
         """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
         others after that."""
@@ -133,20 +138,6 @@ class FairQueue:
         credit."""
         least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
         self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}
-
-
-class FreePlaces(Protocol):
-    """Free places on the cluster in a round of the queue."""
-
-    def could_fit(self, job_id: str) -> bool:
-        """Whether the nodes could hold the job if they were empty."""
-        ...
-
-    def fits(self, job_id: str) -> bool:
-        """Whether the job's places are free now."""
-        ...
-
-    def take(self, job_id: str) -> None: ...
 
 
 def why_waiting(
@@ -308,34 +299,23 @@ class ClusterPlaces:
             take(self._free, needs.bundles)
 
 
-@dataclass(frozen=True)
-class GroupLimits:
-    """Bounds of a cluster with an autoscaler. Without named node groups there are none: nodes come and go."""
-
-    groups: Mapping[str, NodeGroup]
-    driver: Bundle
-    told: Callable[[], Sequence[Node] | None]
-    """Nodes that Ray reports, some of which may be in no group; called only for needs that the groups do not hold."""
-
-    def check(self, spec: JobSpec) -> None:
-        """Raise `InvalidInputError` for a job that neither the full groups nor the present nodes can hold."""
-        needs = Needs.of(spec, self.driver)
-        most = len(needs.bundles)
-        full = [group.resources for group in self.groups.values() for _ in range(min(group.max_nodes, most))]
-        if not self.groups or fit(full, needs.bundles):
-            return
-        nodes = self.told()
-        if nodes is not None and not fit([node.total for node in nodes], needs.bundles):
-            there = "; ".join(f"{name}: {group.described()}" for name, group in self.groups.items())
-            raise InvalidInputError(
-                f"the job needs {needs.words}, more than all nodes that the cluster may have can hold ({there}); use "
-                "fewer or smaller resources.num_workers, or another accelerator_type",
-                field="resources",
-                value=spec.resources.num_workers,
-            )
-
-
-NO_GROUPS = GroupLimits({}, {}, lambda: None)
+def check_node_groups(spec: JobSpec, settings: Settings, nodes: Callable[[], Sequence[Node] | None]) -> None:
+    """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
+    named node groups there are no bounds: nodes come and go. `nodes`: called only for what the groups do not hold."""
+    groups, needs = settings.node_groups, Needs.of(spec, driver_needs(settings))
+    most = len(needs.bundles)
+    full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
+    if not groups or fit(full, needs.bundles):
+        return
+    present = nodes()
+    if present is not None and not fit([node.total for node in present], needs.bundles):
+        there = "; ".join(f"{name}: {group.described()}" for name, group in groups.items())
+        raise InvalidInputError(
+            f"the job needs {needs.words}, more than all nodes that the cluster may have can hold ({there}); use "
+            "fewer or smaller resources.num_workers, or another accelerator_type",
+            field="resources",
+            value=spec.resources.num_workers,
+        )
 
 
 def nodes_of(cluster: RayJobs) -> Sequence[Node] | None:
@@ -431,8 +411,7 @@ class MakingRoom:
     admission: Admission
     queue: FairQueue
     limits: AttemptLimits
-    deployments: Callable[[], Sequence[Deployment]]
-    """Deployments of all tenants, which count against quotas."""
+    deployments: DeploymentRepository
     share: float
     """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
     _lacking: dict[str, float] = field(default_factory=dict, init=False)
@@ -458,7 +437,8 @@ class MakingRoom:
         if not any(standing.waiting.values()):
             return []
         places = self.admission.places(now, stuck=stuck, over=over)
-        chosen = self.queue.overtaken([*stuck, *over], standing, deployments=self.deployments(), places=places)
+        deployments = self.deployments.all_deployments().items
+        chosen = self.queue.overtaken([*stuck, *over], standing, deployments=deployments, places=places)
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:
@@ -478,7 +458,7 @@ class MakingRoom:
         within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
             item
-            for item in (self.deployments() if going and self.share < 1.0 else ())
+            for item in (self.deployments.all_deployments().items if going and self.share < 1.0 else ())
             if item.state.status in _COMES_UP and not item.state.replicas and item.spec.min_replicas
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}

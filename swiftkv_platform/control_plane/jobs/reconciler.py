@@ -17,25 +17,28 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import (
     ReasonCode,
     TrackingEvent,
 )
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Clock, is_due
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.files.file import FilesOf, no_files
-from swiftkv_platform.control_plane.jobs.attempts import DEFAULT_LIMITS, AttemptLimits, AttemptOutcomes, Reading, read
-from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, over_cap
+from swiftkv_platform.control_plane.access.tenants import source_rules
+from swiftkv_platform.control_plane.base import is_due
+from swiftkv_platform.control_plane.jobs.attempts import (
+    AttemptLimits,
+    Reading,
+    decide,
+    read,
+)
+from swiftkv_platform.control_plane.jobs.costs import over_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
@@ -44,12 +47,13 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
-from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, ListedSubmission, RayJobs, Submission
-from swiftkv_platform.control_plane.jobs.rows import JobRepository, Placed
-from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.jobs.parents import PublishRules
+from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom, driver_needs
+from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
+from swiftkv_platform.control_plane.jobs.rows import Placed
+from swiftkv_platform.control_plane.loops.leadership import Lease
 from swiftkv_platform.control_plane.loops.loop import Backoff
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -61,8 +65,8 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.redaction import redact
-from swiftkv_platform.sources import NO_RULES, SourceRules
-from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.attempt_store import StoredEvent
 from swiftkv_platform.traces import NO_SPANS, Spans
 
 _URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
@@ -82,11 +86,6 @@ class PollIntervals:
     """Number of jobs on the cluster from which `busy_s` and `quiet_s` apply in full."""
 
 
-EVERY_TICK = PollIntervals(0.0, 0.0, 0.0)
-SPARING = PollIntervals()
-"""With 1,000 jobs, of which a tenth reports each second, some 9 requests to the store per job and minute."""
-
-
 @dataclass
 class _Look:
     at: float
@@ -103,7 +102,7 @@ class PollSchedule:
     which bounds its time. Jobs for which a caller waits come first, up to three quarters of these; then those that have
     been due for longest."""
 
-    intervals: PollIntervals = EVERY_TICK
+    intervals: PollIntervals = PollIntervals()
     most: int = 128
     _looks: dict[str, _Look] = field(default_factory=dict)
 
@@ -190,7 +189,6 @@ class Instruments:
                 self.untracked()
 
 
-NO_INSTRUMENTS = Instruments()
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
 _MOST_SURPRISES = 5
@@ -202,61 +200,36 @@ _MOST_EVENTS = 256
 """Most events of a job that one poll reads."""
 
 
-@dataclass(kw_only=True)
 class Reconciler:
-    """Reconciles all jobs, from one thread; of several control planes only the leader does."""
+    """Reconciles all jobs, from one thread; of several control planes only the leader does.
 
-    jobs: JobRepository
-    cluster: RayJobs
-    store: AttemptStore
-    digest: InitVar[Callable[[Manifest], str]]
-    """SHA-256 of a manifest."""
-    clock: Clock
-    entrypoint: Entrypoint
-    max_running_jobs: int
-    """Most attempts on the cluster at the same time."""
-    driver: Mapping[str, float] = field(default_factory=dict)
-    """Resources that Ray reserves for the process of each attempt, by Ray's names."""
-    interval_s: InitVar[float]
-    """Pause after a first failure, in seconds; it doubles with every further one."""
-    policies: Tenants = NO_LIMITS
-    """Quotas and weights of tenants."""
-    rules: SourceRules = NO_RULES
-    """Sources that attempts may read, by tenant."""
-    publishing: PublishRules = NOWHERE
-    """Targets that models may be published to."""
-    prices: Prices = FREE
-    limits: AttemptLimits = DEFAULT_LIMITS
-    retry_delay_s: InitVar[float] = 1.0
-    """Pause before a job's second attempt; it doubles with every further one."""
-    deployments: Callable[[], Sequence[Deployment]] = tuple
-    """Deployments of all tenants, whose replicas count against quotas as jobs do."""
-    deployments_share: float = 1.0
-    """Share of the jobs' nodes that is open to deployments; jobs that hold more than the rest make room for them."""
-    files: FilesOf = no_files
-    """Uploaded files that a job's spec names."""
-    parents: ParentOf = no_parents
-    """Model or checkpoint that a job's spec continues from."""
-    polls: PollSchedule = field(default_factory=PollSchedule)
-    """Choice of the jobs that a tick polls; by default all."""
-    concurrency: InitVar[int] = 1
-    """Jobs that are polled, or submitted, at the same time."""
-    lease: Lease = UNDISPUTED
-    """Lease to hold for any change; the default is for the only control plane."""
-    instruments: Instruments = NO_INSTRUMENTS
-    jobs_put_off: int = field(default=0, init=False)
-    """Jobs whose last step failed, as of the latest tick."""
+    Args:
+        lease: held for any change.
+        polls: choice of the jobs that a tick polls.
+        concurrency: jobs that are polled, or submitted, at the same time.
+    """
 
-    def __post_init__(
-        self, digest: Callable[[Manifest], str], interval_s: float, retry_delay_s: float, concurrency: int
+    def __init__(
+        self,
+        parts: Components,
+        settings: Settings,
+        lease: Lease,
+        instruments: Instruments,
+        *,
+        polls: PollSchedule,
+        concurrency: int,
     ) -> None:
-        self._outcomes = AttemptOutcomes(self.store, digest, retry_delay_s)
-        self._queue = FairQueue(self.policies)
-        self._admission = Admission(self.jobs, self.cluster, self.driver)
-        self._room = MakingRoom(
-            self.jobs, self._admission, self._queue, self.limits, self.deployments, self.deployments_share
-        )
-        self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self.jobs_put_off = 0
+        """Jobs whose last step failed, as of the latest tick."""
+        self._parts, self._settings, self._lease, self._instruments = parts, settings, lease, instruments
+        self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
+        self._polls = polls
+        self._limits = AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s)
+        self._queue = FairQueue(parts.policies)
+        self._admission = Admission(parts.jobs, parts.cluster, driver_needs(settings))
+        share = 1.0 if settings.serve_dashboard_url else settings.resolved_deployments_share
+        self._room = MakingRoom(parts.jobs, self._admission, self._queue, self._limits, parts.deployments, share)
+        self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
         self._surprises: dict[str, list[str]] = {}  # unexpected failures in a row, by job
@@ -264,21 +237,21 @@ class Reconciler:
 
     def tick(self) -> None:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
-        placed, now = self.jobs.on_cluster(), self.clock()
+        placed, now = self._jobs.on_cluster(), self._clock()
         if self._backoff.ready(_CLUSTER, now):
-            due = [job_id for job_id in self.polls.due(placed, now) if self._backoff.ready(job_id, now)]
+            due = [job_id for job_id in self._polls.due(placed, now) if self._backoff.ready(job_id, now)]
             after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
             self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
-            self._start_waiting(self.max_running_jobs - len(placed) + ended)
+            self._start_waiting(self._settings.max_running_jobs - len(placed) + ended)
             self._make_room()
         self._forget_ended()
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
         """Read these jobs. An unreadable one is put off for a while."""
-        jobs = self.jobs.load(ids) if ids else ()
+        jobs = self._jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
-            self._backoff.failed(job_id, self.clock())
+            self._backoff.failed(job_id, self._clock())
         return jobs
 
     def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
@@ -293,12 +266,12 @@ class Reconciler:
         """Start queued jobs, as room allows. One that is put off after a failure takes no other's place."""
         room = min(room, _MOST_STARTS)
         while room > 0:
-            now = self.clock()
+            now = self._clock()
             left_out = {*self._backoff.resting(now), *self._admission.never}
-            standing = self.jobs.standing(most=room, now=now, without=left_out)
+            standing = self._jobs.standing(most=room, now=now, without=left_out)
             waits = any(standing.waiting.values())
             places = self._admission.places(now) if waits or left_out else None
-            deployments = self.deployments() if waits else ()
+            deployments = self._parts.deployments.all_deployments().items if waits else ()
             queue = self._queue.next(standing, room=room, deployments=deployments, places=places)
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
@@ -309,7 +282,7 @@ class Reconciler:
 
     def _make_room(self) -> None:
         """End attempts that must make room: those that are not placed at once, the others at a checkpoint."""
-        now = self.clock()
+        now = self._clock()
         for job, reason in self._room.endings(now, self._backoff.resting(now)):
             step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
             self._admission.saw([self._attend(job, partial(step, reason))])
@@ -320,9 +293,9 @@ class Reconciler:
         return ended
 
     def _ask_to_end(self, reason: Reason, job: Job) -> Job:
-        self.lease.check()
-        self.store.announce_preemption(job.attempt_id)
-        return self._store_change(replace(job, attempt=replace(job.attempt, yields=reason, yields_at=self.clock())))
+        self._lease.check()
+        self._store.announce_preemption(job.attempt_id)
+        return self._store_change(replace(job, attempt=replace(job.attempt, yields=reason, yields_at=self._clock())))
 
     def _start(self, jobs: Sequence[Job]) -> int:
         """Claim places for the jobs that can be prepared, and submit them; returns how many got a place."""
@@ -335,25 +308,25 @@ class Reconciler:
         self._each(jobs, lambda job: self._attend(job, prepare))
         if not starts:
             return 0
-        self.lease.check()
-        claimed = self.jobs.claim(
+        self._lease.check()
+        claimed = self._jobs.claim(
             [starts[job.id] for job in jobs if job.id in starts],
-            most=self.max_running_jobs,
+            most=self._settings.max_running_jobs,
             fits=self._queue.fits,
-            fence=self.lease.fence,
+            fence=self._lease.fence,
         )
         waited = {job.id: job for job in jobs}
         for job in claimed:
-            self.instruments.started(waited[job.id], self.clock())
+            self._instruments.started(waited[job.id], self._clock())
         self._admission.saw(self._each(claimed, lambda job: self._attend(job, self._submit)))
         return len(claimed)
 
     def _prepared(self, job: Job) -> tuple[Job, Event]:
         """Return the job as it starts, not stored yet, and the event that reports it."""
-        self.cluster.check()  # while Ray is away, a job keeps its place in the queue
+        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
-        resume_from = self.store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
-        return start(job, now=int(self.clock()), resume_from=resume_from)
+        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        return start(job, now=int(self._clock()), resume_from=resume_from)
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """Run a job's step and return the job; unchanged while the job or the cluster is put off after a failure.
@@ -362,8 +335,8 @@ class Reconciler:
         services come back, so the job waits for them. Any other failure is a bug of ours, or a job made to cause one:
         after a few in a row the job is failed.
         """
-        self.lease.check()
-        now = self.clock()
+        self._lease.check()
+        now = self._clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
@@ -375,7 +348,7 @@ class Reconciler:
             self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
-                if self._backoff.ready(_CLUSTER, self.clock()):
+                if self._backoff.ready(_CLUSTER, self._clock()):
                     self._put_off(_CLUSTER, job, error)
         except Exception as error:
             self._put_off(job.id, job, error)
@@ -391,91 +364,92 @@ class Reconciler:
 
     def _give_up(self, job: Job) -> Job:
         """Fail a job that cannot be handled, and stop its attempt."""
-        latest = self.jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
+        latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
         if latest.status.holds_cluster and latest.attempt.submission_id is not None:
             self._stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
-        now, reason = int(self.clock()), Reason(ReasonCode.INTERNAL, message)
+        now, reason = int(self._clock()), Reason(ReasonCode.INTERNAL, message)
         failed, event = transition(latest, JobStatus.FAILED, now=now, reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
         return self._store_change(failed, events=[event])
 
     def _store_change(self, job: Job, **told: Any) -> Job:
         """Store a changed job, unless another control plane leads by now."""
-        return self.jobs.update(job, fence=self.lease.fence, **told)
+        return self._jobs.update(job, fence=self._lease.fence, **told)
 
     def _stop(self, submission_id: str) -> None:
-        self.lease.check()
-        self.cluster.stop(submission_id)
+        self._lease.check()
+        self._cluster.stop(submission_id)
 
     def _forget_ended(self) -> None:
         """Forget the failures of jobs that have ended."""
         failing = self._backoff.names() - {_CLUSTER}
-        live = self.jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
+        live = self._jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
         self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in live}
         self._backoff.keep({_CLUSTER, *live})
         self.jobs_put_off = len(failing & live)
 
     def _put_off(self, name: str, job: Job, error: Exception) -> None:
-        delay = self._backoff.failed(name, self.clock())
+        delay = self._backoff.failed(name, self._clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
-        with self.instruments.spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
-            return self._submit_traced(job)
+        with self._instruments.spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
+            self._store.write_request(self._request_of(job))
+            self._lease.check()  # another control plane may have submitted it while the request was written
+            entrypoint = self._parts.entrypoint
+            self._cluster.submit(_submission_id(job), entrypoint.shell(job.attempt_id), entrypoint.env)
+            submitted = self._store_change(self._seen_by_ray(job))
+            self._log.info("submitted", job_id=job.id, submission_id=job.attempt.submission_id)
+            return submitted
 
-    def _submit_traced(self, job: Job) -> Job:
-        attempt = job.attempt
-        organizations = self.policies.policy(job.tenant).hub_organizations
-        access = self.rules.access(job.tenant, organizations, self.files(job.spec, job.tenant))
-        found = self.parents(job.spec, job.tenant)
-        self.store.write_request(
-            AttemptRequest(
-                job_id=job.id,
-                attempt=attempt.number,
-                spec=job.spec,
-                resume_from=attempt.resume_from,
-                run_id=job.id,
-                allowed_roots=access.roots,
-                hub_organizations=access.hub_organizations,
-                publish_targets=None if job.spec.publish.to is None else self.publishing.opened(job.tenant),
-                code_tasks=access.code_tasks,
-                files=dict(access.files or {}),
-                parent=None if found is None else found.parent,
-                traceparent=job.traceparent,
-            )
+    def _request_of(self, job: Job) -> AttemptRequest:
+        """Return what the job's attempt reads when it starts."""
+        organizations = self._parts.policies.policy(job.tenant).hub_organizations
+        files = self._parts.files_of(job.spec, job.tenant)
+        access = source_rules(self._settings).access(job.tenant, organizations, files)
+        publishing = None if job.spec.publish.to is None else PublishRules(self._settings.publish_targets)
+        found = self._parts.parents.parent_of(job.spec, job.tenant)
+        return AttemptRequest(
+            job_id=job.id,
+            attempt=job.attempt.number,
+            spec=job.spec,
+            resume_from=job.attempt.resume_from,
+            run_id=job.id,
+            allowed_roots=access.roots,
+            hub_organizations=access.hub_organizations,
+            publish_targets=None if publishing is None else publishing.opened(job.tenant),
+            code_tasks=access.code_tasks,
+            files=dict(access.files or {}),
+            parent=None if found is None else found.parent,
+            traceparent=job.traceparent,
         )
-        self.lease.check()  # another control plane may have submitted it while the request was written
-        self.cluster.submit(_submission_id(job), self.entrypoint.shell(job.attempt_id), self.entrypoint.env)
-        submitted = self._store_change(self._seen_by_ray(job))
-        self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
-        return submitted
 
     def _follow(self, job: Job) -> Job:
-        submission = self.cluster.status(_submission_id(job))
+        submission = self._cluster.status(_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
         # All events of an ended attempt are listed, so none can appear later.
         over = submission is None or submission.status.is_terminal
-        turn = None if over else self.polls.turn(job.id)
-        stored = self.store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
-        reading = read(seen, stored, now=int(self.clock()))
-        self.instruments.read(stored, self.clock())
+        turn = None if over else self._polls.turn(job.id)
+        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
+        reading = read(seen, stored, now=int(self._clock()))
+        self._instruments.read(stored, self._clock())
         has_more = len(stored) == _MOST_EVENTS
         after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
-        self.polls.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        self._polls.looked(job.id, now=self._clock(), version=after.version, heard=bool(stored), has_more=has_more)
         return after
 
     def _finish(self, reading: Reading, submission: Submission | None) -> Job:
         ended = reading.job
-        self.lease.check()
+        self._lease.check()
         if submission is not None:
-            self.store.save_logs(ended.attempt_id, self.cluster.logs(_submission_id(ended)))
-        model = self._outcomes.decide(reading, submission)
+            self._store.save_logs(ended.attempt_id, self._cluster.logs(_submission_id(ended)))
+        model = decide(reading, submission, self._store)
         settled = self._store_change(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:
@@ -485,21 +459,22 @@ class Reconciler:
     def _tidy_up(self, job_id: str) -> None:
         """Discard the job's inputs. If the store is away they stay, which does not affect the job."""
         try:
-            self.store.discard_inputs(job_id)
+            self._store.discard_inputs(job_id)
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
     def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
         """Store what a running attempt has reported, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock(), submission)
+        reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock(), submission)
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
-        over = over_cap(reading.job, self.policies.policy(reading.job.tenant), self.prices, self.clock())
+        policy = self._parts.policies.policy(reading.job.tenant)
+        over = over_cap(reading.job, policy, prices(self._settings), self._clock())
         if over is not None:
             reading.move(JobStatus.PAUSING, over)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
-            self.lease.check()
-            self.store.request_pause(reading.job.attempt_id)
+            self._lease.check()
+            self._store.request_pause(reading.job.attempt_id)
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
         job = reading.job
         if job != before:
@@ -509,7 +484,7 @@ class Reconciler:
         return job
 
     def _seen_by_ray(self, job: Job) -> Job:
-        return replace(job, attempt=replace(job.attempt, submitted_at=job.attempt.submitted_at or self.clock()))
+        return replace(job, attempt=replace(job.attempt, submitted_at=job.attempt.submitted_at or self._clock()))
 
 
 def _is_to_end(job: Job) -> bool:
@@ -547,18 +522,14 @@ _MOST_FORGOTTEN = 100
 class Orphans:
     """Compares running attempts with stored jobs, every minute."""
 
-    jobs: JobRepository
-    cluster: RayJobs
-    store_uri: str
-    """Address of this control plane's store. Attempts with another store belong to another control plane."""
-    clock: Clock
+    parts: Components
     stopped: int = field(default=0, init=False)
     """Attempts that this process has stopped."""
     _next: float = field(default=0.0, init=False)
 
     def tick(self) -> None:
         """Run once a minute. An unavailable cluster is asked again next time. Raises `DatabaseUnavailableError`."""
-        now = self.clock()
+        now = self.parts.clock()
         if not is_due(self._next, now, within=_INTERVAL_S):
             return
         self._next = now + _INTERVAL_S
@@ -574,23 +545,23 @@ class Orphans:
         A job is stored as starting before it is submitted, so an attempt that was listed before the jobs were read, and
         belongs to none of them, has no job.
         """
-        forgotten_before = self.clock() - _FORGOTTEN_AFTER_S
-        listed = self.cluster.listed()
+        forgotten_before = self.parts.clock() - _FORGOTTEN_AFTER_S
+        listed = self.parts.cluster.listed()
         looked_at = [each for each in listed if each.ended_at is None or each.ended_at < forgotten_before]
         if not looked_at:
             return
-        wanted = self.jobs.attempts_on_cluster()
+        wanted = self.parts.jobs.attempts_on_cluster()
         forgotten = 0
         for submission in looked_at:
-            attempt = attempt_of(submission, self.store_uri)
+            attempt = attempt_of(submission, self.parts.entrypoint.store_uri)
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
                 continue
             if submission.ended_at is None:
                 get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
-                self.cluster.stop(submission.submission_id)
+                self.parts.cluster.stop(submission.submission_id)
                 self.stopped += 1
             elif forgotten < _MOST_FORGOTTEN:
-                self.cluster.remove(submission.submission_id)
+                self.parts.cluster.remove(submission.submission_id)
                 forgotten += 1
 
 

@@ -19,10 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Submitter, Writer, wants_events
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
-from swiftkv_platform.control_plane.files.rows import files_of
-from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.jobs.answers import (
@@ -41,10 +38,9 @@ from swiftkv_platform.control_plane.jobs.answers import (
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
-from swiftkv_platform.control_plane.jobs.parents import PublishRules
-from swiftkv_platform.control_plane.jobs.queue import GroupLimits, Needs, driver_needs, why_waiting
+from swiftkv_platform.control_plane.jobs.queue import Needs, driver_needs, why_waiting
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
-from swiftkv_platform.control_plane.jobs.service import JobLimits, JobService
+from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parts import (
     RAY_ANSWERS_WITHIN_S,
     Components,
@@ -52,7 +48,6 @@ from swiftkv_platform.control_plane.parts import (
     JobSpans,
     Parts,
     TheNodes,
-    TheParents,
     TheRay,
     TheSettings,
     TheSpecParsers,
@@ -116,28 +111,8 @@ def _present(
 Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
-def _service(
-    parts: Parts,
-    settings: TheSettings,
-    parents: TheParents,
-    nodes: TheNodes,
-) -> JobService:
-    told = partial(nodes.within, RAY_ANSWERS_WITHIN_S, None)
-    return JobService(
-        parts.jobs,
-        clock=parts.clock,
-        rules=source_rules(settings),
-        policies=parts.policies,
-        webhooks=webhook_rules(settings),
-        prices=prices(settings),
-        flops_per_second=settings.flops_per_second,
-        limits=JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s),
-        files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
-        parents=parents,
-        publishing=PublishRules(settings.publish_targets),
-        groups=GroupLimits(settings.node_groups, driver_needs(settings), told),
-        rehearse=lambda job: JobAnswer.of(job, prices(settings), parts.clock()).model_dump_json(),
-    )
+def _service(parts: Parts, settings: TheSettings, nodes: TheNodes) -> JobService:
+    return JobService(parts, settings, partial(nodes.within, RAY_ANSWERS_WITHIN_S, None))
 
 
 Service = Annotated[JobService, Depends(_service)]

@@ -4,98 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
-from swiftkv_platform.control_plane.files.file import FilesOf, no_files
-from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
-from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for, with_time
+from swiftkv_platform.control_plane.access.tenants import source_rules
+from swiftkv_platform.control_plane.base import Caller, Page, new_id
+from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
+from swiftkv_platform.control_plane.jobs.costs import prices, speed_for, with_time
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
-from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.queue import NO_GROUPS, GroupLimits
-from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter, JobRepository
+from swiftkv_platform.control_plane.jobs.parents import PublishRules, check_parent
+from swiftkv_platform.control_plane.jobs.queue import check_node_groups
+from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
 from swiftkv_platform.control_plane.parsing import Run, run_here
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
-from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
 
-
-@dataclass(frozen=True)
-class JobLimits:
-    """The operator's limits of one job; None is no limit."""
-
-    max_workers: int | None = None
-    """Workers at a time, over all trials of a sweep."""
-    max_batch_size: int | None = None
-    """Rows of a step, and of one worker's pass."""
-    max_runtime_s: int | None = None
-    """Seconds of an attempt."""
-
-    def check(self, spec: JobSpec) -> None:
-        """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit."""
-        training = spec.training
-        asked = (
-            ("resources.num_workers", spec.most_workers, self.max_workers),
-            ("training.batch_size", training.batch_size, self.max_batch_size),
-            ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
-            ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),
-        )
-        for field, value, most in asked:
-            if value is not None and most is not None and value > most:
-                message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
-                raise InvalidInputError(message, field=field, value=value)
-
-
-UNLIMITED = JobLimits()
 _UPDATE_TRIES = 5
 """Tries to store a change, since the reconciler may change the job between reading and writing."""
 _MEASURED_JOBS = 100
 """Newest jobs that are searched for a measured speed."""
-NO_WEBHOOKS = WebhookRules()
 _UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
-
-
-def _nothing(_job: Job) -> None:
-    """Rehearse nothing."""
 
 
 @dataclass
 class JobService:
-    """Submits, pauses, resumes and cancels jobs for callers."""
+    """Submits, pauses, resumes and cancels jobs for callers, by the operator's settings."""
 
-    jobs: JobRepository
-    _: KW_ONLY
-    clock: Clock
-    rules: SourceRules = NO_RULES
-    policies: Tenants = NO_LIMITS
-    webhooks: WebhookRules = NO_WEBHOOKS
-    prices: Prices = FREE
-    flops_per_second: float | None = None
-    """FLOPs per second of one worker, until a job has been measured."""
-    limits: JobLimits = UNLIMITED
-    files: FilesOf = no_files
-    """Uploaded files that a spec names."""
-    parents: ParentOf = no_parents
-    """Model or checkpoint that a spec continues from."""
-    publishing: PublishRules = NOWHERE
-    """Targets that models may be published to."""
-    groups: GroupLimits = NO_GROUPS
+    parts: Components
+    settings: Settings
+    nodes: Callable[[], Sequence[Node] | None]
+    """Nodes that the jobs' cluster reports; None if it reports none."""
     run: Run = run_here
     """Runs checks that read files."""
-    rehearse: Callable[[Job], object] = _nothing
-    """Called with every job before it is stored; if it raises, the job is not stored. A caller that returns the job
-    serialises its answer here, so that no job is stored that could not be returned."""
 
     def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
         """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
@@ -103,29 +56,30 @@ class JobService:
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
         """
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
-        earlier = self.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
-        speed = speed_for(spec, earlier, self.flops_per_second)
+        earlier = self.parts.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        speed = speed_for(spec, earlier, self.settings.flops_per_second)
         spec, found = self._check(spec, caller)
-        return with_time(found, spec, speed, self.prices)
+        return with_time(found, spec, speed, prices(self.settings))
 
     def _check(self, spec: JobSpec, caller: Caller) -> tuple[JobSpec, JobEstimate]:
         """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
         estimate."""
         check_spec_bytes(spec)
-        self.limits.check(spec)
+        check_job_limits(spec, self.settings)
         self._check_entity(spec, caller.tenant)
-        organizations = self.policies.policy(caller.tenant).hub_organizations
+        organizations = self.parts.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
-            to = self.publishing.check(spec.publish.publication, caller.tenant)
+            to = PublishRules(self.settings.publish_targets).check(spec.publish.publication, caller.tenant)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
         if spec.only_publishes:
             self._check_demand(spec, caller.tenant)
             return self._continued(spec, caller, JobEstimate())
-        access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
+        files = self.parts.files_of(spec, caller.tenant, usable_at=self.parts.clock())
+        access = source_rules(self.settings).access(caller.tenant, organizations, files)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
-            self.webhooks.check(spec.webhook, caller.tenant)
-        if spec.limits.cost_cap is not None and not self.prices.are_known:
+            webhook_rules(self.settings).check(spec.webhook, caller.tenant)
+        if spec.limits.cost_cap is not None and not prices(self.settings).are_known:
             raise InvalidInputError(
                 f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
                 "(SWIFTKV_GPU_HOUR_PRICE, SWIFTKV_CPU_HOUR_PRICE), so no job has a cost; leave it out",
@@ -138,7 +92,7 @@ class JobService:
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
         """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
-        parent = self.parents(spec, caller.tenant)
+        parent = self.parts.parents.parent_of(spec, caller.tenant)
         if parent is not None:
             if "decode_key_value" not in spec.swiftkv.model_fields_set:
                 form = {"decode_key_value": parent.spec.swiftkv.decode_key_value}
@@ -158,10 +112,10 @@ class JobService:
         `QuotaExceededError` if the tenant has too many jobs, and as `validate`.
         """
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
-        if idempotency is not None and (known := self.jobs.recall(caller.tenant, idempotency)) is not None:
+        if idempotency is not None and (known := self.parts.jobs.recall(caller.tenant, idempotency)) is not None:
             return known
         spec, foreseen = self._check(spec, caller)
-        now = int(self.clock())
+        now = int(self.parts.clock())
         job = Job(
             id=new_id("job"),
             tenant=caller.tenant,
@@ -172,16 +126,20 @@ class JobService:
             planned_memory=foreseen.memory_per_worker,
             traceparent=traceparent,
         )
-        self.rehearse(job)
-        policy = self.policies.policy(caller.tenant)
-        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
+        self._check_answer(job)
+        policy = self.parts.policies.policy(caller.tenant)
+        return self.parts.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
+
+    def _check_answer(self, job: Job) -> None:
+        """Serialise the job's answer, so that no job is stored that could not be returned."""
+        JobAnswer.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
 
     def _check_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""
-        wandb, allowed = spec.tracking.wandb, self.policies.policy(tenant).wandb_entities
+        wandb, allowed = spec.tracking.wandb, self.parts.policies.policy(tenant).wandb_entities
         if not wandb.entity or wandb.mode in ("offline", "disabled"):
             return
-        if allowed is None and self.rules.roots is None:
+        if allowed is None and source_rules(self.settings).roots is None:
             return
         if wandb.entity not in (allowed or ()):
             others = f", or one of {', '.join(allowed)}" if allowed else ""
@@ -193,8 +151,8 @@ class JobService:
             )
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
-        self.groups.check(spec)
-        exceeded = Demand.of(spec).exceeded_limit(self.policies.policy(tenant))
+        check_node_groups(spec, self.settings, self.nodes)
+        exceeded = Demand.of(spec).exceeded_limit(self.parts.policies.policy(tenant))
         if exceeded is not None:
             name, asked, most = exceeded
             raise OverQuotaError(
@@ -255,8 +213,8 @@ class JobService:
         return self._change(job_id, caller, step)
 
     def _check_cost(self, job: Job) -> None:
-        cap = lowest_cost_cap(job.spec, self.policies.policy(job.tenant))
-        cost = self.prices.cost_of(job, self.clock())
+        cap = lowest_cost_cap(job.spec, self.parts.policies.policy(job.tenant))
+        cost = prices(self.settings).cost_of(job, self.parts.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
                 f"job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a `cost_cap` above its "
@@ -269,12 +227,12 @@ class JobService:
         """Apply `step` to the job and store the result, again if others change the job meanwhile. No events mean no
         change."""
         for _ in range(_UPDATE_TRIES):
-            changed, events = step(self.jobs.get(job_id, tenant=caller.tenant), int(self.clock()))
+            changed, events = step(self.parts.jobs.get(job_id, tenant=caller.tenant), int(self.parts.clock()))
             if not events:
                 return changed
-            self.rehearse(changed)
+            self._check_answer(changed)
             try:
-                return self.jobs.update(changed, events=events)
+                return self.parts.jobs.update(changed, events=events)
             except StaleVersionError as error:
                 latest = error
         raise latest
@@ -294,6 +252,21 @@ def _digest(spec: JobSpec) -> str:
     """Return the digest of a spec, independent of how the spec was written."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def check_job_limits(spec: JobSpec, settings: Settings) -> None:
+    """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit of the operator's."""
+    training = spec.training
+    asked = (
+        ("resources.num_workers", spec.most_workers, settings.max_workers_per_job),
+        ("training.batch_size", training.batch_size, settings.max_batch_size),
+        ("training.micro_batch_size", training.micro_batch_size, settings.max_batch_size),
+        ("limits.max_runtime_s", spec.limits.max_runtime_s, settings.max_runtime_s),
+    )
+    for field, value, most in asked:
+        if value is not None and most is not None and value > most:
+            message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
+            raise InvalidInputError(message, field=field, value=value)
 
 
 def check_spec_bytes(spec: JobSpec) -> None:

@@ -32,7 +32,7 @@ from swiftkv_platform.control_plane.models.answers import (
 )
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
-from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheParents, TheSettings
+from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheSettings
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
@@ -61,14 +61,14 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
 def create_model(
-    body: CreateModel, parents: TheParents, caller: Submitter, submit: Submit, present: Present, response: Response
+    body: CreateModel, parts: Parts, caller: Submitter, submit: Submit, present: Present, response: Response
 ) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
 
     The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts as any other job. Its model
     is the job's `distilled_model` once it has succeeded.
     """
-    found = parents.find(body.from_checkpoint, caller.tenant)
+    found = parts.parents.find(body.from_checkpoint, caller.tenant)
     try:
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
@@ -112,12 +112,12 @@ def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
 
 
 @router.get("/models/{model_id}/lineage")
-def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
+def get_lineage(model_id: str, parts: Parts, caller: Reader, service: Service) -> LineageAnswer:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
     deployments = parts.deployments.deployments_of(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
     history = parts.registry.promotions_about(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
-    return LineageAnswer.of(model, deployments, history, parents.ancestors(model.job_id, caller.tenant))
+    return LineageAnswer.of(model, deployments, history, parts.parents.ancestors(model.job_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
@@ -132,7 +132,7 @@ def publish_model(
     model_id: str,
     body: PublicationSpec,
     service: Service,
-    parents: TheParents,
+    parts: Parts,
     caller: Submitter,
     submit: Submit,
     present: Present,
@@ -144,7 +144,7 @@ def publish_model(
     If the operator allows no such target, the request is answered with 422.
     """
     model = service.find(model_id, caller.tenant)
-    return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
+    return place(response, present(submit(copying_spec(parts.parents.find(model.id, caller.tenant), body))))
 
 
 @router.post("/models/{model_id}/promote")

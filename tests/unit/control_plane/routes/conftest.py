@@ -18,15 +18,12 @@ from structlog.testing import capture_logs
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
-from swiftkv_platform.control_plane.jobs.costs import prices
-from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.components import make_components
 from tests.fakes.attempt_store import FakeWorker
@@ -70,20 +67,9 @@ class Server:
         assert isinstance(self.parts.cluster, FakeCluster)
         assert isinstance(self.parts.serving, FakeServeCluster)
         self.cluster, self.serving = self.parts.cluster, self.parts.serving
-        self._reconciler = Reconciler(
-            jobs=self.parts.jobs,
-            cluster=self.cluster,
-            store=self.parts.attempts,
-            digest=manifest_digest,
-            clock=self.parts.clock,
-            entrypoint=self.parts.entrypoint,
-            max_running_jobs=self.max_running_jobs,
-            interval_s=1.0,
-            policies=self.parts.policies,
-            prices=prices(self.settings),
-            files=files_of(self.parts.files, self.parts.objects.uri),
-            parents=Parents(self.parts.jobs, self.parts.registry, self.parts.attempts),
-        )
+        settings = self.settings.model_copy(update={"max_running_jobs": self.max_running_jobs})
+        polls = PollSchedule(PollIntervals(0.0, 0.0, 0.0))
+        self._reconciler = Reconciler(self.parts, settings, UNDISPUTED, Instruments(), polls=polls, concurrency=1)
         self._deployments = DeploymentReconciler(self.parts.deployments, self.serving)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 

@@ -1,6 +1,7 @@
 """A control plane without a network: real database and attempt store, a cluster and a clock that a test commands."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,18 +11,19 @@ from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.service import JobService
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.attempt_store import AttemptStore
+from tests.components import make_components
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.fakes.serve_cluster import FakeServeCluster
 
 TENANT = "acme"
+STORE = "memory://test"
 
 
 @dataclass
@@ -43,21 +45,34 @@ class Plane:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.jobs = JobRepository(self.database)
-        self.catalog = Registry(self.database)
-        self.store = AttemptStore(self.objects)
+        command = ("python", "-m", "swiftkv_platform.jobs.distill")
+        self.parts = replace(
+            make_components(self.database, self.objects, cluster=self.cluster, clock=self.clock),
+            entrypoint=Entrypoint(command, STORE, {"OMP_NUM_THREADS": "1"}),
+        )
+        self.jobs, self.catalog, self.store = self.parts.jobs, self.parts.registry, self.parts.attempts
 
-    def reconciler(self, *, max_running_jobs: int = 1, **replaced: Any) -> Reconciler:
-        parts: dict[str, Any] = {"jobs": self.jobs, "cluster": self.cluster, "store": self.store, **replaced}
+    @property
+    def service(self) -> JobService:
+        return JobService(self.parts, Settings(_env_file=None), lambda: None)
+
+    def reconciler(
+        self,
+        *,
+        lease: Lease = UNDISPUTED,
+        polls: PollSchedule | None = None,
+        concurrency: int = 1,
+        parts: Mapping[str, object] = {},
+        **settings: Any,
+    ) -> Reconciler:
+        """Build a reconciler that polls every job at every tick. `parts`: replace those of the plane."""
         return Reconciler(
-            **parts,
-            digest=manifest_digest,
-            clock=self.clock,
-            entrypoint=Entrypoint(
-                ("python", "-m", "swiftkv_platform.jobs.distill"), "memory://test", {"OMP_NUM_THREADS": "1"}
-            ),
-            max_running_jobs=max_running_jobs,
-            interval_s=1.0,
+            replace(self.parts, **parts),
+            Settings(_env_file=None, **settings),
+            lease,
+            Instruments(),
+            polls=polls or PollSchedule(PollIntervals(0.0, 0.0, 0.0)),
+            concurrency=concurrency,
         )
 
     @cached_property

@@ -10,12 +10,12 @@ import pytest
 
 from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.queue import GIB, GroupLimits, outstanding
+from swiftkv_platform.control_plane.jobs.queue import GIB, check_node_groups, outstanding
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.settings import NodeGroup
+from swiftkv_platform.settings import NodeGroup, Settings
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job
 from tests.unit.control_plane.rules.conftest import Clock, Plane
@@ -106,7 +106,7 @@ def test_what_no_node_holds_waits_until_one_joins_and_stops_nobody(plane: Plane)
 def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
     plane.cluster.nodes = [node(2)]
     job = plane.submit(resources=workers(2))
-    plane.reconciler(driver={"CPU": 0.5}).tick()
+    plane.reconciler(entrypoint_num_cpus=0.5).tick()
     assert plane.get(job).status is JobStatus.QUEUED
 
 
@@ -124,12 +124,12 @@ def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
 )
 def test_what_no_group_can_ever_hold_is_known(groups: Any, nodes: Any, refused: bool) -> None:
     spec = make_job(resources=workers(2, gpus_per_worker=8)).spec
-    limits = GroupLimits(groups, {"CPU": 0.0}, lambda: nodes)
+    settings = Settings(node_groups=groups, _env_file=None)
     if not refused:
-        limits.check(spec)
+        check_node_groups(spec, settings, lambda: nodes)
         return
     with pytest.raises(InvalidInputError, match="2 workers with 1 CPU and 8 GPU each") as caught:
-        limits.check(spec)
+        check_node_groups(spec, settings, lambda: nodes)
     assert caught.value.field == "resources"
 
 

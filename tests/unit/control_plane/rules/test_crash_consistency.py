@@ -16,7 +16,6 @@ from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.jobs.service import JobService
 from tests.parameters import WIDE
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
@@ -76,11 +75,7 @@ class World:
                 age = self._ages[submission_id] = self._ages.get(submission_id, -1) + 1
                 self._script(self, int(submission_id.rpartition("-")[2]), age)
         if self.plane.get(self.job).status is JobStatus.PAUSED:
-            self.service.resume(self.job.id, ANN)
-
-    @property
-    def service(self) -> JobService:
-        return JobService(self.plane.jobs, clock=self.plane.clock)
+            self.plane.service.resume(self.job.id, ANN)
 
     def finish(self, attempt: int, status: SubmissionStatus) -> None:
         self.plane.cluster.finish(f"{self.job.id}-{attempt}", status)
@@ -123,7 +118,7 @@ def cancelled(world: World, attempt: int, age: int) -> None:
     """The user cancels the job as soon as it runs."""
     if age == 0:
         succeed(world, attempt, age)
-        world.service.cancel(world.job.id, ANN)
+        world.plane.service.cancel(world.job.id, ANN)
 
 
 def paused_once(world: World, attempt: int, age: int) -> None:
@@ -131,7 +126,7 @@ def paused_once(world: World, attempt: int, age: int) -> None:
     if attempt > 1 or age == 0:
         succeed(world, attempt, age)
         if attempt == 1:
-            world.service.pause(world.job.id, ANN)
+            world.plane.service.pause(world.job.id, ANN)
     elif world.plane.store.pause_requested(AttemptId(world.job.id, attempt)):
         worker = world.plane.worker(world.job, attempt)
         worker.checkpoint(1)
@@ -154,7 +149,11 @@ def carry_on(world: World, reconciler: Reconciler) -> Job:
 
 def mortal(plane: Plane, killer: Killer) -> Reconciler:
     return plane.reconciler(
-        jobs=killer.wrap(plane.jobs), cluster=killer.wrap(plane.cluster), store=killer.wrap(plane.store)
+        parts={
+            "jobs": killer.wrap(plane.jobs),
+            "cluster": killer.wrap(plane.cluster),
+            "attempts": killer.wrap(plane.store),
+        }
     )
 
 

@@ -50,7 +50,8 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
-    chosen = queue.next(standing_of(live, most=len(live), now=now), room=room)
+    standing = standing_of(live, most=len(live), now=now)
+    chosen = queue.next(standing, room=room, deployments=(), places=None)
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
 

@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
 from swiftkv_platform.control_plane.jobs.rows import Placed
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import LEASE_S, LONGEST_LEASE_S, Leadership, Leases
@@ -111,7 +111,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 
     job = plane.submit()
     with pytest.raises(LeaseLostError):
-        first.guard(plane.reconciler(store=Slow(), lease=first).tick)()
+        first.guard(plane.reconciler(parts={"attempts": Slow()}, lease=first).tick)()
     assert calls == [f"{job.id}-1"]
     assert plane.get(job).attempt.submitted_at is not None
     with pytest.raises(LeaseLostError):
@@ -187,7 +187,7 @@ def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_no
 def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     """A clock set back by an hour delays neither jobs, nor a cluster that was away, readiness or the lease."""
     lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
-    step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(SPARING), lease=lease).tick)
+    step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(), lease=lease).tick)
     readiness = Kept(lambda: plane.clock.now, plane.clock, keep_s=2.0)
     step()
     job = plane.submit()
@@ -230,20 +230,20 @@ def gaps(times: list[int]) -> list[int]:
 
 
 def test_a_few_jobs_are_looked_at_in_every_tick_and_all_by_default() -> None:
-    assert looks(PollSchedule(SPARING), placed(2), 10)["job_0000"] == list(range(10))
+    assert looks(PollSchedule(), placed(2), 10)["job_0000"] == list(range(10))
     assert len(PollSchedule().due(placed(100), 0.0)) == 100
 
 
 def test_jobs_that_speak_are_looked_at_more_often_than_silent_ones() -> None:
     jobs = placed(100)
-    seen = looks(PollSchedule(SPARING), jobs, 200, speaking=10)
-    assert gaps(seen["job_0005"])[-1] == SPARING.busy_s
-    assert gaps(seen["job_0050"])[-1] == SPARING.quiet_s
+    seen = looks(PollSchedule(), jobs, 200, speaking=10)
+    assert gaps(seen["job_0005"])[-1] == PollIntervals().busy_s
+    assert gaps(seen["job_0050"])[-1] == PollIntervals().quiet_s
     assert sorted(gaps(seen["job_0050"])) == gaps(seen["job_0050"]), "less and less often"
 
 
 def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> None:
-    polls, jobs = PollSchedule(SPARING), placed(100)
+    polls, jobs = PollSchedule(), placed(100)
     looks(polls, jobs, 100)
     watched = replace(jobs[0], watched_until=1000.0)
     cancelling = replace(jobs[1], status=JobStatus.CANCELLING)
@@ -255,7 +255,7 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
 
 
 def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
-    polls, jobs = PollSchedule(SPARING), placed(100)
+    polls, jobs = PollSchedule(), placed(100)
     looks(polls, jobs, 2)
     assert polls.due(jobs, 2.0) == []
     polls.looked("job_0007", now=2.0, version=1, heard=True, has_more=True)
@@ -263,7 +263,7 @@ def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
 
 
 def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
-    polls, jobs = PollSchedule(SPARING, most=50), placed(400)
+    polls, jobs = PollSchedule(most=50), placed(400)
     seen = looks(polls, jobs, 120)
     for now in range(120):
         assert sum(now in times for times in seen.values()) <= 50
@@ -272,7 +272,7 @@ def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
 
 
 def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdue() -> None:
-    polls, jobs = PollSchedule(SPARING, most=16), placed(400)
+    polls, jobs = PollSchedule(most=16), placed(400)
     jobs[250] = replace(jobs[250], watched_until=1000.0)
     assert gaps(looks(polls, jobs, 100)["job_0250"])[-50:] == [1] * 50
     everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]
@@ -281,7 +281,7 @@ def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdu
 
 
 def test_a_job_that_has_left_the_cluster_is_forgotten() -> None:
-    polls, jobs = PollSchedule(SPARING), placed(100)
+    polls, jobs = PollSchedule(), placed(100)
     looks(polls, jobs, 50)
     polls.due(jobs[1:], 50.0)
     assert polls.turn("job_0000") == 0

@@ -1,12 +1,13 @@
 """Attempts that end to make room: they find no place, had their turn, or hold what is open to deployments."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.base import Slice
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
@@ -82,7 +83,7 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
 ) -> None:
     """After its turn a job is preempted for another tenant's job, but not for one of its own tenant."""
     plane.cluster.nodes = nodes and [Node({"CPU": 4.0}, {"CPU": 4.0})]
-    reconciler = plane.reconciler(max_running_jobs=slots, limits=AttemptLimits(turn_s=3600))
+    reconciler = plane.reconciler(max_running_jobs=slots, turn_s=3600)
     job = plane.submit(resources={"num_workers": 3})
     reconciler.tick()
     plane.cluster.nodes = nodes
@@ -122,7 +123,6 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
         (3, 0.5, 0.0, "ann", 1, DeploymentStatus.UNHEALTHY, True),
         ({"min": 1, "max": 64}, 0.5, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
         (3, 0.2, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
-        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # nothing is open to deployments
         (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # everything is open: no tenants
         (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # a place is free: it is loading
         (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # of the jobs' own tenant
@@ -145,7 +145,8 @@ def test_a_job_gives_another_tenants_deployment_its_place(
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://b/a", min_replicas=fewest)
     deployment = Deployment(spec, tenant, 1, DeploymentState(status))
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
-    reconciler = plane.reconciler(max_running_jobs=2, deployments=lambda: [deployment], deployments_share=share)
+    deployments = SimpleNamespace(all_deployments=lambda: Slice([deployment], has_more=False))
+    reconciler = plane.reconciler(max_running_jobs=2, deployments_share=share, parts={"deployments": deployments})
     small, large = (plane.submit(tenant="acme", resources={"num_workers": number}) for number in (1, workers))
     reconciler.tick()
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": free})]
@@ -172,7 +173,7 @@ def test_a_turn_that_ends_before_training_is_longer_the_next_time(
     plane: Plane, attempt: int, seconds: int, is_over: bool
 ) -> None:
     """Preparation starts over in each attempt: with turns of one length it might never finish."""
-    reconciler = plane.reconciler(limits=AttemptLimits(turn_s=3600))
+    reconciler = plane.reconciler(turn_s=3600)
     job = plane.submit(resources={"num_workers": 2})
     if attempt == 2:
         reconciler.tick()

@@ -21,7 +21,7 @@ STORE = "memory://test"
 
 
 def orphans(plane: Plane) -> Orphans:
-    return Orphans(plane.jobs, plane.cluster, STORE, plane.clock)
+    return Orphans(plane.parts)
 
 
 def started(plane: Plane) -> Job:

@@ -75,7 +75,7 @@ def finish_started(plane: Plane, jobs: list[Job]) -> None:
 @pytest.mark.parametrize("where", ["write_request", "read_events", "newest_checkpoint"])
 def test_poison_in_every_slot_stops_no_good_job(plane: Plane, where: str) -> None:
     store = Poisoned(plane.store, SURROGATE, where)
-    reconciler = plane.reconciler(max_running_jobs=SLOTS, store=store)
+    reconciler = plane.reconciler(max_running_jobs=SLOTS, parts={"attempts": store})
     poison = [plane.submit(tenant="mallory") for _ in range(SLOTS)]
     store.jobs.update(job.id for job in poison)
     if where == "newest_checkpoint":  # asked only for second attempts
@@ -111,7 +111,7 @@ def test_a_state_that_should_not_be_is_poison_too(plane: Plane) -> None:
 def test_while_ray_is_away_a_poison_job_is_not_given_up(plane: Plane) -> None:
     """Its submission could not be stopped, and would go on without a job."""
     store = Poisoned(plane.store, ZeroDivisionError("a bug"), "read_events")
-    reconciler = plane.reconciler(store=store)
+    reconciler = plane.reconciler(parts={"attempts": store})
     job = plane.submit()
     reconciler.tick()
     store.jobs.add(job.id)
@@ -127,7 +127,7 @@ def test_while_ray_is_away_a_poison_job_is_not_given_up(plane: Plane) -> None:
 
 def test_a_store_that_is_away_for_one_job_fails_none(plane: Plane) -> None:
     store = Poisoned(plane.store, StorageError("no answer"), "read_events")
-    reconciler = plane.reconciler(max_running_jobs=2, store=store)
+    reconciler = plane.reconciler(max_running_jobs=2, parts={"attempts": store})
     job, good = plane.submit(), plane.submit()
     store.jobs.add(job.id)
     turn(plane, reconciler, 1)
@@ -143,7 +143,7 @@ def test_a_store_that_is_away_for_one_job_fails_none(plane: Plane) -> None:
 
 def test_a_surprise_now_and_then_fails_no_job(plane: Plane) -> None:
     store = Poisoned(plane.store, ZeroDivisionError("a bug"), "read_events")
-    reconciler = plane.reconciler(store=store)
+    reconciler = plane.reconciler(parts={"attempts": store})
     job = plane.submit()
     for _ in range(20):
         store.jobs.add(job.id)

@@ -294,7 +294,7 @@ class _Meeting:
 
 def test_jobs_are_looked_at_several_at_a_time(plane: Plane) -> None:
     jobs = [plane.submit() for _ in range(8)]
-    reconciler = plane.reconciler(max_running_jobs=8, concurrency=4, store=_Meeting(plane.store, 4))
+    reconciler = plane.reconciler(max_running_jobs=8, concurrency=4, parts={"attempts": _Meeting(plane.store, 4)})
     reconciler.tick()
     assert sorted(plane.cluster.started) == sorted(f"{job.id}-1" for job in jobs)
     for job in jobs:

@@ -9,7 +9,6 @@ from swiftkv_platform.contract.attempts import PROTOCOL, AttemptRequest
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, transition
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.errors import IllegalTransitionError
 from tests.old_home import old_attempts
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
@@ -17,12 +16,8 @@ from tests.unit.control_plane.rules.conftest import TENANT, Plane
 ANN = Caller(TENANT, "ann")
 
 
-def service(plane: Plane) -> JobService:
-    return JobService(plane.jobs, clock=plane.clock)
-
-
 def cancel(plane: Plane, job: Job) -> Job:
-    return service(plane).cancel(job.id, ANN)
+    return plane.service.cancel(job.id, ANN)
 
 
 def test_cancelling_stops_the_run_and_waits_for_its_end(plane: Plane) -> None:
@@ -49,7 +44,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
     worker.say("status", status="running")
     plane.tick()
     for _ in range(2):
-        assert service(plane).pause(job.id, ANN).status is JobStatus.PAUSING
+        assert plane.service.pause(job.id, ANN).status is JobStatus.PAUSING
     plane.tick()
     assert plane.store.pause_requested(AttemptId(job.id, 1))
     running = plane.cluster.status(f"{job.id}-1")
@@ -65,7 +60,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
     assert plane.cluster.started == [f"{job.id}-1"]
 
     for _ in range(2):
-        resumed = service(plane).resume(job.id, ANN)
+        resumed = plane.service.resume(job.id, ANN)
         assert (resumed.status, resumed.attempt.number, resumed.retries) == (JobStatus.QUEUED, 2, 0)
     plane.tick()
     assert plane.store.read_request(AttemptId(job.id, 2)).resume_from == checkpoint
@@ -75,11 +70,11 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
 
 def test_a_queued_job_is_paused_at_once_and_keeps_its_attempt(plane: Plane) -> None:
     job = plane.submit()
-    assert service(plane).pause(job.id, ANN).status is JobStatus.PAUSED
+    assert plane.service.pause(job.id, ANN).status is JobStatus.PAUSED
     reconciler = plane.reconciler()
     reconciler.tick()
     assert plane.cluster.started == []
-    assert service(plane).resume(job.id, ANN).attempt.number == 1
+    assert plane.service.resume(job.id, ANN).attempt.number == 1
     reconciler.tick()
     assert plane.cluster.started == [f"{job.id}-1"]
 
@@ -102,11 +97,11 @@ def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:
 @pytest.mark.parametrize("verb", ["cancel", "pause"])
 def test_a_job_that_finishes_while_it_is_stopped_has_succeeded(plane: Plane, verb: str) -> None:
     job = plane.started()
-    getattr(service(plane), verb)(job.id, ANN)
+    getattr(plane.service, verb)(job.id, ANN)
     plane.worker(job).artifact()
     assert plane.end(job).status is JobStatus.SUCCEEDED
     with pytest.raises(IllegalTransitionError, match="is succeeded"):
-        service(plane).pause(job.id, ANN)
+        plane.service.pause(job.id, ANN)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +113,9 @@ def test_an_attempt_that_ends_while_pausing_is_paused_unless_no_other_try_can_me
     plane: Plane, retryable: bool | None, status: JobStatus
 ) -> None:
     job = plane.started(fault_tolerance={"max_retries": 0})
-    service(plane).pause(job.id, ANN)
+    plane.service.pause(job.id, ANN)
     with pytest.raises(IllegalTransitionError, match="is pausing"):
-        service(plane).resume(job.id, ANN)
+        plane.service.resume(job.id, ANN)
     if retryable is None:
         plane.worker(job).say("status", status="paused")
     else:

@@ -89,7 +89,7 @@ def render_chat(
         [dict(message) for message in messages], None if tools is None else list(map(dict, tools))
     )
     try:
-        text = ChatRenderer.for_tokenizer(tokenizer, tells_today=True).render_prompt(
+        text = ChatRenderer(tokenizer, tells_today=True).render_prompt(
             conversation, asks=add_generation_prompt, goes_on=continue_final_message, variables=variables
         )
     except RowError as error:

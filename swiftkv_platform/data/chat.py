@@ -77,10 +77,6 @@ class ChatRenderer:
     tells_today: bool = False
     """Whether templates print today's date, as in serving. Data always has the same date."""
 
-    @classmethod
-    def for_tokenizer(cls, tokenizer: Any, *, tells_today: bool = False) -> ChatRenderer:
-        return cls(tokenizer, tells_today)
-
     @property
     def is_plain(self) -> bool:
         """Whether the tokenizer has no template of its own."""

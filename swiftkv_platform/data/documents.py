@@ -74,7 +74,7 @@ class DocumentEncoder:
     ) -> None:
         self._splits = splits
         self._tokenizer = tokenizer
-        self._renderer = ChatRenderer.for_tokenizer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer)
         self.max_length = max_length
         self._assistant_only = train_on == "assistant"
 

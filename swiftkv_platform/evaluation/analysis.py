@@ -156,7 +156,7 @@ class Needles:
             *(needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
         )
         if tokenizer.chat_template:
-            renderer = ChatRenderer.for_tokenizer(tokenizer)
+            renderer = ChatRenderer(tokenizer)
             chats = [Conversation([{"role": "user", "content": text}]) for text in texts]
             written = [renderer.render_prompt(chat) for chat in chats]
             prompts = tokenizer(written, add_special_tokens=False)["input_ids"]

@@ -41,8 +41,8 @@ def keep(store: ObjectStore, key: str, pieces: Iterable[bytes], *, most: int) ->
     """
     with _storage_errors(key), tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
         path, room = Path(directory) / "log", most - _NOTICE_BYTES
-        with path.open("wb") as file, _Tail(Path(directory), room - room // 2) as tail:
-            layout = _write(file, pieces, room // 2, tail)
+        with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
+            layout = _write(file, pieces, room // 2, _Tail(tail, room - room // 2))
         # The layout first, so that every stored log has one.
         store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
         store.upload_file(path, key)
@@ -109,46 +109,31 @@ def _layout_key(key: str) -> str:
 
 
 class _Tail:
-    """Keeps the last `room` bytes added, in two files: one is filled while the other is kept."""
+    """Keeps the last `room` bytes added, in a file that is written round and round."""
 
-    def __init__(self, directory: Path, room: int) -> None:
+    def __init__(self, file: IO[bytes], room: int) -> None:
+        self._file = file
         self.room = room
-        """Bytes that are kept, and the size of each file."""
-        self._files = [(directory / name).open("w+b") for name in ("tail-a", "tail-b")]
-        self._sizes = [0, 0]
         self.added = 0
 
-    def __enter__(self) -> _Tail:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
-
     def add(self, piece: bytes) -> None:
-        self.added += len(piece)
         while piece:
-            if self._sizes[0] == self.room:
-                self._files.reverse()
-                self._sizes.reverse()
-                self._files[0].seek(0)
-                self._files[0].truncate()
-                self._sizes[0] = 0
-            part = piece[: self.room - self._sizes[0]]
-            self._files[0].write(part)
-            self._sizes[0] += len(part)
+            at = self.added % self.room
+            part = piece[: self.room - at]
+            self._file.seek(at)
+            self._file.write(part)
+            self.added += len(part)
             piece = piece[len(part) :]
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the kept bytes in pieces of at most `_BLOCK` bytes."""
-        present, before = self._sizes
-        skipped = max(present + before - self.room, 0)
-        for file, size, start in ((self._files[1], before, min(skipped, before)), (self._files[0], present, 0)):
-            file.seek(start)
-            left = size - start
-            while left > 0 and (block := file.read(min(_BLOCK, left))):
-                left -= len(block)
-                yield block
+        begin, end = max(self.added - self.room, 0), self.added
+        while begin < end:
+            at = begin % self.room
+            self._file.seek(at)
+            block = self._file.read(min(_BLOCK, end - begin, self.room - at))
+            begin += len(block)
+            yield block
 
 
 def _write(file: IO[bytes], pieces: Iterable[bytes], most_of_head: int, tail: _Tail) -> Layout:

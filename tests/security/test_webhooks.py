@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.hooks import webhooks
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules, send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, WebhookRules, send_webhook
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
@@ -116,9 +116,7 @@ class Post:
     @contextmanager
     def delivering(self, *receivers: Receiver, secrets: Path) -> Iterator[None]:
         origins = tuple(receiver.url for receiver in receivers)
-        deliverer = Deliverer(
-            self.outbox, WebhookRules(origins, SecretFiles(secrets)), send_webhook, clock=lambda: 2000.0
-        )
+        deliverer = Deliverer(self.outbox, WebhookRules(origins, secrets), send_webhook, clock=lambda: 2000.0)
         loop = ControlLoop("webhooks", deliverer.tick, interval_s=0.01, clock=lambda: 2000.0)
         loop.start()
         try:
@@ -188,7 +186,7 @@ def test_an_unexpected_failure_is_told_again_later(post: Post, secrets: Path) ->
 
     with receiving(good) as receiver:
         post.tell(receiver)
-        rules = WebhookRules((receiver.url,), SecretFiles(secrets))
+        rules = WebhookRules((receiver.url,), secrets)
         # The second time is after the pause of a failed delivery, long before the claim runs out.
         for send, now, status in ((broken, 2000.0, "pending"), (send_webhook, 2006.0, "delivered")):
             deliverer = Deliverer(post.outbox, rules, send, clock=lambda now=now: now)  # type: ignore[misc]

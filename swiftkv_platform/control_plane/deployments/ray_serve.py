@@ -35,30 +35,15 @@ class Progress:
     """Progress of a deployment towards a revision."""
 
     revision: str
-    settled: dict[str, str | None] = field(default_factory=dict)
-    """By replica that has settled: None if it serves the revision, else why it refused it."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Why the revision was refused, by replica."""
     load_seconds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds by phase of loading, by replica that serves the revision."""
 
-    def settle(self, replica: str, swap: Mapping[str, str], load_seconds: Mapping[str, float]) -> None:
-        """Record that a replica serves or has refused the revision, and how long loading took."""
-        if swap["status"] == "refused":
-            self.settled[replica] = swap["message"]
-        else:
-            self.settled[replica] = None
-            self.load_seconds[replica] = load_seconds
-
-    def refusal(self, replicas: Collection[str]) -> str | None:
-        """Return why one of these replicas refused the revision; None if none did."""
-        return next((why for replica in replicas if (why := self.settled.get(replica)) is not None), None)
-
-    def num_serving(self, replicas: Collection[str]) -> int:
-        return sum(replica in self.settled and self.settled[replica] is None for replica in replicas)
-
-    def longest_load(self, replicas: Collection[str]) -> Mapping[str, float]:
-        """Return seconds by phase of the replica that took longest to load the revision; empty if none has."""
-        loads = [seconds for replica, seconds in self.load_seconds.items() if replica in replicas]
-        return max(loads, key=lambda seconds: sum(seconds.values()), default={})
+    @property
+    def settled(self) -> set[str]:
+        """Replicas that serve or have refused the revision."""
+        return {*self.refusals, *self.load_seconds}
 
 
 class ServedRevisions:
@@ -85,7 +70,7 @@ class ServedRevisions:
         if progress is None:
             return None
         for _ in range(min(4 * len(replicas), _MOST_ASKED)):
-            if progress.settled.keys() >= set(replicas):
+            if progress.settled >= set(replicas):
                 break
             said = self._health(route_prefix, progress.revision)
             if said is None:
@@ -93,8 +78,14 @@ class ServedRevisions:
             if "swap" not in said:  # this replica has not received the revision yet
                 continue
             swap = said["swap"]
-            if swap["revision"] == progress.revision and swap["status"] != "loading":
-                progress.settle(said["replica"], swap, said.get("load_seconds", {}))  # older replicas report no seconds
+            if swap["revision"] != progress.revision or swap["status"] == "loading":
+                continue
+            replica = said["replica"]
+            if swap["status"] == "refused":
+                progress.refusals[replica] = swap["message"]
+            else:
+                progress.refusals.pop(replica, None)
+                progress.load_seconds[replica] = said.get("load_seconds", {})  # older replicas report none
         return progress
 
     def close(self) -> None:
@@ -217,14 +208,14 @@ class RayServe:
         progress = self._revisions.ask(name, application["route_prefix"], replicas)
         if progress is None:
             return state
-        refusal, serving = progress.refusal(replicas), progress.num_serving(replicas)
+        refusal = next((progress.refusals[each] for each in replicas if each in progress.refusals), None)
         if refusal is not None:
-            return DeploymentState(
-                DeploymentStatus.REFUSED, f"the previous version keeps serving: {refusal}", len(replicas)
-            )
-        loaded = progress.longest_load(replicas)
-        if serving < len(replicas):
-            message = f"{serving} of {len(replicas)} replicas serve the new version"
+            message = f"the previous version keeps serving: {refusal}"
+            return DeploymentState(DeploymentStatus.REFUSED, message, len(replicas))
+        loads = [progress.load_seconds[each] for each in replicas if each in progress.load_seconds]
+        loaded = max(loads, key=lambda seconds: sum(seconds.values()), default={})
+        if len(loads) < len(replicas):
+            message = f"{len(loads)} of {len(replicas)} replicas serve the new version"
             return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas), loaded)
         return replace(state, load_seconds=loaded)
 

@@ -42,43 +42,33 @@ def recipients(policies: Tenants) -> Recipients:
 
 
 @dataclass(frozen=True)
-class SecretFiles:
-    """Secrets as files `{directory}/{tenant}/{name}`, such as a mounted Kubernetes secret."""
-
-    directory: Path | None = None
-
-    def read(self, tenant: str, name: str) -> Secret:
-        """Return a tenant's secret. Raises `InvalidInputError`, which says where it was looked for and never its
-        value."""
-        where = f"tenant {tenant!r} has no secret {name!r}"
-        if self.directory is None:
-            message = f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)"
-            raise InvalidInputError(message, field="webhook.secret_ref", value=name)
-        try:
-            text = (self.directory / tenant / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR"
-            raise InvalidInputError(message, field="webhook.secret_ref", value=name) from error
-        return Secret.parse(text, name=name)
-
-
-@dataclass(frozen=True)
 class WebhookRules:
     """Addresses that webhooks may go to, and the secrets for them."""
 
     origins: Sequence[str] = ()
     """`https://host`, `https://*.domain` or `http://host:port`; without any, webhooks are refused."""
-    secrets: SecretFiles = SecretFiles()
+    secrets_dir: Path | None = None
+    """Secrets as files `{tenant}/{name}`, such as a mounted Kubernetes secret."""
 
     def check(self, webhook: WebhookSpec, tenant: str) -> Secret:
         """Return the signing secret. Raises `InvalidInputError` for an address that is not allowed, or a missing
-        secret."""
+        secret, whose value no message shows."""
         if not any(_is_within(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
             raise InvalidInputError.of(
                 "webhook.url", webhook.url, f", on a host that the operator has not allowed; allowed are: {opened}"
             )
-        return self.secrets.read(tenant, webhook.secret_ref)
+        name = webhook.secret_ref
+        where = f"tenant {tenant!r} has no secret {name!r}"
+        if self.secrets_dir is None:
+            message = f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)"
+            raise InvalidInputError(message, field="webhook.secret_ref", value=name)
+        try:
+            text = (self.secrets_dir / tenant / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR"
+            raise InvalidInputError(message, field="webhook.secret_ref", value=name) from error
+        return Secret.parse(text, name=name)
 
 
 def _is_within(url: str, allowed: str) -> bool:
@@ -91,7 +81,7 @@ def _is_within(url: str, allowed: str) -> bool:
 
 
 def webhook_rules(settings: Settings) -> WebhookRules:
-    return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
+    return WebhookRules(settings.webhook_origins, settings.secrets_dir)
 
 
 Send = Callable[[str, Mapping[str, str], bytes], int]

@@ -274,7 +274,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat as training and serving do."""
         render = partial(
-            ChatRenderer.for_tokenizer(self.tokenizer).render_prompt,
+            ChatRenderer(self.tokenizer).render_prompt,
             asks=add_generation_prompt,
             goes_on=not add_generation_prompt,
         )

@@ -65,7 +65,7 @@ def counted(passage: Passage) -> list[str]:
 
 
 def renderer(template: Any = None) -> ChatRenderer:
-    return ChatRenderer.for_tokenizer(byte_tokenizer(chat_template=template))
+    return ChatRenderer(byte_tokenizer(chat_template=template))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.errors import InvalidInputError
@@ -17,6 +16,7 @@ from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import hostile_json
 from swiftkv_platform.web.hostile_json import exceeds, load_json
+from tests.surface.replicas import asgi_client
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start
 
 JSON = {"Content-Type": "application/json"}
@@ -267,13 +267,6 @@ def _kinds(value: Any) -> tuple[list[Any], list[Any]]:
     return strings, others
 
 
-@pytest_asyncio.fixture
-async def replica() -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_http_app(Current()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
-        yield client
-
-
 HOSTILE = [
     (r'{"prompt": "a", "request_id": "\ud800"}', "request_id"),
     ('{"prompt": "a", "temperature": NaN}', "temperature"),
@@ -283,7 +276,8 @@ HOSTILE = [
 ]
 
 
-async def test_a_replica_refuses_in_its_own_words_and_openais_clients_in_theirs(replica: httpx.AsyncClient) -> None:
+async def test_a_replica_refuses_in_its_own_words_and_openais_clients_in_theirs() -> None:
+    replica = asgi_client(create_http_app(Current()))
     for body, field in HOSTILE:
         response = await replica.post("/generate", content=body, headers=JSON)
         assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
@@ -24,6 +22,7 @@ from starlette.types import Scope as ASGIScope
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.web.server import ConnectionLimits, server_options
+from tests.security.test_slow_clients import connect, wait_for_end
 from tests.servers import serving
 from tests.unit.control_plane.routes.conftest import Start
 
@@ -31,10 +30,6 @@ pytestmark = pytest.mark.slow("starts an application for each test")
 
 PATIENCE_S = 30.0
 ENDED = threading.Event()
-
-
-async def short(_request: Request) -> Response:
-    return PlainTextResponse("short")
 
 
 class Endless:
@@ -62,37 +57,15 @@ def served() -> Iterator[ExitStack]:
 
 def begin(served: ExitStack, **limits: Any) -> str:
     """Start a small application with the product's own server options; return its address."""
-    app = Starlette(routes=[Route("/short", short, methods=["GET", "POST"]), Route("/endless", Endless())])
+    app = Starlette(routes=[Route("/endless", Endless())])
     return served.enter_context(serving(app, **server_options(ConnectionLimits(**limits))))
 
 
-def connect(url: str, sent: bytes = b"") -> socket.socket:
-    address = urlsplit(url)
-    made = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
-    made.sendall(sent)
-    return made
-
-
-def wait_for_end(connection: socket.socket) -> None:
-    """Read what comes until the server closes the connection; raises `TimeoutError` if it does not."""
-    with suppress(ConnectionResetError):
-        while connection.recv(1 << 16):
-            pass
-
-
-SHORT = b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "sent", [b"", SHORT[:-2], SHORT + SHORT[:9]], ids=["silent", "half a head", "half of a second head"]
-)
-def test_a_connection_without_a_request_is_closed(served: ExitStack, sent: bytes) -> None:
-    with connect(begin(served, head_s=0.05), sent) as waiting:
-        wait_for_end(waiting)
+ENDLESS = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def test_pieces_of_a_head_win_no_time(served: ExitStack) -> None:
-    with connect(begin(served, head_s=0.2), SHORT[:-2]) as slow, suppress(ConnectionError):
+    with connect(begin(served, head_s=0.2), ENDLESS[:-2]) as slow, suppress(ConnectionError):
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             slow.sendall(b"a: b\r\n")
@@ -100,25 +73,8 @@ def test_pieces_of_a_head_win_no_time(served: ExitStack) -> None:
         pytest.fail("a head that never ends is read for ever")
 
 
-def test_a_body_that_goes_on_after_its_answer_is_cut_off(served: ExitStack) -> None:
-    head = SHORT.replace(b"GET", b"POST")[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
-    with connect(begin(served), head) as going_on, suppress(ConnectionError):
-        for _ in range(10_000):
-            going_on.sendall(b"1\r\na\r\n" * 1000)
-        pytest.fail("60 MB were read after the answer")
-
-
-def test_a_head_without_an_end_is_refused(served: ExitStack) -> None:
-    with connect(begin(served), b"GET /") as growing:
-        with suppress(ConnectionError):
-            for _ in range(1000):
-                growing.sendall(b"x" * 1000)
-        with suppress(ConnectionError):
-            assert growing.recv(20).startswith(b"HTTP/1.1 400")
-
-
 def test_a_second_head_without_an_end_is_cut_off_during_the_first_answer(served: ExitStack) -> None:
-    with connect(begin(served), SHORT.replace(b"short", b"endless") + b"GET / HTTP/1.1\r\nA: ") as growing:
+    with connect(begin(served), ENDLESS + b"GET / HTTP/1.1\r\nA: ") as growing:
         with suppress(ConnectionError):
             for _ in range(10_000):
                 growing.sendall(b"x" * 1000)
@@ -128,7 +84,7 @@ def test_a_second_head_without_an_end_is_cut_off_during_the_first_answer(served:
 
 def fill_with_requests(opened: ExitStack, url: str) -> list[socket.socket]:
     """Open two connections with endless answers, and check that this address gets no third one. Returns the two."""
-    busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
+    busy = [opened.enter_context(connect(url, ENDLESS)) for _ in range(2)]
     for each in busy:
         assert each.recv(12) == b"HTTP/1.1 200"
     wait_for_end(opened.enter_context(connect(url)))
@@ -141,18 +97,8 @@ def test_an_address_takes_half_of_the_connections(served: ExitStack) -> None:
         fill_with_requests(opened, url)
         address = urlsplit(url)
         other = socket.create_connection((address.hostname, address.port), PATIENCE_S, ("127.0.0.2", 0))
-        opened.enter_context(other).sendall(SHORT)
+        opened.enter_context(other).sendall(ENDLESS)
         assert other.recv(12) == b"HTTP/1.1 200"
-
-
-def test_silent_connections_make_room_for_requests(served: ExitStack) -> None:
-    url = begin(served, max_connections=8, head_s=3600.0)
-    with ExitStack() as opened:
-        silent = [opened.enter_context(connect(url)) for _ in range(30)]
-        for _ in range(10):
-            with connect(url, SHORT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")) as asking:
-                assert asking.recv(12) == b"HTTP/1.1 200"
-        wait_for_end(silent[0])
 
 
 def test_requests_that_are_answered_are_not_closed_for_others(served: ExitStack) -> None:
@@ -163,7 +109,7 @@ def test_requests_that_are_answered_are_not_closed_for_others(served: ExitStack)
 
 
 def test_who_reads_nothing_is_given_up(served: ExitStack) -> None:
-    with connect(begin(served, unread_s=0.05), SHORT.replace(b"short", b"endless")):
+    with connect(begin(served, unread_s=0.05), ENDLESS):
         assert ENDED.wait(PATIENCE_S)
 
 

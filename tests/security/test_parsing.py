@@ -72,6 +72,18 @@ def cpu_seconds(pid: int) -> float:
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") if stat else 0.0
 
 
+def send_spec(url: str, authorization: str, spec: dict[str, Any]) -> socket.socket:
+    """Send a spec to be validated; return the connection, without waiting for the answer."""
+    address, body = urlsplit(url), json.dumps(spec).encode()
+    head = (
+        f"POST /jobs/validate HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: {authorization}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
 @dataclass
 class Plane:
     """A control plane as a process of its own, which a test may kill."""
@@ -94,16 +106,8 @@ class Plane:
         return children_of(*children)
 
     def send(self, spec: dict[str, Any]) -> socket.socket:
-        """Send a spec to be validated; return the connection, without waiting for the answer."""
-        address, body = urlsplit(self.url), json.dumps(spec).encode()
-        head = (
-            f"POST /jobs/validate HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {self.key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        connection = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
-        connection.sendall(head.encode() + body)
-        self.sockets.append(connection)
-        return connection
+        self.sockets.append(send_spec(self.url, f"Bearer {self.key}", spec))
+        return self.sockets[-1]
 
 
 @pytest.fixture
@@ -235,16 +239,8 @@ def test_requests_that_wait_for_their_turn_do_nothing_once_their_clients_have_le
     plane: DeploymentPlane, endless: Path
 ) -> None:
     plane.app.state.spec_parsers = counting = Counting(spec_parsers())
-    body = json.dumps(sources(endless)).encode()
-    address, headers = urlsplit(plane.url), plane.headers("eve")
-    head = (
-        f"POST /jobs/validate HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: {headers['authorization']}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    connections = []
-    for _ in range(5):
-        connections.append(socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S))
-        connections[-1].sendall(head.encode() + body)
+    authorization = plane.headers("eve")["authorization"]
+    connections = [send_spec(plane.url, authorization, sources(endless)) for _ in range(5)]
     wait_until(lambda: counting.calls)
     for connection in reversed(connections):  # the one whose turn it is leaves last
         connection.close()

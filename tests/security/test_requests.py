@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
+from swiftkv_platform.serve.current import Current, SwapState
 from swiftkv_platform.serve.http import create_http_app
-from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
+from tests.surface.replicas import asgi_client, save_chat_model, version_of
+from tests.unit.engine.tiny_models import CONTEXT
 
 pytestmark = pytest.mark.slow("starts an application for each test")
 
@@ -38,30 +39,25 @@ for _ in range(200):
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_swiftkv(tmp_path_factory.mktemp("swiftkv"))
+    return save_chat_model(tmp_path_factory.mktemp("swiftkv"), CONTEXT, CHAT_TEMPLATE)
 
 
 @pytest_asyncio.fixture
 async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
     config = EngineConfig(max_num_seqs=4, max_num_waiting=4, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, config))
-    tokenizer: Any = engine.engine.tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
     yield engine
     await engine.aclose()
 
 
 @pytest.fixture
 def current(engine: AsyncLLMEngine) -> Current:
-    card = ModelCard(deployment="dep_1", model=MODEL, manifest_digest=None, swiftkv=None, max_model_len=CONTEXT)
-    return Current(Version(engine, card, created=1))
+    return Current(version_of(engine))
 
 
-@pytest_asyncio.fixture
-async def client(current: Current) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_http_app(current))
-    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
-        yield client
+@pytest.fixture
+def client(current: Current) -> httpx.AsyncClient:
+    return asgi_client(create_http_app(current))
 
 
 def text_of_many(count: int, role: str = "user") -> list[dict[str, str]]:
@@ -207,8 +203,7 @@ class Keyed:
         return {"Authorization": f"Bearer {create_key(self.path, name=name, tenant=name, **chosen)}"}
 
     def client(self, tenant: str | None = None) -> httpx.AsyncClient:
-        app = create_http_app(self._current, key_ring=KeyRing(self.path), tenant=tenant)
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve")
+        return asgi_client(create_http_app(self._current, key_ring=KeyRing(self.path), tenant=tenant))
 
 
 @pytest.fixture
@@ -259,8 +254,7 @@ HOSTS = [
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
 async def test_a_replica_without_keys_answers_to_no_other_name(current: Current, host: str, status: int) -> None:
-    app = create_http_app(current, allowed_hosts=("models.example.org",))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
+    async with asgi_client(create_http_app(current, allowed_hosts=("models.example.org",))) as client:
         for path in ("/health", "/metrics", "/v1/models", "/openapi.json"):
             answer = await client.get(path, headers={"Host": host})
             assert answer.status_code == status, answer.text

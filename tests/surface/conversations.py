@@ -290,6 +290,10 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "name is required with type tool"),
         ({"stop_sequences": [""]}, "stop_sequences", "non-empty"),
         ({"container": "c"}, "container", "code execution"),
+        *(
+            ({"context_management": {"edits": [{"type": edit}]}}, "context_management", "are not shortened")
+            for edit in ("clear_tool_uses_20250919", "clear_thinking_20251015")
+        ),
         ({"stop": ["a"]}, "stop", "stop is not a field of /v1/messages"),
         ({"model": "other"}, "model", "is served here"),
     ],

@@ -150,59 +150,59 @@ async def test_a_streamed_chat_joins_to_the_whole(client: Any) -> None:
 TWO_ENDS = {"min_tokens": 5, "structured_outputs": {"choice": ["a", "b"]}}
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"model": "other"}, "model", "is served here"),
-        ({"temperature": -1.0}, "temperature", "from 0 to 2"),
-        ({"temperature": 3}, "temperature", "from 0 to 2"),
-        ({"top_p": 1.5}, "top_p", "from 0 to 1"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
-        ({"frequency_penalty": 1e39}, "frequency_penalty", "from -2 to 2"),
-        ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
-        ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
-        ({"best_of": 3}, "best_of", "only the value of n"),
-        ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
-        ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
-        ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
-        ({"max_tokens": 4, "extra": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),
-        ({"extra": {**TWO_ENDS, "ignore_eos": False}}, "min_tokens", "must be 0 with structured_outputs"),
-        ({"extra": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens", "at least 1"),
-        ({"prompt": "x" * 300}, "prompt", "the context of 256 tokens"),
-    ],
-)
-async def test_bad_requests_have_openais_shape(client: Any, body: dict[str, Any], param: str, message: str) -> None:
+BAD: list[tuple[Any, dict[str, Any], str, str]] = [
+    *(
+        (complete, *case)
+        for case in (
+            ({"model": "other"}, "model", "is served here"),
+            ({"temperature": -1.0}, "temperature", "from 0 to 2"),
+            ({"temperature": 3}, "temperature", "from 0 to 2"),
+            ({"top_p": 1.5}, "top_p", "from 0 to 1"),
+            ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+            ({"frequency_penalty": 1e39}, "frequency_penalty", "from -2 to 2"),
+            ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
+            ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+            ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
+            ({"best_of": 3}, "best_of", "only the value of n"),
+            ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
+            ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
+            ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
+            ({"max_tokens": 4, "extra": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),
+            ({"extra": {**TWO_ENDS, "ignore_eos": False}}, "min_tokens", "must be 0 with structured_outputs"),
+            ({"extra": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens", "at least 1"),
+            ({"prompt": "x" * 300}, "prompt", "the context of 256 tokens"),
+        )
+    ),
+    *(
+        (chat, *case)
+        for case in (
+            ({"max_tokens": 0}, "max_tokens", "at least 1"),
+            ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
+            ({"web_search_options": {}}, "web_search_options", "web search is not supported"),
+            ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+            ({"extra": {"echo": True}}, "echo", "only /v1/completions supports it"),
+            (
+                {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
+                "chat_template_kwargs.add_generation_prompt",
+                "use the request's own fields",
+            ),
+            ({"extra": {"chat_template_kwargs": ["a"]}}, "chat_template_kwargs", "dictionary"),
+            ({"extra": {"bad_words": ["a"]}}, "bad_words", "logit_bias of -100 forbids tokens"),
+            ({"extra": {"allowed_token_ids": [258]}}, "allowed_token_ids", "accepts 0..257"),
+            ({"extra": {"allowed_token_ids": []}}, "allowed_token_ids", "at least one token"),
+            ({"extra": {"continue_final_message": True}}, "body", "needs add_generation_prompt: false"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("ask", "body", "param", "message"), BAD)
+async def test_bad_requests_have_openais_shape(
+    client: Any, ask: Any, body: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        await complete(client, **body)
+        await ask(client, **body)
     assert caught.value.status_code == (404 if param == "model" else 400)
-    assert caught.value.param == param
-    assert message in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
-        ({"web_search_options": {}}, "web_search_options", "web search is not supported"),
-        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
-        ({"extra": {"echo": True}}, "echo", "only /v1/completions supports it"),
-        (
-            {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
-            "chat_template_kwargs.add_generation_prompt",
-            "use the request's own fields",
-        ),
-        ({"extra": {"chat_template_kwargs": ["a"]}}, "chat_template_kwargs", "dictionary"),
-        ({"extra": {"bad_words": ["a"]}}, "bad_words", "logit_bias of -100 forbids tokens"),
-        ({"extra": {"allowed_token_ids": [258]}}, "allowed_token_ids", "accepts 0..257"),
-        ({"extra": {"allowed_token_ids": []}}, "allowed_token_ids", "at least one token"),
-        ({"extra": {"continue_final_message": True}}, "body", "needs add_generation_prompt: false"),
-    ],
-)
-async def test_bad_chats_have_openais_shape(client: Any, body: dict[str, Any], param: str, message: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await chat(client, **body)
     assert caught.value.param == param
     assert message in caught.value.message
 

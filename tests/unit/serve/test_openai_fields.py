@@ -141,6 +141,7 @@ def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> Non
         ("completions", "temprature", "the nearest one is temperature"),
         ("chat/completions", "max_completion_token", "the nearest one is max_completion_tokens"),
         ("chat/completions", "include_usage", "the nearest one is stream_options.include_usage"),
+        ("chat/completions", "repeat_penalty", "the nearest one is repetition_penalty"),
         ("completions", "messages", "it is a field of /v1/chat/completions"),
         ("responses", "messages", "it is a field of /v1/chat/completions"),
         ("messages", "max_output_tokens", "it is a field of /v1/responses"),

@@ -61,10 +61,10 @@ from swiftkv_platform.jobs.worker.setup import (
     task_device,
     teacher_path,
 )
-from swiftkv_platform.layer_lists import parse_layers
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.student_shape import parse_layers
 
 SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "11:1")

@@ -39,7 +39,7 @@ from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.setup import compute_dtype, student_shape
+from swiftkv_platform.jobs.worker.setup import compute_dtype
 from swiftkv_platform.model import calibration_heads, packed_pass
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
@@ -414,7 +414,7 @@ def _batch_size(spec: JobSpec) -> int:
 
 def _student_config(spec: JobSpec, config: Mapping[str, Any]) -> Any:
     values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
-    return make_student_config(AutoConfig.for_model(**values), **student_shape(spec))
+    return make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)
 
 
 class _NoModules:

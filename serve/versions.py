@@ -32,6 +32,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
+from swiftkv_platform.student_shape import StudentShape
 from swiftkv_platform.web.server import answer_promptly
 
 if TYPE_CHECKING:
@@ -135,14 +136,15 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
     from swiftkv_platform.engine.loading import read_served_config
 
     config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
-    heads = getattr(config, "num_key_value_heads_swiftkv", None)
+    shape = StudentShape.of(config)
+    heads = shape.num_key_value_heads_swiftkv
     return Surroundings(
         device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,
         has_vllm=find_spec("vllm") is not None,
         model_type=config.model_type,
-        has_exit_head=bool(getattr(config, "early_exit", False)),
+        has_exit_head=shape.has_exit_head,
         has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
-        bypasses_layers=bool(getattr(config, "swiftkv_prefill_layers", None) and config.layer_map.bypassed),
+        bypasses_layers=shape.has_gaps,
     )
 
 

@@ -16,19 +16,6 @@ from swiftkv_platform.errors import ModelError
 
 STUDENT_SUFFIX = "_swiftkv"
 """Suffix that a student's `model_type` adds to its teacher's."""
-STUDENT_KEYS = (
-    "swiftkv",
-    "num_key_value_layers",
-    "key_value_group_size",
-    "num_key_value_heads_swiftkv",
-    "early_exit",
-    "own_output_projection",
-    "swiftkv_decode_key_value",
-    "swiftkv_prefill_layers",
-    "swiftkv_teacher_weights",
-    "swiftkv_prefill_only",
-)
-"""Keys that a student's `config.json` has in addition to its teacher's (`configs.SwiftKVConfigMixin`)."""
 
 
 @dataclass(frozen=True)

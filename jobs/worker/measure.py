@@ -255,7 +255,7 @@ def _rows(
         rows,
         seed=seed,
         remote=StoreFiles(workspace / "objects"),
-        splits=student.config.decodes_own,
+        splits=bool(student.config.layer_map.deep_leaders),
     )
     # If a source has its own held-out text, only that is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

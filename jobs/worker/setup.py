@@ -36,10 +36,11 @@ from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.values import Member
-from swiftkv_platform.model import convert, tokenizers
+from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.conversion import make_student
 from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
@@ -219,7 +220,7 @@ def compute_dtype(spec: JobSpec) -> torch.dtype:
 
 def load_student(spec: JobSpec, path: str) -> Any:
     """The student with copied projections, in the spec's dtype."""
-    return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
+    return make_student(path, spec.swiftkv.request, dtype=compute_dtype(spec), revision=spec.model.revision)
 
 
 def open_lazy(
@@ -232,7 +233,12 @@ def open_lazy(
         device: device of the weights once they are read.
     """
     return LazyStudent.open(
-        path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
+        path,
+        spec.swiftkv.request,
+        start or {},
+        dtype=compute_dtype(spec),
+        device=device,
+        revision=spec.model.revision,
     )
 
 
@@ -249,20 +255,6 @@ def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *,
     if spec.training.compile:
         compile_layers(fork)
     return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=lazy)
-
-
-def student_shape(spec: JobSpec) -> dict[str, Any]:
-    """Return the arguments of `convert` for the spec's student."""
-    return {
-        "num_key_value_layers": spec.swiftkv.num_key_value_layers,
-        "prefill_reduction": spec.swiftkv.prefill_reduction,
-        "key_value_group_size": spec.swiftkv.key_value_group_size,
-        "early_exit": spec.swiftkv.early_exit,
-        "sharing": spec.swiftkv.sharing,
-        "own_output_projection": spec.swiftkv.own_output_projection,
-        "decode_key_value": spec.swiftkv.decode_key_value,
-        "prefill_layers": spec.swiftkv.prefill_layers,
-    }
 
 
 def find_start(

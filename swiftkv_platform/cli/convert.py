@@ -16,8 +16,8 @@ from swiftkv_platform.cli.context import Json, PrefillLayers
 from swiftkv_platform.cli.output import err, needs_extra, print_json, say, tell
 from swiftkv_platform.cli.sources import adapter_base, artifact_teacher, base_directory, model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.layer_lists import format_layers, parse_layers
 from swiftkv_platform.planning import equal_cache_group_size
+from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.model.streaming import Converted

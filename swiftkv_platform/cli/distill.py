@@ -16,12 +16,12 @@ from swiftkv_platform.cli.recipes import job_document, save_beside
 from swiftkv_platform.contract.cures import what_to_change
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
-from swiftkv_platform.layer_lists import parse_layers
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
+from swiftkv_platform.student_shape import parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.report import Report

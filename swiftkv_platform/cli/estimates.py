@@ -11,12 +11,12 @@ from swiftkv_platform.cli.output import print_fields, print_json, print_table, s
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
 from swiftkv_platform.control_plane.jobs.validation import validate
-from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.sources import OPEN
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.student_shape import format_layers
 
 _SMALLER = "does not fit; use fewer workers or a smaller training.micro_batch_size"
 _SMALLER_ON_GPU = "does not fit; use more workers, or a smaller training.micro_batch_size or data.max_length"

@@ -15,10 +15,10 @@ from swiftkv_platform.cli.estimates import print_plan
 from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.layer_lists import format_layers, parse_layers
 from swiftkv_platform.local.terminal import size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
+from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.analysis import Analysis

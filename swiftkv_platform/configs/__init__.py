@@ -2,50 +2,30 @@
 
 They derive from transformers' configuration classes, so importing them imports transformers, but no model code.
 
-Keys that a checkpoint's `config.json` adds to its teacher's, shared with the reference implementation: `swiftkv`,
-`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. If they are absent, every layer computes
-its own KV, groups have one layer, and the heads are the teacher's. Keys of this project only: `early_exit`,
-`own_output_projection`, `swiftkv_decode_key_value`, `swiftkv_prefill_layers`.
+A checkpoint's `config.json` adds the keys of `StudentShape` to its teacher's. If they are absent, every layer computes
+its own KV, groups have one layer, and the heads are the teacher's.
 """
 
 from __future__ import annotations
 
 import importlib
 import types
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from transformers import AutoConfig
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
-from swiftkv_platform.planning import DecodeKeyValue, LayerMap, student_layer_map
-from swiftkv_platform.planning.layers import refuse_bypassed_latents
+from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 __all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
 
-DECODE_KEY_VALUES = get_args(DecodeKeyValue)
-
 
 class SwiftKVConfigMixin:
-    """Fields that a student's configuration adds to its teacher's."""
+    """Fields that a student's configuration adds to its teacher's: those of its `StudentShape`, and what follows."""
 
     swiftkv: bool = True
     """Always True: a loaded model is the student. Teacher mode is a state of a model in memory and is never stored."""
-    num_key_value_layers: int | None = None
-    """l: layers that compute their own KV; None means all of them."""
-    key_value_group_size: int = 1
-    """g: consecutive layers >= l that share one KV-cache layer."""
-    num_key_value_heads_swiftkv: int | None = None
-    """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
-    early_exit: bool = False
-    """Whether the checkpoint carries `exit_norm` and `exit_head`."""
-    own_output_projection: bool = False
-    """Whether layers >= l have their own output projection, `o_proj_swiftkv`, for the student's heads."""
-    swiftkv_decode_key_value: str = "shared"
-    """Source of the K and V of *deep* tokens, which run through layers >= l: `shared`, from x like a prompt's (the
-    paper's form), or `own`, from their own hidden state in the first layer of each group."""
-    swiftkv_prefill_layers: list[int] | None = None
-    """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
     swiftkv_teacher_weights: bool = True
     """Whether layers >= l keep the projections that only the teacher uses."""
     swiftkv_prefill_only: bool = False
@@ -59,36 +39,19 @@ class SwiftKVConfigMixin:
             for name in ("sliding_window", "layer_types"):
                 if getattr(self, name, None) is not None:
                     setattr(self, name, None)
-        if self.num_key_value_layers is None:
-            self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
-        self.layer_map  # noqa: B018  # raises for values out of range, before any weight is read
-        self._check_shared_heads()
-        if self.swiftkv_decode_key_value not in DECODE_KEY_VALUES:
-            raise ModelError(
-                f"swiftkv_decode_key_value is {self.swiftkv_decode_key_value!r}; shared and own are accepted",
-                field="swiftkv.decode_key_value",
-                value=self.swiftkv_decode_key_value,
-            )
-        if self.layer_map.bypassed:
-            self._check_bypassed()
+        config = cast("Any", self)
+        if config.num_key_value_layers is None:
+            config.num_key_value_layers = config.num_hidden_layers
+        self._check_shape()
 
-    def _check_bypassed(self) -> None:
-        if self.family.attention == "latent":
-            refuse_bypassed_latents(self.swiftkv_prefill_layers, cast("Any", self).model_type)
-        reason = None
-        if self.swiftkv_decode_key_value != "own":
-            reason = "only for students whose generated tokens have their own K and V; use swiftkv.decode_key_value own"
-        elif self.swiftkv_prefill_only:
-            reason = "not for exports with prefill_only; export the whole student"
-        if reason is not None:
-            raise ModelError(
-                f"swiftkv.prefill_layers is {self.swiftkv_prefill_layers}, which is {reason}",
-                field="swiftkv.prefill_layers",
-                value=self.swiftkv_prefill_layers,
-            )
-
-    def _check_shared_heads(self) -> None:
-        heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
+    def _check_shape(self) -> None:
+        """Raise `InvalidInputError` for a shape that does not fit the teacher, before any weight is read."""
+        config, heads = cast("Any", self), self.layer_map.shape.num_key_value_heads_swiftkv
+        self.shape.check_form(
+            config.model_type,
+            caches_latents=self.family.attention == "latent",
+            prefill_only=self.swiftkv_prefill_only,
+        )
         if heads is None:
             return
         self.family.check_sharing(heads, "swiftkv.sharing")
@@ -106,7 +69,7 @@ class SwiftKVConfigMixin:
         """Return the number of key-value heads of a KV cache layer."""
         config = cast("Any", self)
         theirs: int = config.num_key_value_heads
-        return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
+        return theirs if cache_layer < config.num_key_value_layers else config.num_key_value_heads_swiftkv or theirs
 
     @property
     def family(self) -> Family:
@@ -114,24 +77,21 @@ class SwiftKVConfigMixin:
         return find_family({"model_type": cast("Any", self).model_type})
 
     @property
-    def decodes_own(self) -> bool:
-        """Whether deep tokens keep their own K and V in layers >= l."""
-        shares = self.swiftkv_decode_key_value == "shared" or self.swiftkv_prefill_only
-        return not shares and bool(self.layer_map.leaders)
+    def shape(self) -> StudentShape:
+        """What makes the student; assign another to change the configuration's fields."""
+        return StudentShape.of(self)
+
+    @shape.setter
+    def shape(self, shape: StudentShape) -> None:
+        vars(self).update(shape.to_config())
 
     @property
     def layer_map(self) -> LayerMap:
-        """Map from each layer to the KV-cache layer that it reads."""
-        num_hidden_layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
-        if self.swiftkv_prefill_layers is not None:
-            return student_layer_map(
-                num_hidden_layers,
-                num_key_value_layers=self.num_key_value_layers,
-                prefill_reduction=None,
-                key_value_group_size=self.key_value_group_size,
-                prefill_layers=self.swiftkv_prefill_layers,
-            )
-        return LayerMap(num_hidden_layers, self.num_key_value_layers or num_hidden_layers, self.key_value_group_size)
+        """Map from each layer to the KV-cache layer that it reads. No token of a prefill-only export is deep."""
+        shape = self.shape
+        if self.swiftkv_prefill_only:
+            shape = shape.model_copy(update={"swiftkv_decode_key_value": "shared"})
+        return LayerMap(cast("Any", self).num_hidden_layers, shape)
 
 
 def register() -> None:
@@ -154,11 +114,13 @@ def _derive(family: Family) -> type[Any]:
     module = importlib.import_module(family.teacher_module("configuration"))
     teacher: type[Any] = getattr(module, family.teacher_class("Config"))
     name = f"{family.prefix}SwiftKVConfig"
+    fields = StudentShape.config_fields()
     body = {
         "__module__": __name__,
         "__qualname__": name,
-        "__annotations__": SwiftKVConfigMixin.__annotations__,
+        "__annotations__": {**SwiftKVConfigMixin.__annotations__, **{key: kind for key, (kind, _) in fields.items()}},
         "model_type": family.student_type,
+        **{key: default for key, (_, default) in fields.items()},
     }
     config = types.new_class(name, (SwiftKVConfigMixin, teacher), exec_body=lambda namespace: namespace.update(body))
     globals()[name] = config

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.student_shape import StudentShape
 
 ADAPTER = "swiftkv_adapter.json"
 ADAPTER_WEIGHTS = "adapter"
@@ -52,30 +53,12 @@ class BaseModelReference(FrozenModel):
     """Every tensor of its weight files, by name."""
 
 
-class AdapterShape(FrozenModel):
-    """SwiftKV's part of the student's `config.json`."""
-
-    num_key_value_layers: int
-    key_value_group_size: int
-    num_key_value_heads_swiftkv: int | None = None
-    early_exit: bool = False
-    own_output_projection: bool = False
-    swiftkv_decode_key_value: str = "shared"
-    swiftkv_prefill_layers: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> AdapterShape:
-        """Read the shape from a student's configuration or from the fields of its `config.json`."""
-        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
-        return cls(**{name: fields[name] for name in cls.model_fields if fields.get(name) is not None})
-
-
 class AdapterConfig(FrozenModel):
     """Content of `swiftkv_adapter.json`."""
 
     format_version: Literal[1] = 1
     base: BaseModelReference
-    swiftkv: AdapterShape
+    swiftkv: StudentShape
     added: tuple[str, ...]
     """Tensors of the adapter's files that the base does not have."""
     replaced: tuple[str, ...] = ()
@@ -106,7 +89,7 @@ class AdapterConfig(FrozenModel):
 
     def check_shape(self, config: Any, source: str) -> None:
         """Raise `ModelError` if `config.json` describes another student than this adapter."""
-        found = AdapterShape.of(config)
+        found = StudentShape.of(config)
         for name, value in self.swiftkv:
             if getattr(found, name) != value:
                 raise ModelError(

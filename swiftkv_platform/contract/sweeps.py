@@ -114,7 +114,7 @@ class SweepReport(FrozenModel):
 def point(trial: Trial, *, report: Mapping[str, Any] | None = None, error: str | None = None) -> Point:
     return Point(
         name=trial.name,
-        num_key_value_layers=trial.spec.swiftkv.given_layers,
+        num_key_value_layers=trial.spec.swiftkv.request.given_layers,
         key_value_group_size=trial.spec.swiftkv.key_value_group_size,
         learning_rate=trial.spec.optimizer.learning_rate,
         report=None if report is None else dict(report),

@@ -32,7 +32,7 @@ from swiftkv_platform.model.packed_attention import (
 )
 from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_turns, with_turns
 from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.planning.layers import split_by_size
+from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.private_directories import private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec
 
@@ -68,7 +68,7 @@ class Fork(nn.Module):
         self._attention = attention
         if sequence is not None:
             student.config._attn_implementation = ATTENTION
-        elif student.config._attn_implementation == "sdpa" or student.config.decodes_own:
+        elif student.config._attn_implementation == "sdpa" or student.config.layer_map.deep_leaders:
             student.config._attn_implementation = PACKED
         self._spec = spec
         self._first = student.config.num_key_value_layers
@@ -165,7 +165,7 @@ class Fork(nn.Module):
         with torch.no_grad():
             context = self._begin(input_ids, position_ids, sample_lengths)
             own_context = context
-            if self.student.config.decodes_own:
+            if self.student.config.layer_map.deep_leaders:
                 deep = loss_mask if self.sequence is None else self.sequence.union(loss_mask)
                 own_context = with_turns(context, deep.flatten())
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
@@ -181,12 +181,12 @@ class Fork(nn.Module):
         if self._needs_teacher:
             kept_teacher = self.kept_teacher or decoder
             with torch.no_grad():
-                same = not self.trains_lower and not decoder.layer_map.bypassed
+                same = not self.trains_lower and not decoder.layer_map.gaps
                 teacher_x = x if same else kept_teacher.lower(context)
                 teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
                 teacher = _rows(teacher, counted)
         writer = None
-        if self.student.config.decodes_own:
+        if self.student.config.layer_map.deep_leaders:
             writer = DeepTurns(decoder.project_key_values(x, context.rotation))
         record = student_states if recorded else None
         student = decoder.student_upper(x, own_context, kept=kept, deep=writer, hidden=entering, record=record)

@@ -52,7 +52,7 @@ class BypassRows:
     @classmethod
     def of(cls, decoder: Any, deep: Sequence[int], num_rows: int) -> BypassRows | None:
         """None: no row of the step bypasses a layer."""
-        return cls(deep) if decoder.layer_map.bypassed and len(deep) < num_rows else None
+        return cls(deep) if decoder.layer_map.gaps and len(deep) < num_rows else None
 
     def __call__(self, decoder: Any, i: int, hidden: torch.Tensor, context: DecoderContext) -> torch.Tensor:
         if self._parts is None:

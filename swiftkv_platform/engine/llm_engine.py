@@ -79,7 +79,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             draft_planner=self._drafting,
-            keeps_own=loaded.config.decodes_own,
+            keeps_own=bool(loaded.config.layer_map.deep_leaders),
         )
         self.reader = RequestReader(loaded, config, num_slots=self.num_blocks * self.block_size)
         """Checks and tokenizes requests, in any thread."""

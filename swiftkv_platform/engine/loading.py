@@ -29,6 +29,7 @@ from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_token
 from swiftkv_platform.model.weight_formats import BITS
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.student_shape import StudentShape
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
     if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         settle_head(model_config, Checkpoint.open(directory))
     if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
-        model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
-        model_config.num_key_value_heads_swiftkv, model_config.own_output_projection = None, False
-        model_config.swiftkv_decode_key_value, model_config.swiftkv_prefill_layers = "shared", None
+        vars(model_config).update(StudentShape.dense(model_config.num_hidden_layers).to_config())
     return model_config
 
 

@@ -59,7 +59,7 @@ class ModelRunner:
         self._decoder = decoder or model.model
         self._cache = cache
         self._drafting = drafting
-        self._keeps_own: bool = model.config.decodes_own
+        self._keeps_own = bool(model.config.layer_map.deep_leaders)
         self._on_kernels = all(isinstance(layer, NativeLayer) for layer in model.model.layers)
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
 

@@ -217,7 +217,7 @@ def join(rank: int, port: int, config: EngineConfig) -> Ranks:
 def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
     """Run the passes that rank 0 announces until it exits. `make_cache`: makes the cache for a number of blocks."""
     decoder, x = model.model, torch.empty(0)
-    keeps_own: bool = model.config.decodes_own
+    keeps_own = bool(model.config.layer_map.deep_leaders)
     cache: Any = None
     context: Any = None
     while True:

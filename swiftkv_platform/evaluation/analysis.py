@@ -28,7 +28,6 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, TEACHER_FINDS, needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate, evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher
@@ -37,6 +36,7 @@ from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_sim
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
+from swiftkv_platform.student_shape import format_layers
 
 _PROMPTS_AT_ONCE = 20
 """Needle prompts per batch; they are about equally long."""

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,12 +100,12 @@ def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
 
 def _let_go(config: Any, prompt: torch.Tensor) -> float:
     """Return the FLOPs of a pass that serving leaves out: those of prompts in layers that they bypass."""
-    if not config.layer_map.bypassed:
+    if not config.layer_map.gaps:
         return 0
     model, layer_map = read_architecture(config.to_dict()), config.layer_map
     whole, served = (
         prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
-        for each in (replace(layer_map, bypassed=()), layer_map)
+        for each in (layer_map.without_gaps(), layer_map)
     )
     return len(prompt) * (whole - served)
 

@@ -201,17 +201,17 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
     Positions that count are deep tokens, each run of them a turn. `placed`: the rows' samples."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
-    if decoder.config.decodes_own:
+    if decoder.layer_map.deep_leaders:
         context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype)
     else:
         context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
-    turns = with_turns(context, counted.flatten()) if decoder.config.decodes_own else context
+    turns = with_turns(context, counted.flatten()) if decoder.layer_map.deep_leaders else context
     x, entering = lower_turns(decoder, context, turns, None)
     teacher_x = x
-    if decoder.teacher_lower is not None or decoder.layer_map.bypassed:
+    if decoder.teacher_lower is not None or decoder.layer_map.gaps:
         teacher_x = (decoder.teacher_lower or decoder.lower)(context)
     teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
-    deep = DeepTurns(decoder.project_key_values(x, context.rotation)) if decoder.config.decodes_own else None
+    deep = DeepTurns(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     student = _rows(decoder.student_upper(x, turns, deep=deep, hidden=entering), counted)
     exits = _rows(entering, counted) if model.config.early_exit else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
@@ -327,7 +327,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     decoder = model.model
     mode, was_training = decoder.swiftkv_enabled, model.training
     changed: list[tuple[Any, str]] = []
-    if model.config.decodes_own:
+    if model.config.layer_map.deep_leaders:
         kept = (getattr(layers, "__self__", decoder) for layers in (decoder.teacher_lower, decoder.teacher_upper))
         changed = [
             (one, one.config._attn_implementation) for one in {id(one): one for one in (decoder, *kept)}.values()

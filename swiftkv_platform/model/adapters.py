@@ -23,7 +23,6 @@ from swiftkv_platform.configs.adapter import (
     ADAPTER,
     ADAPTER_WEIGHTS,
     AdapterConfig,
-    AdapterShape,
     BaseModelReference,
     BaseTensor,
     digest_base,
@@ -127,7 +126,7 @@ def write_adapter(
         base=BaseModelReference(
             name_or_path=name_or_path, revision=revision, digest=digest_base(found.tensors), tensors=found.tensors
         ),
-        swiftkv=AdapterShape.of(config),
+        swiftkv=config.shape,
         added=tuple(sorted(found.added)),
         replaced=tuple(sorted(found.replaced)),
         dropped=tuple(sorted(dropped)),

@@ -64,7 +64,7 @@ class SwiftKVAttentionMixin(nn.Module):
         twins = {f"{name}_swiftkv": name for name in self.own_modules(config)}
         if layer_idx in config.layer_map.leaders:
             twins |= {f"{name}_swiftkv": name for name in self.key_value_modules}
-            if config.decodes_own:
+            if config.layer_map.deep_leaders:
                 twins |= {f"{name}_decode_swiftkv": name for name in self.decode_modules}
         for twin, name in twins.items():
             setattr(self, twin, copy.deepcopy(self.of_teacher(name)))
@@ -270,7 +270,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         self.shared_heads = _SharedHeads(config, layer_idx)
         if layer_idx in config.layer_map.leaders:
             size = config.num_key_value_heads_swiftkv * self.head_dim
-            kinds = ("swiftkv", "decode_swiftkv") if config.decodes_own else ("swiftkv",)
+            kinds = ("swiftkv", "decode_swiftkv") if config.layer_map.deep_leaders else ("swiftkv",)
             for name in (f"{module}_{kind}" for module in self.key_value_modules for kind in kinds):
                 twin = getattr(self, name)
                 setattr(self, name, nn.Linear(twin.in_features, size, bias=twin.bias is not None))

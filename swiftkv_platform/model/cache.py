@@ -24,6 +24,7 @@ from swiftkv_platform.model.attention import KeyValue
 from swiftkv_platform.model.masks import FULL, layer_types
 from swiftkv_platform.model.quantization import pack, payload_dtype, unpack
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.student_shape import LayerMap
 
 
 def make_cache(
@@ -61,12 +62,12 @@ def make_cache(
     return cache
 
 
-def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
+def check_cache(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> None:
     """Raise `ModelError` if a transformers cache has another number of layers than the mode needs. A cache without
     layers is accepted, since it adds them as needed."""
     if not isinstance(cache, Cache) or not cache.layers:
         return
-    wanted = config.layer_map.num_kv_cache_layers if swiftkv else config.num_hidden_layers
+    wanted = layer_map.num_kv_cache_layers if swiftkv else layer_map.num_hidden_layers
     if len(cache.layers) != wanted:
         mode = "student" if swiftkv else "teacher"
         raise ModelError(

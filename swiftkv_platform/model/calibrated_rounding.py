@@ -152,7 +152,7 @@ class _Pass:
         x = self._x[row].load("cpu")
         kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
         context = replace(context, hidden=x)
-        if config.decodes_own:
+        if config.layer_map.deep_leaders:
             context = with_turns(context, self._deep[row])
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
@@ -170,7 +170,7 @@ class _Pass:
                 self._key_value[row] = tuple(map(self._store.keep, key_value))
             return key_value
 
-        if not self._config.decodes_own:
+        if not self._config.layer_map.deep_leaders:
             return keep(leader.expand_key_value(shared))
         own = DeepGroup(0, leader, DeepTurns([shared]), kept)
         return lambda *of_layer: keep(own(*of_layer))

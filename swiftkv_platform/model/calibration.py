@@ -131,7 +131,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
         for batch in batches:
             context = decoder.begin(**decoder_inputs(batch, decoder))
             teacher_x = decoder.lower(context)
-            x = decoder.lower(context, bypass_all) if config.layer_map.bypassed else teacher_x
+            x = decoder.lower(context, bypass_all) if config.layer_map.gaps else teacher_x
             final = decoder.teacher_upper(teacher_x, context)
             hidden = with_intercept(decoder.norm_swiftkv(x))
             sums = CalibrationStatistics(
@@ -143,7 +143,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
                 },
                 exits=exit_sums(model.exit_norm(teacher_x), final) if config.early_exit else (),
                 num_tokens=hidden.shape[0],
-                own=recorder.own_sums(config.layer_map) if config.decodes_own else {},
+                own=recorder.own_sums(config.layer_map) if config.layer_map.deep_leaders else {},
             )
             statistics = sums if statistics is None else statistics.add_(sums)
     if statistics is None:

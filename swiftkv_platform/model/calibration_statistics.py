@@ -159,7 +159,7 @@ class GroupRegression:
 
     @property
     def keeps_own(self) -> bool:
-        return bool(self.leader.config.decodes_own)
+        return bool(self.leader.config.layer_map.deep_leaders)
 
     @property
     def gram(self) -> torch.Tensor:

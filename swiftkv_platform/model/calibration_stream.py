@@ -101,18 +101,18 @@ class _Stream:
         num_tokens = self._embed(batches)
         upper = {i: decoder.layers[i] for i in range(self._first, num_layers)}
         self._method = method_of(upper)
-        first_bypassed = min(layer_map.bypassed, default=self._first)
+        first_gap = layer_map.first_gap
         for i in range(self._first):
-            if i == first_bypassed:
+            if i == first_gap:
                 self._x = list(self._hidden)
             with self._filled(decoder.layers[i]):
                 for row in range(len(self._hidden)):
                     self._step(i, self._hidden, row)
-                    if i > first_bypassed and i not in layer_map.bypassed:
+                    if i > first_gap and i not in layer_map.gaps:
                         self._step(i, self._x, row)
             progress(i + 1, num_layers)
         self._deep_x = list(self._hidden)
-        if not layer_map.bypassed:
+        if not layer_map.gaps:
             self._x = self._deep_x
         with self._filled(decoder.norm_swiftkv, own=True):
             if self._workers.is_first:
@@ -178,7 +178,7 @@ class _Stream:
     def _observe(self, i: int, sums: CalibrationStatistics, leader: int) -> None:
         """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
         config, queries = self._config, None
-        takes_own = config.decodes_own and len(config.layer_map.group(leader)) > 1
+        takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.group(leader)) > 1
         own_gram: torch.Tensor | None = None
         own_cross: dict[tuple[int, str], torch.Tensor] = {}
         cross: dict[tuple[int, str], torch.Tensor] = {}

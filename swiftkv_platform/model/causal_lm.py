@@ -92,7 +92,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         number of deep tokens, where 0 means the last one only.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if self.config.decodes_own and tokens is not None:
+        if self.model.layer_map.deep_leaders and tokens is not None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             kwargs["first_deep"] = _first_deep(prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen))
         step = None if early_exit is None else ExitStep(early_exit, self.exit_logits)

@@ -24,7 +24,7 @@ from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import load_checked
 from swiftkv_platform.model.stored_quantization import is_quantized
-from swiftkv_platform.planning import DecodeKeyValue, Sharing, shared_key_value_heads, student_layer_map
+from swiftkv_platform.student_shape import DecodeKeyValue, ShapeRequest, Sharing, StudentShape
 
 
 def convert(
@@ -69,9 +69,7 @@ def convert(
         ModelError: unreadable model, unknown family, or `sharing` for a family without heads to share (MLA).
         InvalidInputError: l or g out of range, naming what is accepted; raised before weights are read.
     """
-    config = read_config(teacher, revision=revision) if isinstance(teacher, str | Path) else teacher.config
-    student_config = make_student_config(
-        config,
+    shape = ShapeRequest(
         num_key_value_layers=num_key_value_layers,
         prefill_reduction=prefill_reduction,
         key_value_group_size=key_value_group_size,
@@ -81,6 +79,20 @@ def convert(
         decode_key_value=decode_key_value,
         prefill_layers=prefill_layers,
     )
+    return make_student(teacher, shape, calibration=calibration, dtype=dtype, revision=revision)
+
+
+def make_student(
+    teacher: PreTrainedModel | str | Path,
+    shape: ShapeRequest,
+    *,
+    calibration: Iterable[TokenBatch] | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> Any:
+    """Make the student that `convert` describes."""
+    config = read_config(teacher, revision=revision) if isinstance(teacher, str | Path) else teacher.config
+    student_config = make_student_config(config, shape)
     if isinstance(teacher, str | Path):
         if is_quantized(config):
             del student_config.quantization_config  # the student's weights are dequantised
@@ -125,9 +137,7 @@ def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any
 def dense_config(student: Any) -> Any:
     """Return a student's configuration changed so that every layer computes its own KV, as in its teacher."""
     dense = copy.deepcopy(student)
-    dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
-    dense.num_key_value_heads_swiftkv, dense.early_exit, dense.own_output_projection = None, False, False
-    dense.swiftkv_decode_key_value, dense.swiftkv_prefill_layers = "shared", None
+    dense.shape = StudentShape.dense(dense.num_hidden_layers)
     return dense
 
 
@@ -149,18 +159,7 @@ def load_teacher(
     return model
 
 
-def make_student_config(
-    teacher: Any,
-    *,
-    num_key_value_layers: int | None,
-    prefill_reduction: float | None,
-    key_value_group_size: int,
-    early_exit: bool,
-    sharing: Sharing,
-    own_output_projection: bool = False,
-    decode_key_value: DecodeKeyValue = "shared",
-    prefill_layers: Sequence[int] | None = None,
-) -> Any:
+def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
     """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
     if isinstance(teacher, SwiftKVConfigMixin):
         name = cast("Any", teacher).name_or_path
@@ -170,28 +169,7 @@ def make_student_config(
             value=name,
         )
     classes = student_classes(teacher.model_type)
-    layer_map = student_layer_map(
-        teacher.num_hidden_layers,
-        num_key_value_layers=num_key_value_layers,
-        prefill_reduction=prefill_reduction,
-        key_value_group_size=key_value_group_size,
-        prefill_layers=prefill_layers,
-    )
-    heads = None
-    if sharing != "gqa":
-        heads = shared_key_value_heads(
-            sharing, num_attention_heads=teacher.num_attention_heads, num_key_value_heads=teacher.num_key_value_heads
-        )
-    return classes.config_from(
-        teacher,
-        num_key_value_layers=layer_map.num_key_value_layers,
-        key_value_group_size=layer_map.key_value_group_size,
-        num_key_value_heads_swiftkv=heads,
-        early_exit=early_exit,
-        own_output_projection=own_output_projection,
-        swiftkv_decode_key_value=decode_key_value,
-        swiftkv_prefill_layers=list(layer_map.prefill_layers) if layer_map.bypassed else None,
-    )
+    return classes.config_from(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))
 
 
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:

@@ -31,7 +31,7 @@ from swiftkv_platform.model.embeddings import ScaledEmbedding
 from swiftkv_platform.model.masks import Masks, make_masks
 from swiftkv_platform.model.rotations import LayerRotations
 from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.student_shape import LayerMap
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):
@@ -95,7 +95,7 @@ class SwiftKVDecoderMixin(nn.Module):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ModelError("give either input_ids or inputs_embeds", field="input_ids")
-        check_cache(past_key_values, self.config, swiftkv=self.swiftkv_enabled)
+        check_cache(past_key_values, self.layer_map, swiftkv=self.swiftkv_enabled)
         hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -178,7 +178,7 @@ class SwiftKVDecoderMixin(nn.Module):
             return self.run_layers(layers, context.hidden, context)
         hidden = context.hidden
         for i in layers:
-            if i in self.layer_map.bypassed:
+            if i in self.layer_map.gaps:
                 hidden = bypass(self, i, hidden, context)
             else:
                 hidden = self.run_layer(i, hidden, context)
@@ -231,11 +231,11 @@ class SwiftKVDecoderMixin(nn.Module):
             kept: the tokens whose hidden states are needed; None: all.
             shared: result of `shared_key_values(x, context)`; None computes it.
             deep: writer that takes the K and V of deep tokens and returns those of groups, instead of `shared`; for a
-                student that `decodes_own`, and only for one.
+                student with `deep_leaders`, and only for one.
             hidden: input of the kept tokens, [num_rows, num_kept, hidden_size]; None: x.
             record: receives the output of each upper layer, before the final norm.
         """
-        assert (deep is not None) == self.config.decodes_own, "a form of its own says which tokens are deep"
+        assert (deep is not None) == bool(self.layer_map.deep_leaders), "a form of its own says which tokens are deep"
         if shared is None:
             shared = self.shared_key_values(x, context) if deep is None else ()
         if kept is not None:
@@ -334,7 +334,7 @@ class SwiftKVDecoderMixin(nn.Module):
         """Return the final hidden states of the `kept` tokens (None: all), [num_rows, num_kept, hidden_size].
 
         `kept` may be a function that selects tokens from x. `first_deep`: the first deep token of the pass, or of each
-        row, int64 [batch] (None: the last token); it matters only if the student `decodes_own`.
+        row, int64 [batch] (None: the last token); it matters only if the student has `deep_leaders`.
         """
         if use_cache and past_key_values is None:
             past_key_values = make_cache(self.config, swiftkv=self.swiftkv_enabled)
@@ -352,7 +352,7 @@ class SwiftKVDecoderMixin(nn.Module):
         else:
             x = (self.teacher_lower or self.lower)(context)
         kept = kept(x) if callable(kept) else kept
-        if self.swiftkv_enabled and self.config.decodes_own:
+        if self.swiftkv_enabled and self.layer_map.deep_leaders:
             hidden = self._own_upper(x, context, kept, first_deep)
         elif self.swiftkv_enabled:
             hidden = self.student_upper(x, context, kept=kept)

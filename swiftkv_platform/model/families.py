@@ -17,6 +17,7 @@ from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 from swiftkv_platform.planning.config import check_kind
+from swiftkv_platform.student_shape import StudentShape
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
@@ -32,13 +33,13 @@ class StudentClasses:
     config: type[Any]
     causal_lm: type[Any]
 
-    def config_from(self, teacher: Any, **fields: Any) -> Any:
-        """Make a student's configuration from its teacher's and `fields` of `SwiftKVConfigMixin`; without l it is
-        dense. Raises `ModelError`: the teacher's configuration has a student's keys."""
+    def config_from(self, teacher: Any, shape: StudentShape | None = None) -> Any:
+        """Make a student's configuration from its teacher's; without `shape` it is dense. Raises `ModelError`: the
+        teacher's configuration has a student's keys."""
         of_teacher = teacher.to_dict()
         check_kind(of_teacher)
         values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_KEYS}
-        config = self.config(**values, **fields)
+        config = self.config(**values, **({} if shape is None else shape.to_config()))
         config.dtype = teacher.dtype
         return config
 

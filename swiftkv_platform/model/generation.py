@@ -99,7 +99,7 @@ class SwiftKVGenerationMixin(nn.Module):
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "differs from past_key_values; leave one of them out")
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
-        if generation_config.use_cache is False and self.config.decodes_own:
+        if generation_config.use_cache is False and self.config.layer_map.deep_leaders:
             # Without a cache each pass recomputes the answer, whose tokens are deep.
             model_kwargs["prompt_length"] = _mask_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None

@@ -26,6 +26,7 @@ from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import build_empty, check_tensors
 from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
+from swiftkv_platform.student_shape import ShapeRequest
 
 _KEPT = "kept_teacher."
 _Place = tuple[int, str]
@@ -56,25 +57,24 @@ class LazyStudent:
     def open(
         cls,
         path: str | Path,
+        shape: ShapeRequest,
         start: Mapping[str, Tensor],
         *,
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        **shape: Any,
     ) -> LazyStudent:
         """Make the student of the teacher at `path`, whose tensor names and shapes are checked first.
 
         Args:
             dtype: dtype of the student; None keeps the checkpoint's values and the configuration's dtype.
-            shape: arguments of `make_student_config`.
 
         Raises:
             ModelError: unreadable model, unknown family, or tensors that are missing or have another shape.
             InvalidInputError: l or g out of range.
         """
         teacher = read_config(path, revision=revision)
-        config = make_student_config(teacher, **shape)
+        config = make_student_config(teacher, shape)
         quantized = is_quantized(teacher)
         checkpoint = Checkpoint.open(path, revision=revision)
         settle_head(teacher, checkpoint)

@@ -88,12 +88,12 @@ def lower_turns(
     and V before their turn and their own, as they do in layers >= l. `turns`: result of `with_turns(context)`.
     """
     layer_map = decoder.layer_map
-    if not layer_map.bypassed:
+    if not layer_map.gaps:
         x = decoder.lower(context)
         return x, x if kept is None else kept.take(x)
     prompt = _LayerKeyValues()
     reading = replace(context, past_key_values=cast("Any", prompt))
-    first, x = min(layer_map.bypassed), context.hidden
+    first, x = layer_map.first_gap, context.hidden
     for i in range(first):
         x = decoder.run_layer(i, x, context)
     deep = x if kept is None else kept.take(x)
@@ -102,7 +102,7 @@ def lower_turns(
     )
     for i in range(first, layer_map.num_key_value_layers):
         output = decoder.run_layer(i, x, reading)
-        x = x if i in layer_map.bypassed else output
+        x = x if i in layer_map.gaps else output
         deep = decoder.run_layer(i, deep, writing)
     return x, deep
 

@@ -7,7 +7,7 @@ names both. This is the copied start; the calibrated start needs the whole teach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import made_without_weights, read_config
-from swiftkv_platform.model.conversion import convert, make_student_config
+from swiftkv_platform.model.conversion import make_student, make_student_config
 from swiftkv_platform.model.directories import (
     MAX_SHARD_BYTES,
     Files,
@@ -35,8 +35,8 @@ from swiftkv_platform.model.loading import check_tensors, first_dtype
 from swiftkv_platform.model.stored_quantization import is_quantized, without_swiftkv
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
-from swiftkv_platform.planning import DecodeKeyValue, Sharing
 from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.student_shape import ShapeRequest
 
 Progress = Callable[[int, int], None]
 """Callback that gets the number of tensors (or files) done and of all."""
@@ -57,19 +57,12 @@ def convert_checkpoint(
     source: str | Path,
     target: str | Path,
     *,
-    num_key_value_layers: int | None = None,
-    prefill_reduction: float | None = None,
-    key_value_group_size: int = 1,
-    early_exit: bool = False,
-    sharing: Sharing = "gqa",
-    own_output_projection: bool = False,
-    decode_key_value: DecodeKeyValue = "shared",
-    prefill_layers: Sequence[int] | None = None,
     calibration: Iterable[TokenBatch] | None = None,
     revision: str | None = None,
     files: Files = "link",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
+    **shape: Any,
 ) -> Converted:
     """Write the student that `convert` makes of `source` to the directory `target`, completely or not at all.
 
@@ -80,6 +73,7 @@ def convert_checkpoint(
             `max_shard_bytes` or the teacher tensors of one new tensor, whichever is larger.
         files: how the teacher's weight files get there. A link falls back to a copy if the file system has no links.
             Links to the hub's cache are safe: its files never change.
+        shape: fields of `ShapeRequest`, as for `convert`.
 
     Raises:
         InvalidInputError: l or g out of range.
@@ -89,17 +83,8 @@ def convert_checkpoint(
     target = Path(target)
     check_new(target)
     teacher = read_config(source, revision=revision)
-    shape: dict[str, Any] = {
-        "num_key_value_layers": num_key_value_layers,
-        "prefill_reduction": prefill_reduction,
-        "key_value_group_size": key_value_group_size,
-        "early_exit": early_exit,
-        "sharing": sharing,
-        "own_output_projection": own_output_projection,
-        "decode_key_value": decode_key_value,
-        "prefill_layers": prefill_layers,
-    }
-    config = make_student_config(teacher, **shape)
+    request = ShapeRequest(**shape)
+    config = make_student_config(teacher, request)
     quantized = is_quantized(teacher)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
@@ -115,7 +100,7 @@ def convert_checkpoint(
     if calibration is None:
         tensors = _copied(student, StoredWeights(checkpoint, teacher, config.dtype))
     else:
-        tensors = _trained(convert(directory, calibration=calibration, **shape))
+        tensors = _trained(make_student(directory, request, calibration=calibration))
     total = sum(1 for _ in copied_start(student))
     with new_directory(target) as partial:
         writer = ShardWriter(partial, "swiftkv", max_shard_bytes)

@@ -2,29 +2,18 @@
 
 from swiftkv_platform.planning.architecture import Architecture, read_architecture
 from swiftkv_platform.planning.config import check_generation_values, has_quantized_weights, read_config
-from swiftkv_platform.planning.layers import (
-    DecodeKeyValue,
-    LayerMap,
-    Sharing,
-    equal_cache_group_size,
-    resolve_num_key_value_layers,
-    shared_key_value_heads,
-    student_layer_map,
-)
 from swiftkv_platform.planning.prefill import Components, Plan, PrefillComparison, plan
 from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
 from swiftkv_platform.planning.training import TrainingPlan, TrainingSetup, plan_training
+from swiftkv_platform.student_shape import equal_cache_group_size
 
 __all__ = [
     "Architecture",
     "Components",
-    "DecodeKeyValue",
-    "LayerMap",
     "Plan",
     "PrefillComparison",
     "ServingPlan",
     "ServingSetup",
-    "Sharing",
     "TrainingPlan",
     "TrainingSetup",
     "check_generation_values",
@@ -35,7 +24,4 @@ __all__ = [
     "plan_training",
     "read_architecture",
     "read_config",
-    "resolve_num_key_value_layers",
-    "shared_key_value_heads",
-    "student_layer_map",
 ]

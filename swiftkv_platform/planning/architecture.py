@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.families import Family, find_family
 from swiftkv_platform.planning.config import ConfigSource, Fields, check_values, read_config
-from swiftkv_platform.planning.layers import read_prefill_layers
+from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A teacher, and the student's settings in its configuration."""
+    """A teacher, and its student if one is described."""
 
     model_type: str
     """Model type of the teacher."""
@@ -119,14 +120,8 @@ class Architecture:
     """Attention of the student's layers that own the KV projections of a group."""
     max_position_embeddings: int
     dtype: str
-    num_key_value_layers: int | None
-    """l of a student's configuration; None in a teacher's."""
-    prefill_layers: tuple[int, ...] | None
-    """Layers that a student's prompts run through, if its configuration lists them."""
-    key_value_group_size: int
-    early_exit: bool
-    decodes_own: bool
-    """Whether deep tokens of the student keep K and V of their own in layers >= l."""
+    student: StudentShape | None
+    """The shape in a student's configuration; None in a teacher's."""
 
 
 _MOST_LAYERS = 10_000
@@ -308,17 +303,19 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers that a student's prompts run through. Raises `ModelError` if they are not an ascending list of
-    existing layers."""
-    layers = fields.sequence("swiftkv_prefill_layers")
-    if layers is None:
+def _student(fields: Fields, num_layers: int) -> StudentShape | None:
+    """Return the shape in a student's configuration; None in a teacher's. Raises `ModelError`, naming a key."""
+    read: dict[Any, Callable[[str], Any]] = {bool: fields.flag, str: fields.text, list[int] | None: fields.sequence}
+    given: dict[str, Any] = {}
+    for name, (kind, default) in StudentShape.config_fields().items():
+        if fields.given(name):
+            given[name] = read[kind](name) if kind in read else fields.optional_count(name, least=default or 1)
+    if given.get("num_key_value_layers") is None and given.get("swiftkv_prefill_layers") is None:
         return None
     try:
-        read_prefill_layers(layers, num_layers)
+        return LayerMap(num_layers, StudentShape.of({"key_value_group_size": 1} | given)).shape
     except InvalidInputError as error:
         raise ModelError(error.message, field=error.field, value=error.value) from error
-    return tuple(layers)
 
 
 _ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
@@ -331,10 +328,10 @@ _FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]]
 }
 
 
-def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
+def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -> Architecture:
     """Read the decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
-    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), instead of the configuration's. Raises
-    `ModelError` for a missing file, an unknown family, or a key that is missing or invalid."""
+    `shape`: of the student, instead of the configuration's. Raises `ModelError` for a missing file, an unknown family,
+    or a key that is missing or invalid."""
     config = read_config(source)
     family = find_family(config)
     check_values(config)
@@ -345,7 +342,8 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         _rotated(fields, num_layers)  # refused here, before transformers reaches the end of the list
     attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
     own = attention(family, fields, None)
-    shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")
+    student = _student(fields, num_layers) if shape is None else shape
+    shared_heads = None if student is None else student.num_key_value_heads_swiftkv
     family.check_sharing(shared_heads, "num_key_value_heads_swiftkv")
     return Architecture(
         model_type=family.model_type,
@@ -358,9 +356,5 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         shared_attention=attention(family, fields, shared_heads),
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
         dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),
-        num_key_value_layers=fields.optional_count("num_key_value_layers"),
-        prefill_layers=_prefill_layers(fields, num_layers),
-        key_value_group_size=fields.count("key_value_group_size", default=1),
-        early_exit=fields.flag("early_exit"),
-        decodes_own=fields.text("swiftkv_decode_key_value", default="shared") == "own",
+        student=student,
     )

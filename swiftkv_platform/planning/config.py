@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FLAGS, STUDENT_KEYS, STUDENT_SUFFIX, Fixed, Flag
+from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX, Fixed, Flag
+from swiftkv_platform.student_shape import STUDENT_KEYS
 
 FIELD = "model.name_or_path"
 _MOST = 1 << 40

@@ -9,14 +9,14 @@ from dataclasses import replace
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
-from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
 from swiftkv_platform.planning.steering import searches_rate
 from swiftkv_platform.planning.training import WIDE, TrainingSetup, worker_memory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import BATCH_SIZE
+from swiftkv_platform.student_shape import LayerMap
 
 _MAX_WORKERS = 4096
 """Most workers that a refusal proposes."""
@@ -37,9 +37,6 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         sequence_parallel_size=spec.sharding.sequence_parallel_size,
         gradient_checkpointing=spec.training.gradient_checkpointing,
         compiled=spec.training.compile,
-        early_exit=spec.swiftkv.early_exit,
-        own_output_projection=spec.swiftkv.own_output_projection,
-        decodes_own=spec.swiftkv.decode_key_value == "own",
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,
         hidden_loss=spec.distillation.hidden_loss_weight > 0,
@@ -78,7 +75,7 @@ def refuse_what_cannot_fit(spec: JobSpec, model: Architecture, layer_map: LayerM
 def _training_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
     """Return the most bytes of a worker's device, and of its host memory in addition to a process without a model.
     Without a GPU the device is the host."""
-    parameters = setup.student_parameters(model, layer_map)
+    parameters = student_parameters(model, layer_map, setup.trainable)
     memory = worker_memory(model, layer_map, parameters, setup)
     if setup.device == "cpu":
         return memory.peak, memory.peak
@@ -106,7 +103,7 @@ def _enough_workers(model: Architecture, layer_map: LayerMap, setup: TrainingSet
 
 def teacher_bytes(config: ConfigSource, dtype: str) -> int:
     model = read_architecture(config)
-    return weights_bytes(model, dense_layer_map(model), dtype)
+    return weights_bytes(model, LayerMap.dense(len(model.layers)), dtype)
 
 
 def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:

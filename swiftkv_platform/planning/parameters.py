@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.planning.architecture import Architecture, Layer
-from swiftkv_platform.planning.layers import LayerMap, split_by_size
+from swiftkv_platform.student_shape import LayerMap
 
 Trainable = Literal["qkv", "tail", "all"]
 
@@ -39,25 +40,17 @@ def dense_parameters(model: Architecture) -> int:
     return layers + _embeddings(model) + model.hidden_size
 
 
-def student_parameters(
-    model: Architecture,
-    layer_map: LayerMap,
-    *,
-    early_exit: bool = False,
-    own_output_projection: bool = False,
-    decodes_own: bool = False,
-    trainable: Trainable = "qkv",
-) -> Parameters:
+def student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> Parameters:
     """Count the parameters of a student during distillation, with its teacher's projections."""
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
     own = model.shared_attention
-    of_output = own_output_projection * own.output_parameters
+    of_output = layer_map.shape.own_output_projection * own.output_parameters
     own_of_layer = own.query_parameters + of_output
     twins = len(upper) * own_of_layer
-    decode = decodes_own * own.decode_parameters
+    decode = bool(layer_map.deep_leaders) * own.decode_parameters
     key_value = len(layer_map.leaders) * (own.key_value_parameters + decode)
-    exit_head = early_exit * (vocabulary + hidden)
+    exit_head = layer_map.shape.has_exit_head * (vocabulary + hidden)
     norm = hidden * model.normalises_inputs
     added = twins + key_value + norm + exit_head
     total = dense_parameters(model) + added
@@ -113,5 +106,21 @@ def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, in
         layers -= layer.attention.query_parameters + layer.attention.key_value_parameters
         layers += model.shared_attention.query_parameters
         own = model.shared_attention
-        layers += (i in layer_map.leaders) * (own.key_value_parameters + model.decodes_own * own.decode_parameters)
+        layers += (i in layer_map.leaders) * own.key_value_parameters
+        layers += (i in layer_map.deep_leaders) * own.decode_parameters
     return layers, _embeddings(model) + hidden * (1 + (model.normalises_inputs and bool(layer_map.leaders)))
+
+
+def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Split a sequence into the fewest runs whose sizes add up to at most `limit`; a larger item is a run by itself.
+
+    Decides which groups of a student have their K and V projections sharded and gathered together, with the size of a
+    layer as the limit.
+    """
+    runs, begin, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > begin and total + size > limit:
+            runs.append(slice(begin, i))
+            begin, total = i, 0
+        total += size
+    return [*runs, slice(begin, len(sizes))] if sizes else []

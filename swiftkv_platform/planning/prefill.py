@@ -22,7 +22,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.layers import LayerMap, refuse_bypassed_latents, student_layer_map
+from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, refuse_gaps_in_latents
 
 KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
@@ -131,11 +131,11 @@ def forward_flops(
         square: count attention as plain matrix products run it, over every key that the cache holds.
     """
     total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
-    leaders, bypassed = frozenset(layer_map.leaders), frozenset(layer_map.bypassed)
+    leaders, gaps = frozenset(layer_map.leaders), frozenset(layer_map.gaps)
     cache = cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
         upper = i >= layer_map.num_key_value_layers
-        deep_only = upper or i in bypassed
+        deep_only = upper or i in gaps
         attention, cache_window = cache[layer_map.cache_layer(i)]
         num_queries = num_kept if deep_only else num_tokens
         if square:
@@ -264,13 +264,41 @@ def plan(
         kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
         num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C); default: the configuration's.
     """
-    model = read_architecture(config, num_key_value_heads_swiftkv=num_key_value_heads_swiftkv)
-    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size, prefill_layers)
+    teacher = read_architecture(config)
+    num_layers, shape = len(teacher.layers), teacher.student
+    if num_key_value_layers == num_layers and key_value_group_size in (None, 1):
+        shape = StudentShape.dense(num_layers)  # the teacher itself, the baseline of table 1
+    elif (num_key_value_layers, prefill_layers, key_value_group_size) != (None, None, None):
+        if shape is not None and num_key_value_layers is None and prefill_layers is None:
+            num_key_value_layers, prefill_layers = shape.num_key_value_layers, shape.swiftkv_prefill_layers
+        if key_value_group_size is None:
+            key_value_group_size = 1 if shape is None else shape.key_value_group_size
+        shape = ShapeRequest(
+            num_key_value_layers=num_key_value_layers,
+            key_value_group_size=key_value_group_size,
+            prefill_layers=prefill_layers,
+        ).resolve(num_layers)
+    heads = num_key_value_heads_swiftkv or (teacher.student and teacher.student.num_key_value_heads_swiftkv)
+    if heads is not None:
+        shape = student_map(teacher, shape).shape.model_copy(update={"num_key_value_heads_swiftkv": heads})
+    return plan_prefill(config, shape, sequence_length=sequence_length, kv_cache_dtype=kv_cache_dtype)
+
+
+def plan_prefill(
+    config: ConfigSource,
+    shape: StudentShape | None,
+    *,
+    sequence_length: int | None = None,
+    kv_cache_dtype: str = "bfloat16",
+) -> Plan:
+    """Return what `plan` returns for a student of this shape, see `student_map`."""
+    model = read_architecture(config, shape)
+    layer_map = student_map(model)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
         raise InvalidInputError.of("sequence_length", sequence_length, "; 1 or more is accepted")
     check_kv_cache_dtype(kv_cache_dtype)
-    dense_map = dense_layer_map(model)
+    dense_map = LayerMap.dense(len(model.layers))
     prefill: dict[Convention, PrefillComparison] = {}
     for convention in ("paper", "executed"):
         dense, swiftkv = (
@@ -299,41 +327,19 @@ def plan(
     )
 
 
-def resolve_layer_map(
-    model: Architecture,
-    num_key_value_layers: int | None,
-    group_size: int | None,
-    prefill_layers: Sequence[int] | None = None,
-) -> LayerMap:
-    """Return the layer map given by the arguments or, without them, by a student's configuration; default: half of the
-    layers.
-
-    l = L is the teacher itself, the baseline of table 1.
-    """
-    if num_key_value_layers == len(model.layers) and group_size in (None, 1):
-        return dense_layer_map(model)
-    if num_key_value_layers is None and prefill_layers is None:
-        num_key_value_layers, prefill_layers = model.num_key_value_layers, model.prefill_layers
-    layer_map = student_layer_map(
-        len(model.layers),
-        num_key_value_layers=num_key_value_layers,
-        prefill_reduction=None,
-        key_value_group_size=model.key_value_group_size if group_size is None else group_size,
-        prefill_layers=prefill_layers,
-    )
-    if layer_map.bypassed and model.shared_attention.expansion:
-        refuse_bypassed_latents(list(layer_map.prefill_layers), model.model_type)
+def student_map(model: Architecture, shape: StudentShape | None = None) -> LayerMap:
+    """Return the layer map of `shape`, of the student that `model` describes, or of one with half of the layers. Raises
+    `InvalidInputError` for a shape that does not fit the model."""
+    num_layers = len(model.layers)
+    layer_map = LayerMap(num_layers, shape or model.student or ShapeRequest().resolve(num_layers))
+    if layer_map.gaps and model.shared_attention.expansion:
+        refuse_gaps_in_latents(layer_map.prefill_layers, model.model_type)
     return layer_map
-
-
-def dense_layer_map(model: Architecture) -> LayerMap:
-    """Return the teacher's layer map, in which every layer computes its own KV."""
-    return LayerMap(len(model.layers), len(model.layers), 1)
 
 
 def _kv(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> dict[str, Any]:
     plain = "bfloat16" if kv_cache_dtype in QUANTIZED else kv_cache_dtype
-    dense = kv_bytes(model, dense_layer_map(model), sequence_length, plain)
+    dense = kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
     swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
     return {
         "kv_bytes_per_token": swiftkv.total / sequence_length,

@@ -10,7 +10,6 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.prefill import (
     DTYPE_BYTES,
@@ -18,9 +17,9 @@ from swiftkv_platform.planning.prefill import (
     SCALE_BYTES,
     cache_layers,
     check_kv_cache_dtype,
-    dense_layer_map,
-    resolve_layer_map,
+    student_map,
 )
+from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,17 @@ class ServingPlan(FrozenModel):
     swiftkv: Capacity
 
 
-def plan_serving(
-    config: ConfigSource,
-    setup: ServingSetup,
-    *,
-    num_key_value_layers: int | None = None,
-    key_value_group_size: int | None = None,
-) -> ServingPlan:
+def plan_serving(config: ConfigSource, setup: ServingSetup, shape: StudentShape | None = None) -> ServingPlan:
     """Compute from a `config.json` what fits; the teacher's cache has the same dtype as the student's. Raises
-    `InvalidInputError` for an unknown dtype or a size, l or g out of range, `ModelError` if the configuration cannot be
-    read or its family is unknown."""
+    `InvalidInputError` for an unknown dtype or a size or shape out of range, `ModelError` if the configuration cannot
+    be read or its family is unknown. `shape`: see `student_map`."""
     _check(setup)
-    model = read_architecture(config)
-    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    model = read_architecture(config, shape)
+    layer_map = student_map(model)
     return ServingPlan(
         num_key_value_layers=layer_map.num_key_value_layers,
         key_value_group_size=layer_map.key_value_group_size,
-        dense=_capacity(model, dense_layer_map(model), setup),
+        dense=_capacity(model, LayerMap.dense(len(model.layers)), setup),
         swiftkv=_capacity(model, layer_map, setup),
     )
 

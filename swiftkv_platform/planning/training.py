@@ -9,7 +9,6 @@ kernels' workspaces are not included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,9 +16,9 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import Parameters, Trainable, student_parameters
-from swiftkv_platform.planning.prefill import attention_pairs, maps_flops, resolve_layer_map
+from swiftkv_platform.planning.prefill import attention_pairs, maps_flops, student_map
+from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 SampleCounts = tuple[tuple[int, int], ...]
 """Number of samples by their length: (length, number)."""
@@ -45,10 +44,6 @@ class TrainingSetup:
     sequence_parallel_size: int = 1
     gradient_checkpointing: bool = False
     compiled: bool = False
-    early_exit: bool = False
-    own_output_projection: bool = False
-    decodes_own: bool = False
-    """Whether `swiftkv.decode_key_value` is `own`."""
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False
@@ -56,9 +51,8 @@ class TrainingSetup:
     """Whether a search for the learning rate comes before the first step."""
     device: Literal["cuda", "cpu"] = "cuda"
 
-    @property
-    def needs_teacher(self) -> bool:
-        return self.objective == "logits" or self.hidden_loss or self.early_exit
+    def needs_teacher(self, student: StudentShape) -> bool:
+        return self.objective == "logits" or self.hidden_loss or student.has_exit_head
 
     @property
     def skips_uncounted(self) -> bool:
@@ -76,16 +70,6 @@ class TrainingSetup:
     @property
     def tokens_per_pass(self) -> int:
         return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
-
-    def student_parameters(self, model: Architecture, layer_map: LayerMap) -> Parameters:
-        return student_parameters(
-            model,
-            layer_map,
-            early_exit=self.early_exit,
-            own_output_projection=self.own_output_projection,
-            decodes_own=self.decodes_own,
-            trainable=self.trainable,
-        )
 
 
 WIDE = 4
@@ -138,16 +122,15 @@ class TrainingPlan(FrozenModel):
 def plan_training(
     config: ConfigSource,
     setup: TrainingSetup,
+    shape: StudentShape | None = None,
     *,
-    num_key_value_layers: int | None = None,
-    key_value_group_size: int | None = None,
-    prefill_layers: Sequence[int] | None = None,
     num_tokens: int | None = None,
     flops_per_second: float | None = None,
 ) -> TrainingPlan:
     """FLOPs, memory and time of a distillation job from its teacher's `config.json`.
 
     Args:
+        shape: see `student_map`.
         num_tokens: tokens of the whole run.
         flops_per_second: FLOPs per second of one worker.
 
@@ -155,7 +138,7 @@ def plan_training(
         InvalidInputError: a batch or sequence cannot be divided, or l or g is out of range.
         ModelError: the configuration cannot be read, or its family is unknown.
     """
-    model = read_architecture(config)
+    model = read_architecture(config, shape)
     _check_sequence_parallelism(model, setup)
     if setup.batch_size % setup.rows_per_pass:
         raise InvalidInputError.of(
@@ -163,8 +146,8 @@ def plan_training(
             setup.batch_size,
             f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
         )
-    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size, prefill_layers)
-    parameters = setup.student_parameters(model, layer_map)
+    layer_map = student_map(model)
+    parameters = student_parameters(model, layer_map, setup.trainable)
     flops = training_flops(model, layer_map, setup)
     total = None if num_tokens is None else num_tokens * flops.total
     seconds = None if total is None or flops_per_second is None else total / (flops_per_second * setup.num_workers)
@@ -204,26 +187,25 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     """
     first = layer_map.num_key_value_layers
     lower = sum(_layer_flops(layer, setup) for layer in model.layers[:first])
-    teacher = setup.needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
+    needs_teacher = setup.needs_teacher(layer_map.shape)
+    teacher = needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
     trains_x = setup.trainable == "all"
     share = setup.counted_share if setup.skips_uncounted else 1.0
-    if setup.trainable == "all" or layer_map.bypassed:  # the teacher runs these layers itself
-        teacher += setup.needs_teacher * lower
+    if setup.trainable == "all" or layer_map.gaps:  # the teacher runs these layers itself
+        teacher += needs_teacher * lower
     # Prompts run through the layers they bypass with the rest; the results after K and V are dropped.
-    deep_lower = sum(
-        _deep_layer_flops(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
-    )
+    deep_lower = sum(_deep_layer_flops(layer, setup, share) for layer in model.layers[layer_map.first_gap : first])
     if setup.trainable == "all":
-        bypassed = [model.layers[i] for i in layer_map.bypassed]
-        let_go = sum(_layer_flops(layer, setup) - maps_flops(layer.attention.key_value) for layer in bypassed)
+        gaps = [model.layers[i] for i in layer_map.gaps]
+        let_go = sum(_layer_flops(layer, setup) - maps_flops(layer.attention.key_value) for layer in gaps)
         backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * maps_flops(own.query)
-        attention = _attention_flops(layer, setup, setup.counted_share if setup.decodes_own else 1.0)
-        leads, written = i in layer_map.leaders, setup.decodes_own * share
+        attention = _attention_flops(layer, setup, setup.counted_share if layer_map.deep_leaders else 1.0)
+        leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
         key_value = leads * (maps_flops(own.key_value) + (1 + written) * maps_flops(own.expansion))
         deep = leads * written * maps_flops(own.key_value)
         rest = share * maps_flops((*own.output, *layer.mlp))
@@ -238,7 +220,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
     # The exit head is trained, and computes the teacher's logits again.
-    heads = setup.counted_share * (logits + 4 * setup.early_exit) * head
+    heads = setup.counted_share * (logits + 4 * layer_map.shape.has_exit_head) * head
     recomputation = setup.gradient_checkpointing * recomputed
     return TrainingFlops(
         lower=lower,
@@ -327,7 +309,7 @@ def worker_memory(
         moments = 0
     activations, recomputed = saved_activations(model, layer_map, setup)
     passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
-    loss = _loss_bytes(model, setup, narrow)
+    loss = _loss_bytes(model, layer_map.shape, setup, narrow)
     persistent = frozen + weights + moments
     # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
     unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
@@ -396,17 +378,17 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
         shared = i in layer_map.leaders or swapped
         if shared or (i < first and not setup.gradient_checkpointing):
             per_token += narrow * (heads if own.expansion else cached)
-        if setup.decodes_own and i in layer_map.leaders:  # the deep tokens' own, and both kinds concatenated
+        if i in layer_map.deep_leaders:  # the deep tokens' own, and both kinds concatenated
             per_token += narrow * 2 * cached
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
             continue
         per_token += _layer_bytes(model, layer, setup, narrow, has_gradient=i > begin)
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first bypassed one on
-        for i in range(min(layer_map.bypassed, default=first), first):
+        for i in range(layer_map.first_gap, first):
             deep = _layer_bytes(model, model.layers[i], setup, narrow, has_gradient=True)
             per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
-            per_token -= (i in layer_map.bypassed) * _let_go(model, model.layers[i], setup, narrow)
+            per_token -= (i in layer_map.gaps) * _let_go(model, model.layers[i], setup, narrow)
     recomputed = 0
     if setup.gradient_checkpointing:
         recomputed = _layer_bytes(model, model.layers[-1], setup, narrow, has_gradient=True)
@@ -451,7 +433,7 @@ def _layer_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, narrow
     return norms + query + attention + narrow * (inner + routed) + tail
 
 
-def _loss_bytes(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+def _loss_bytes(model: Architecture, student: StudentShape, setup: TrainingSetup, narrow: int) -> int:
     """Return the bytes of chunk buffers, hidden states of teacher and student, and the gradient from the fused loss."""
     tokens = setup.tokens_per_pass
     rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
@@ -461,6 +443,6 @@ def _loss_bytes(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     waiting = 2 * rows * narrow if rows_per_pass < rows else 0
     in_pass = (3 if waiting and narrow == WIDE else 5) * rows_per_pass * WIDE
     chunk = model.vocab_size * (waiting + in_pass)
-    states = 6 + 2 * setup.early_exit  # x, teacher, student, the counted rows of both, a gradient
-    exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
+    states = 6 + 2 * student.has_exit_head  # x, teacher, student, the counted rows of both, a gradient
+    exit_head = WIDE * model.vocab_size * model.hidden_size * student.has_exit_head
     return chunk + states * narrow * model.hidden_size * tokens + exit_head

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
 from swiftkv_platform.installing import install_from_source
-from swiftkv_platform.layer_lists import format_layers
+from swiftkv_platform.student_shape import format_layers
 
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:

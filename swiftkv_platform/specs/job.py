@@ -206,7 +206,7 @@ class JobSpec(Spec):
     @model_validator(mode="after")
     def _bypassed_layers_can_be_trained(self) -> Self:
         size, strategy = self.sharding.sequence_parallel_size, self.sharding.strategy
-        if not self.swiftkv.bypassed:
+        if not self.swiftkv.request.has_gaps:
             return self
         if size > 1:
             problem = f"it cannot be combined with sharding.sequence_parallel_size {size}; use 1"

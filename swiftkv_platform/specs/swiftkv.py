@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.layer_lists import LONGEST, bypassed_layers, parse_layers
 from swiftkv_platform.specs.base import Spec
 from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
+from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _LONGEST_SHOWN = 120
 """Characters of a refused list in a message."""
@@ -37,9 +37,9 @@ def _read_layers(value: Any) -> Any:
 
 
 _LayerList = Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
+_WrittenList = Annotated[str, Field(max_length=MAX_LIST_LENGTH)]
 _PrefillLayers = Annotated[
-    _LayerList | None,
-    BeforeValidator(_read_layers, json_schema_input_type=_LayerList | Annotated[str, Field(max_length=LONGEST)] | None),
+    _LayerList | None, BeforeValidator(_read_layers, json_schema_input_type=_LayerList | _WrittenList | None)
 ]
 
 
@@ -97,21 +97,16 @@ class SwiftKVSpec(Spec):
                 f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
                 "that out"
             )
-        elif self.bypassed and self.decode_key_value != "own":
+        elif self.request.has_gaps and self.decode_key_value != "own":
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
             return self
         raise refused_list(layers, problem)
 
     @property
-    def bypassed(self) -> tuple[int, ...]:
-        """Layers below the last of `prefill_layers` that are not in it."""
-        return bypassed_layers(self.prefill_layers) if self.prefill_layers else ()
-
-    @property
-    def given_layers(self) -> int | None:
-        """The l that is given, directly or by `prefill_layers`; None if neither is."""
-        return self.num_key_value_layers if self.prefill_layers is None else self.prefill_layers[-1] + 1
+    def request(self) -> ShapeRequest:
+        """The student's shape, as far as it is known without a teacher."""
+        return ShapeRequest.of(self)
 
     @property
     def is_calibrated(self) -> bool:

@@ -78,8 +78,7 @@ class SwiftKVForCausalLM(nn.Module):
 
         from swiftkv_platform.vllm.model_state import OwnState
 
-        keeps_own = self.model.layer_map.leaders and self.config.decodes_own and not self.model.prefill_only
-        return OwnState if keeps_own else DefaultModelState
+        return OwnState if self.model.layer_map.deep_leaders else DefaultModelState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint in this project's or the reference's format. For an adapter, `weights` also has the base's

@@ -58,7 +58,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "num_key_value_heads_swiftkv",
                 heads,
             )
-        if config.swiftkv and config.layer_map.bypassed:
+        if config.swiftkv and config.layer_map.gaps:
             raise _refusal(
                 f"swiftkv_prefill_layers is {config.swiftkv_prefill_layers}, and vLLM runs every token of a batch "
                 f"through all layers below l; {_NATIVE} (engine.backend native) serves this student",
@@ -85,7 +85,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         if prefill_only:
             _check_prefill_only(vllm_config)
             _add_request_check(vllm_config, _PREFILL_CHECK)
-        elif skips and config.decodes_own:
+        elif skips and config.layer_map.deep_leaders:
             _keep_own(vllm_config)
         elif skips:
             _refuse_prompt_logprobs(vllm_config)

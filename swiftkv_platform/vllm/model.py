@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.families import Family
-from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
 from swiftkv_platform.vllm.heads import norm_class
@@ -47,7 +47,7 @@ from swiftkv_platform.vllm.quantized import name_parts
 def student_map(config: Any) -> LayerMap:
     """Return the layer map of the served model: the student's, or in teacher mode (`swiftkv: false`) a dense one."""
     layer_map: LayerMap = config.layer_map
-    return layer_map if config.swiftkv else LayerMap(config.num_hidden_layers, config.num_hidden_layers, 1)
+    return layer_map if config.swiftkv else LayerMap.dense(config.num_hidden_layers)
 
 
 def prefills_only(config: Any) -> bool:
@@ -187,13 +187,13 @@ class SwiftKVDecoder(nn.Module):
         for layer in range(first, layer_map.num_hidden_layers):
             name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
             arguments = family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group"
-            own = config.decodes_own and layer == leader
+            own = layer in layer_map.deep_leaders
             attention = OwnAttention(*arguments) if own else SharedAttention(*arguments, leader)
             self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
         self.reader_name = attention.attn.layer_name
         with set_model_tag("upper"):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
-        if config.decodes_own:
+        if layer_map.deep_leaders:
             self._keep_own(vllm_config)
         # CUDA graphs of the upper half read their input from its address at capture.
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device

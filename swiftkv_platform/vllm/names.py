@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
-from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.quantized import GATE_UP, OPTIONAL, QKV
 
 _SHOWN = 3
@@ -35,8 +35,6 @@ class StudentNames:
     has_key_norms: bool
     own_output: bool
     """Whether layers >= l have their own output projection."""
-    decodes_own: bool
-    """Whether deep tokens keep their own K and V."""
     prefill_only: bool
     """Whether the model has no layers >= l."""
 
@@ -46,16 +44,15 @@ class StudentNames:
         prefill_only = bool(layer_map.leaders) and config.swiftkv_prefill_only
         runs_above = bool(layer_map.leaders) and not prefill_only
         layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers) if runs_above else ()
-        decodes_own = bool(layer_map.leaders) and config.decodes_own
         own_output = runs_above and config.own_output_projection
-        twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
+        twins = ("swiftkv", "decode_swiftkv") if layer_map.deep_leaders else ("swiftkv",)
         parts = [f"{layer}.self_attn.{part}_proj_swiftkv" for layer in layers for part in ("qo" if own_output else "q")]
         parts += [f"{leader}.self_attn.{part}_proj_{t}" for leader in layer_map.leaders for part in "kv" for t in twins]
         modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * (
             bool(layer_map.leaders) and family.normalises_inputs
         )
         has_key_norms = family.query_key_norms is not None
-        names = cls(layer_map, frozenset(), has_key_norms, own_output, decodes_own, prefill_only)
+        names = cls(layer_map, frozenset(), has_key_norms, own_output, prefill_only)
         expected = {f"{module}.{kind}" for module in modules for kind in _kinds(model, names.mapper(), module)}
         return replace(names, expected=frozenset(expected))
 
@@ -101,7 +98,7 @@ class StudentNames:
                 of_leader = f"model.layers.{leader}.self_attn"
                 for part, shard in (("k", group), ("v", len(leaders) + group)):
                     stacked[f"{of_leader}.{part}_proj_swiftkv."] = ("model.groups.projection.", shard)
-                if self.decodes_own:  # fused as in any other layer, but from other tensors
+                if self.layer_map.deep_leaders:  # fused as in any other layer, but from other tensors
                     twins = ("q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv")
                     renamed |= {f"{of_leader}.{twin}.": f"{of_leader}.{twin[0]}_proj." for twin in twins}
                 else:

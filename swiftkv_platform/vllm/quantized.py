@@ -13,7 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.student_shape import LayerMap
 
 ACCEPTED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 """Accepted quantisation methods; vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...) are accepted too."""

@@ -26,6 +26,7 @@ from swiftkv_platform.model import checkpoint, convert
 from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.student_shape import ShapeRequest
 from tests.numerics.spawning import run_in_group
 from tests.tiny_models import family_teacher, random_teacher
 
@@ -165,7 +166,7 @@ def run(scenario: Run) -> Outcome:
         shape |= {"prefill_reduction": None, "early_exit": scenario.early_exit, "sharing": "gqa"}
         student = convert(scenario.teacher, **shape, dtype=dtype)
         if spec.sharding.shards_parameters:
-            lazy = LazyStudent.open(scenario.teacher, {}, dtype=dtype, **shape)
+            lazy = LazyStudent.open(scenario.teacher, ShapeRequest(**shape), {}, dtype=dtype)
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
     fork = Fork.of_job(student, spec, device=torch.device("cpu"))

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from swiftkv_platform.configs import SwiftKVConfigMixin
+from swiftkv_platform.configs import CONFIGS
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
-from swiftkv_platform.families import STUDENT_KEYS
 from swiftkv_platform.jobs.worker.prepare import prepare
 from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
@@ -26,6 +25,7 @@ from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.student_shape import STUDENT_KEYS, ShapeRequest
 from tests.checkpoints import rewrite, save
 from tests.parameters import few
 from tests.tiny_models import family_teacher, random_teacher, random_tokens
@@ -202,7 +202,7 @@ FUZZED = ("llama", "deepseek_v2-lora", "gemma3_text", "phi3-partial")
 
 
 def test_a_students_keys_are_those_that_its_configuration_adds() -> None:
-    assert set(STUDENT_KEYS) == set(SwiftKVConfigMixin.__annotations__)
+    assert set(STUDENT_KEYS) == set(CONFIGS["llama"].__annotations__)
 
 
 def spec_of(directory: Path) -> JobSpec:
@@ -345,7 +345,7 @@ def test_odd_values_of_a_configuration_are_refused_in_a_sentence(family: str, tm
 
 
 def run_lazy(directory: Path) -> None:
-    lazy = LazyStudent.open(directory, {}, **STUDENT)
+    lazy = LazyStudent.open(directory, ShapeRequest(**STUDENT), {})
     lazy.fill(lazy.model)
     lazy.model(random_tokens(1, 4))
 

@@ -12,12 +12,13 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.student_shape import ShapeRequest
 from tests.checkpoints import ROWS, save, save_fp8
 from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_tokens
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
-SHAPE |= {"early_exit": True, "sharing": "gqa", "dtype": torch.float32}
+SHAPE |= {"early_exit": True, "sharing": "gqa"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def streamed(path: Path, batches: Any, shape: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    source = LazyStudent.open(path, {}, **shape)
+    source = LazyStudent.open(path, ShapeRequest(**shape), {}, dtype=torch.float32)
     found = {name: t.clone() for name, t in calibrate_streamed(source, batches, workers=Workers(), **options)}
     assert all(parameter.is_meta for parameter in source.model.parameters())
     return found
@@ -54,7 +55,7 @@ def test_streamed_equals_in_memory(name: str, own_output_projection: bool, batch
         save_fp8(tmp_path, ROWS)
     else:
         save(family_teacher(name), tmp_path, max_shard_size="100KB")
-    student = convert(tmp_path, **shape, calibration=batches)
+    student = convert(tmp_path, **shape, dtype=torch.float32, calibration=batches)
     found = streamed(tmp_path, batches, shape, max_activation_bytes=0 if name == "llama" else 1 << 20)
     if not name.startswith("deepseek"):
         assert_close(found, student.swiftkv_parameters())
@@ -73,13 +74,13 @@ def test_streamed_equals_in_memory(name: str, own_output_projection: bool, batch
 def test_other_heads(sharing: str, batches: Any, tmp_path: Path) -> None:
     save(family_teacher("qwen2"), tmp_path)
     shape = SHAPE | {"sharing": sharing, "own_output_projection": sharing == "mqa"}
-    expected = convert(tmp_path, **shape, calibration=batches).swiftkv_parameters()
+    expected = convert(tmp_path, **shape, dtype=torch.float32, calibration=batches).swiftkv_parameters()
     assert_close(streamed(tmp_path, batches, shape), expected)
 
 
 def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
     save(family_teacher("llama"), tmp_path)
-    source = LazyStudent.open(tmp_path, {}, **SHAPE)
+    source = LazyStudent.open(tmp_path, ShapeRequest(**SHAPE), {}, dtype=torch.float32)
     held: list[int] = []
     fill = source.fill
 

@@ -15,6 +15,7 @@ from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.training import OptimizerSpec
+from swiftkv_platform.student_shape import StudentShape
 from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 from tests.numerics.test_evaluation import TEACHER, make_rows
 from tests.parameters import in_turn
@@ -32,7 +33,7 @@ def log() -> Iterator[DeviceLog]:
 def make_student(dtype: torch.dtype, **changes: Any) -> Any:
     classes = student_classes("llama")
     shape = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} | changes
-    config = classes.config_from(LlamaConfig(**TEACHER), **shape)
+    config = classes.config_from(LlamaConfig(**TEACHER), StudentShape(**shape))
     with torch.device(DEVICE):
         return classes.causal_lm._from_config(config, dtype=dtype)
 

@@ -344,7 +344,7 @@ def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "shared" / "config.json").read_text())
     del config["swiftkv_decode_key_value"]  # as in checkpoints of other projects
     (tmp_path / "shared" / "config.json").write_text(json.dumps(config))
-    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "shared").config.decodes_own
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "shared").config.layer_map.deep_leaders
     for form, message in (("own", "k_proj_decode_swiftkv"), ("neither", "shared and own are accepted")):
         (tmp_path / "shared" / "config.json").write_text(json.dumps({**config, "swiftkv_decode_key_value": form}))
         with pytest.raises(ModelError, match=message):

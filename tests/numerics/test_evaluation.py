@@ -26,7 +26,8 @@ from swiftkv_platform.evaluation.quality import (
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.prefill import dense_layer_map, prefill_flops
+from swiftkv_platform.planning.prefill import prefill_flops
+from swiftkv_platform.student_shape import LayerMap
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
 TEACHER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}
@@ -270,7 +271,7 @@ def test_prefill_cost_is_counted_right(implementation: str, group_size: int, bat
     model.set_attn_implementation(implementation)
     cost = measure_prefill(model, prompt_length=num_tokens, rounds=1, batch_size=batch_size)
     planned = read_architecture(model.config.to_dict())
-    for layers, counted in ((dense_layer_map(planned), cost.dense), (model.config.layer_map, cost.swiftkv)):
+    for layers, counted in ((LayerMap.dense(len(planned.layers)), cost.dense), (model.config.layer_map, cost.swiftkv)):
         flops = prefill_flops(planned, layers, num_tokens, "executed", square=True)
         assert counted.flops_per_token == flops.total / num_tokens
     assert cost.dense.kv_bytes_per_token == NUM_LAYERS * 2 * 16 * 4

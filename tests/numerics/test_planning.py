@@ -14,10 +14,10 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
-from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import dense_parameters, student_parameters
-from swiftkv_platform.planning.prefill import Components, Flops, dense_layer_map, forward_flops
+from swiftkv_platform.planning.prefill import Components, Flops, forward_flops
 from swiftkv_platform.specs import DistillationSpec
+from swiftkv_platform.student_shape import LayerMap
 from tests.parameters import in_turn, pairwise
 from tests.tiny_models import CONFIGS, SHAPE, WINDOW
 
@@ -56,7 +56,7 @@ def assert_equal(counted: tuple[int, int, Any], planned: Flops) -> None:
 def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())
-    dense = dense_layer_map(model)
+    dense = LayerMap.dense(5)
     tokens = torch.arange(PROMPT)[None]
     prefill = count(teacher, tokens, logits_to_keep=1)
     planned = forward_flops(model, dense, num_tokens=PROMPT, num_kept=PROMPT, num_logits=1, square=True)
@@ -70,7 +70,7 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, layers: tuple[int, 
     l, g = layers  # noqa: E741  # the paper's l
     student = countable(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g))
     config = student.config.to_dict()
-    model, layer_map = read_architecture(config), LayerMap(5, l, g)
+    model, layer_map = read_architecture(config), student.config.layer_map
     tokens = torch.arange(PROMPT)[None]
     prefill = count(student, tokens, logits_to_keep=1)
     planned = forward_flops(model, layer_map, num_tokens=PROMPT, num_kept=1, num_logits=1, square=True)
@@ -128,6 +128,6 @@ def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_
     shape: dict[str, Any] = {"early_exit": True, "own_output_projection": own_output_projection}
     student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, **shape)
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
-    planned = student_parameters(model, LayerMap(5, 2, 2), **shape, trainable=trainable)
+    planned = student_parameters(model, student.config.layer_map, trainable)
     trained = sum(p.numel() for p in fork.parameters() if p.requires_grad)
     assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in fork.parameters()))

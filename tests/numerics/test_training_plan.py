@@ -50,13 +50,13 @@ def sample_counts(length: int, number: int = 1) -> tuple[tuple[int, int], ...]:
 
 
 def two_rows(
-    vocab_size: int, spec: DistillationSpec, counted_share: float, *, early_exit: bool = False
+    vocab_size: int, spec: DistillationSpec, counted_share: float
 ) -> tuple[dict[str, torch.Tensor], TrainingSetup]:
     """Return a micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
     batch = make_batch(vocab_size, 2, 24, packed=True)
     batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
     rows: Any = {"sequence_length": 24, "samples": sample_counts(24, 2), "counted_share": counted_share}
-    rows |= {"micro_batch_size": 2, "dtype": "float32", "early_exit": early_exit}
+    rows |= {"micro_batch_size": 2, "dtype": "float32"}
     learnt: Any = {"trainable": spec.trainable, "objective": spec.objective}
     return batch, TrainingSetup(**rows, **learnt, hidden_loss=spec.hidden_loss_weight > 0)
 
@@ -81,7 +81,7 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: float) -> None:
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3, early_exit=early_exit)
-    batch, setup = two_rows(student.config.vocab_size, spec, counted_share, early_exit=early_exit)
+    batch, setup = two_rows(student.config.vocab_size, spec, counted_share)
     counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
     planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
     assert counted == pytest.approx(48 * planned, rel=1e-12)
@@ -96,7 +96,7 @@ def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> Non
     batch = make_batch(258, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
     rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
-    setup = TrainingSetup(**rows, trainable=trainable, decodes_own=True)
+    setup = TrainingSetup(**rows, trainable=trainable)
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     planned = plan_training(student.config.to_dict(), setup)
     assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
@@ -112,7 +112,7 @@ def test_flops_where_prompts_bypass_layers(trainable: Any) -> None:
     batch = make_batch(student.config.vocab_size, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
     rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
-    setup = TrainingSetup(**rows, trainable=trainable, decodes_own=True)
+    setup = TrainingSetup(**rows, trainable=trainable)
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     planned = plan_training(student.config.to_dict(), setup)
     assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
@@ -162,7 +162,7 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
         {"early_exit": True, "num_micro_batches": 2},
         {"trainable": "all", "gradient_checkpointing": True},
         {"trainable": "tail", "sequence_length": 16},
-        {"trainable": "all", "prefill_layers": [0, 2, 4], "decodes_own": True},
+        {"trainable": "all", "prefill_layers": [0, 2, 4], "decode_key_value": "own"},
         *(
             pytest.param(case, marks=WIDE)
             for case in (
@@ -186,13 +186,14 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     options = {"dtype": "float32", "sequence_length": 192, **case}
     options.pop("num_micro_batches", None)
     packed = options.pop("packed", False)
-    group_size, prefill_layers = options.pop("key_value_group_size", 2), options.pop("prefill_layers", None)
+    student_shape: dict[str, Any] = {"key_value_group_size": 2}
+    for name in ("key_value_group_size", "prefill_layers", "decode_key_value", "early_exit"):
+        student_shape |= {name: options.pop(name)} if name in options else {}
+    student_shape |= {} if "prefill_layers" in student_shape else {"num_key_value_layers": 4}
     setup = TrainingSetup(micro_batch_size=2, batch_size=2 * num_micro_batches, strategy="ddp", device="cpu", **options)
     dtype = getattr(torch, setup.dtype)
     shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
-    layers: Any = {"num_key_value_layers": 4} if prefill_layers is None else {"prefill_layers": prefill_layers}
-    layers |= {"key_value_group_size": group_size, "decode_key_value": "own" if setup.decodes_own else "shared"}
-    student = convert(random_teacher(**shape), **layers, early_exit=setup.early_exit)
+    student = convert(random_teacher(**shape), **student_shape)
     spec = DistillationSpec(trainable=setup.trainable)
     fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing)
     batch = make_batch(1024, 2, setup.sequence_length, packed=packed)

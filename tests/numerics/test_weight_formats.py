@@ -148,7 +148,7 @@ def test_rounding_by_text_is_nearer_to_the_float_student(
 
     def error(directory: str) -> float:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / directory)
-        first = {"first_deep": 32} if student.config.decodes_own else {}
+        first = {"first_deep": 32} if student.config.layer_map.deep_leaders else {}
         logits, expected = (m(text[8:], **first).logits[:, 32:].log_softmax(-1) for m in (model, student))
         return float((expected.exp() * (expected - logits)).sum(-1).mean())
 

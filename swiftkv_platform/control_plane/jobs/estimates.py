@@ -7,16 +7,11 @@ from typing import Any
 
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning import (
-    LayerMap,
-    plan,
-    read_architecture,
-    resolve_num_key_value_layers,
-    shared_key_value_heads,
-)
+from swiftkv_platform.planning.architecture import read_architecture
 from swiftkv_platform.planning.config import Fields
 from swiftkv_platform.planning.gates import TaskForecast, forecast
 from swiftkv_platform.planning.job import refuse_what_cannot_fit, refuse_writers_without_room, training_setup
+from swiftkv_platform.planning.prefill import plan_prefill, student_map
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
@@ -82,19 +77,12 @@ def estimate(
     tokens_per_step = setup.batch_size * setup.sequence_length
     steps = _num_steps(spec, num_tokens, tokens_per_step)
     max_tokens = None if steps is None else steps * tokens_per_step
-    shape: Any = {
-        "num_key_value_layers": _num_key_value_layers(spec, config),
-        "key_value_group_size": spec.swiftkv.key_value_group_size,
-        "prefill_layers": spec.swiftkv.prefill_layers,
-    }
-    prefill = plan(
-        config, **shape, sequence_length=spec.data.max_length, num_key_value_heads_swiftkv=_shared_heads(spec, config)
-    )
-    training = plan_training(config, setup, **shape, num_tokens=max_tokens)
+    shape = spec.swiftkv.request.resolve(config["num_hidden_layers"], config.get("num_attention_heads"))
+    prefill = plan_prefill(config, shape, sequence_length=spec.data.max_length)
+    training = plan_training(config, setup, shape, num_tokens=max_tokens)
     refuse_writers_without_room(spec, config)
-    model = read_architecture(config)
-    l, size = training.num_key_value_layers, training.key_value_group_size  # noqa: E741  # the paper's l
-    refuse_what_cannot_fit(spec, model, LayerMap(len(model.layers), l, size, spec.swiftkv.bypassed))
+    model = read_architecture(config, shape)
+    refuse_what_cannot_fit(spec, model, student_map(model))
     return JobEstimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,
@@ -130,18 +118,3 @@ def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     hidden_size = fields.optional_count("hidden_size")
     resolved = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
     return resolve_batch_size(resolved, num_rows=sys.maxsize)
-
-
-def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:
-    return resolve_num_key_value_layers(
-        config["num_hidden_layers"], spec.swiftkv.given_layers, spec.swiftkv.prefill_reduction
-    )
-
-
-def _shared_heads(spec: JobSpec, config: dict[str, Any]) -> int | None:
-    """Return the number of key-value heads of the student's groups; None if it is the teacher's."""
-    query_heads = config.get("num_attention_heads")
-    if spec.swiftkv.sharing == "gqa" or not isinstance(query_heads, int):
-        return None
-    theirs = config.get("num_key_value_heads") or query_heads
-    return shared_key_value_heads(spec.swiftkv.sharing, num_attention_heads=query_heads, num_key_value_heads=theirs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +17,6 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
-from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import STORED
@@ -29,20 +27,6 @@ from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoin
 FROM = "training.from"
 _LONGEST_STEM = 80
 """Characters of a job's name that are used in the name of a model of its checkpoint."""
-_LAYERS = "swiftkv.num_key_value_layers"
-_LISTED = "swiftkv.prefill_layers"
-_ALIKE = (
-    "model.name_or_path",
-    "model.revision",
-    _LISTED,
-    _LAYERS,
-    "swiftkv.key_value_group_size",
-    "swiftkv.sharing",
-    "swiftkv.early_exit",
-    "swiftkv.own_output_projection",
-    "swiftkv.decode_key_value",
-)
-"""Fields that must be equal in a job and its parent."""
 _TRAINED = ("qkv", "tail", "all")
 """Values of `distillation.trainable`; each includes what the values before it train."""
 _MOST_ANCESTORS = 64
@@ -163,15 +147,10 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     Without the teacher's `num_hidden_layers`, l is compared as it was given.
     """
     parent, theirs = found.parent, found.spec
-    readers: dict[str, Callable[[JobSpec], Any]] = {
-        _LAYERS: partial(_layers, num_hidden_layers=num_hidden_layers),
-        _LISTED: _listed,
-    }
-    for field in _ALIKE:
-        read = readers.get(field, attrgetter(field))
-        ours, needed = read(spec), read(theirs)
-        if ours != needed:
-            raise _unlike(field, ours, needed, parent)
+    of_parent = _student(theirs, num_hidden_layers)
+    for field, ours in _student(spec, num_hidden_layers).items():
+        if ours != of_parent[field]:
+            raise _unlike(field, ours, of_parent[field], parent)
     own, trained = spec.distillation.trainable, theirs.distillation.trainable
     if _TRAINED.index(own) < _TRAINED.index(trained):
         raise _unlike("distillation.trainable", own, trained, parent)
@@ -211,18 +190,11 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
             raise _unlike(field, ours, needed, found.parent, unless=", or training.load_optimizer_state false")
 
 
-def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
-    own = spec.swiftkv
-    if num_hidden_layers is not None:
-        return resolve_num_key_value_layers(num_hidden_layers, own.given_layers, own.prefill_reduction)
-    if own.given_layers is not None:
-        return own.given_layers
-    return f"prefill_reduction {0.5 if own.prefill_reduction is None else own.prefill_reduction}"
-
-
-def _listed(spec: JobSpec) -> list[int] | None:
-    """Return the listed prefill layers; None if they are all layers below l, which says no more than l."""
-    return spec.swiftkv.prefill_layers if spec.swiftkv.bypassed else None
+def _student(spec: JobSpec, num_hidden_layers: int | None) -> dict[str, Any]:
+    """Return the fields, and their values, that must be equal in a job and its parent."""
+    shape = spec.swiftkv.request.comparable(num_hidden_layers)
+    of_model = {"model.name_or_path": spec.model.name_or_path, "model.revision": spec.model.revision}
+    return of_model | {f"swiftkv.{name}": value for name, value in shape.items()}
 
 
 def _trained_by(model: Model, job: Job | None) -> JobSpec:

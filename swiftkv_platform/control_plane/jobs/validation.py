@@ -15,7 +15,7 @@ from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.planning import has_quantized_weights, read_architecture, student_layer_map
+from swiftkv_platform.planning import has_quantized_weights, read_architecture
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.sources import OPEN, Access, PathSource, S3Source, parse_location, parse_source
 from swiftkv_platform.sources.names import refuse_relative_paths
@@ -94,13 +94,7 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     fitting: list[JobSpec] = []
     for trial in expand(spec):
         try:
-            student_layer_map(
-                num_hidden_layers,
-                num_key_value_layers=trial.spec.swiftkv.num_key_value_layers,
-                prefill_reduction=trial.spec.swiftkv.prefill_reduction,
-                key_value_group_size=trial.spec.swiftkv.key_value_group_size,
-                prefill_layers=trial.spec.swiftkv.prefill_layers,
-            )
+            trial.spec.swiftkv.request.resolve(num_hidden_layers)
             fitting.append(trial.spec)
         except InvalidInputError as error:
             if error.field != GROUP_SIZE_FIELD:

@@ -289,7 +289,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             _, context, continuation = request
             shared = (*context, *continuation[:-1])
             # The end of the prompt matters if deep tokens keep their own K and V.
-            key = (len(context), *shared) if self._model.config.decodes_own else shared
+            key = (len(context), *shared) if self._model.config.layer_map.deep_leaders else shared
             piece = by_context.setdefault(key, _Piece([], [], len(shared)))
             piece.indices.append(index)
             piece.requests.append(request)
@@ -390,7 +390,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         for batch in mine:
             if name == "generate":
                 answers = super().generate_until(batch.requests, disable_tqdm=True)
-            elif self._model.config.decodes_own:
+            elif self._model.config.layer_map.deep_leaders:
                 answers = self._score(batch.requests)
             else:
                 answers = super()._loglikelihood_tokens(batch.requests, disable_tqdm=True)

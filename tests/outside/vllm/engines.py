@@ -93,7 +93,7 @@ def expected(
     """Return the greedy tokens of the project's own `generate()`, one prompt at a time; for deep tokens that keep their
     own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
-    if swiftkv and model.config.decodes_own:
+    if swiftkv and model.config.layer_map.deep_leaders:
         state, inv_freq = model.state_dict(), reference.frequencies(model.model.rotary_emb)
         with torch.no_grad():
             return [reference.greedy(state, model.config, list(ids), inv_freq, count) for ids in batch]

@@ -10,8 +10,9 @@ from torch import nn
 from swiftkv_platform.distillation.fork import sharding_units
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.planning import Sharing, read_architecture
+from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.parameters import student_parameters
+from swiftkv_platform.student_shape import ShapeRequest, Sharing
 from tests.parameters import few
 from tests.tiny_models import FAMILY_CONFIGS
 
@@ -25,12 +26,7 @@ def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     config = make_student_config(
         type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, **dict.fromkeys(BY_LAYER)}),
-        num_key_value_layers=2,
-        prefill_reduction=None,
-        key_value_group_size=1,
-        early_exit=False,
-        sharing=sharing,
-        own_output_projection=own_output_projection,
+        ShapeRequest(num_key_value_layers=2, sharing=sharing, own_output_projection=own_output_projection),
     )
     with torch.device("meta"):
         return student_classes(teacher.model_type).causal_lm(config).model
@@ -58,7 +54,7 @@ def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
     for own_output_projection in (False, True):
         decoder = make_decoder(family, own_output_projection=own_output_projection)
         model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
-        planned = student_parameters(model, layer_map, own_output_projection=own_output_projection)
+        planned = student_parameters(model, layer_map)
         seen: set[nn.Parameter] = set()
         shared, layers = (sizes(units, seen) for units in split(decoder))
         assert len(seen) == len(set(decoder.layers.parameters()))

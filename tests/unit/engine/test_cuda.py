@@ -18,6 +18,7 @@ from swiftkv_platform.engine.sharding import shard
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.planning.serving import ServingSetup
+from swiftkv_platform.student_shape import StudentShape
 from tests.engine_schedules import free_drafts
 from tests.fakes.cuda import ALLOCATED_MEMORY, DEVICE, FREE_MEMORY, PEAK_MEMORY, TOTAL_MEMORY, DeviceLog, fake_cuda
 from tests.tiny_models import FAMILY_CONFIGS
@@ -47,9 +48,9 @@ def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16)
     if hasattr(teacher, "qk_nope_head_dim"):
         teacher.qk_nope_head_dim = 16  # FlashAttention takes head sizes that are multiples of 8
     classes = student_classes(family.partition("-")[0])
-    fields = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} if student else {}
+    shape = StudentShape(num_key_value_layers=2, key_value_group_size=2, early_exit=True) if student else None
     with torch.device(DEVICE):
-        return classes.causal_lm._from_config(classes.config_from(teacher, **fields), dtype=dtype).eval()
+        return classes.causal_lm._from_config(classes.config_from(teacher, shape), dtype=dtype).eval()
 
 
 def engine_of(family: str = "llama", *, student: bool = True, **config: Any) -> LLMEngine:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, prepare
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.student_shape import StudentShape
 from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -29,7 +30,7 @@ def make_engine(num_layers: int, batch_size: int) -> LLMEngine:
         max_position_embeddings=1024,
     )
     classes = student_classes("llama")
-    config = classes.config_from(teacher, num_key_value_layers=num_layers // 2, key_value_group_size=2)
+    config = classes.config_from(teacher, StudentShape(num_key_value_layers=num_layers // 2, key_value_group_size=2))
     with torch.device(DEVICE):
         model = classes.causal_lm._from_config(config, dtype=torch.bfloat16).eval()
     settings = EngineConfig(max_num_seqs=batch_size, kv_cache_bytes=1 << 30)

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.layer_lists import format_layers, parse_layers
 from swiftkv_platform.planning import (
-    LayerMap,
     plan,
-    resolve_num_key_value_layers,
-    shared_key_value_heads,
-    student_layer_map,
 )
-from swiftkv_platform.planning.layers import split_by_size
+from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.planning.prefill import attention_pairs
+from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, format_layers, parse_layers
 from tests.model_configs import llama_config
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
@@ -28,16 +24,16 @@ LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
 def test_layer_maps() -> None:
     """A group shares one cache layer, and the last group may be short; a share of the prefill is rounded to layers, at
     least one on each side; a run of items stays within a limit, unless it is a single item."""
-    layer_map = LayerMap(num_hidden_layers=9, num_key_value_layers=4, key_value_group_size=2)
+    layer_map = LayerMap(9, StudentShape(num_key_value_layers=4, key_value_group_size=2))
     assert layer_map.leaders == (4, 6, 8)
     assert [layer_map.cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
     assert [layer_map.leader(i) for i in range(4, 9)] == [4, 4, 6, 6, 8]
     assert [list(layer_map.group(i)) for i in layer_map.leaders] == [[4, 5], [6, 7], [8]]
     assert layer_map.num_kv_cache_layers == 7
-    dense = LayerMap(6, 6, 1)
+    dense = LayerMap.dense(6)
     assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)
     for share, expected in ((None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)):
-        assert resolve_num_key_value_layers(32, None, share) == expected
+        assert ShapeRequest(prefill_reduction=share).depth(32) == expected
     cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
     for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
         assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
@@ -67,9 +63,8 @@ def test_layers_are_written_as_they_are_read(text: str) -> None:
     ],
 )
 def test_what_gives_no_layer_map_is_named(given: dict[str, Any], field: str, message: str) -> None:
-    arguments: dict[str, Any] = {"num_key_value_layers": None, "prefill_reduction": None, "key_value_group_size": 1}
     with pytest.raises(InvalidInputError, match=re.escape(message)) as caught:
-        student_layer_map(12, **arguments | given)
+        ShapeRequest(**given).resolve(12)
     assert caught.value.field == f"swiftkv.{field}"
     assert caught.value.value == given[field]
 
@@ -241,4 +236,4 @@ def test_arguments_out_of_range() -> None:
         assert caught.value.field == (f"swiftkv.{name}" if name in layers else name)
     sharing: Any = "mla"
     with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
-        shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
+        ShapeRequest(sharing=sharing).resolve(4, 8)

@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FAMILIES, STUDENT_KEYS
+from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.sources import loader_rules
 from swiftkv_platform.sources.loader_rules import clean_config, clean_special_tokens, clean_tokenizer
+from swiftkv_platform.student_shape import STUDENT_KEYS
 from tests.opened_paths import compare, opening_calls
 
 ELSEWHERE = "/proc/self/environ"

@@ -1,0 +1,403 @@
+"""What makes a student: which layers keep their own K and V, which share them, and which ones prompts run through.
+
+`ShapeRequest` is what a caller asks for: the arguments of `convert`, or the `swiftkv` section of a job spec. For a
+given teacher it becomes a `StudentShape`, the keys that `config.json` and `swiftkv_adapter.json` store. The `LayerMap`
+of a shape answers what each layer of a model computes, caches and reads.
+
+Whoever needs a student's shape gets one of these objects whole. They import neither torch nor transformers, so that
+the configuration classes, the vLLM plugin, the plan and the job spec share them.
+
+Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.frozen import FrozenModel
+
+Sharing = Literal["gqa", "mqa", "mha"]
+"""Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
+
+DecodeKeyValue = Literal["shared", "own"]
+"""Source of K and V for *deep* tokens, which run through layers >= l: x, as for prompts (the paper's form), or the
+token's own hidden state in the first layer of each group."""
+
+MAX_LIST_LENGTH = 2000
+"""Maximum length of a written list of layers in characters."""
+_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_MAX_DIGITS = 5
+_IN_GROUP = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
+
+
+class StudentShape(FrozenModel):
+    """Keys that a student's `config.json` adds to its teacher's, without those that an export sets. The first three are
+    shared with the reference implementation."""
+
+    num_key_value_layers: int
+    """l: layers that compute their own KV."""
+    key_value_group_size: int
+    """g: consecutive layers >= l that share one KV-cache layer."""
+    num_key_value_heads_swiftkv: int | None = None
+    """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
+    early_exit: bool = False
+    """Whether the checkpoint carries `exit_norm` and `exit_head`."""
+    own_output_projection: bool = False
+    """Whether layers >= l have their own output projection, `o_proj_swiftkv`, for the student's heads."""
+    swiftkv_decode_key_value: str = "shared"
+    """A `DecodeKeyValue`."""
+    swiftkv_prefill_layers: tuple[int, ...] | None = None
+    """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
+
+    @classmethod
+    def of(cls, config: Any) -> StudentShape:
+        """Read the shape from a student's configuration or from the keys of its `config.json`. Raises
+        `InvalidInputError` for an l, g or list of layers that is none."""
+        found: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        given = {name: found[name] for name in cls.model_fields if found.get(name) is not None}
+        for name in given.keys() & {"num_key_value_layers", "key_value_group_size"}:
+            _check_integer(name, given[name])
+        if "swiftkv_prefill_layers" in given:
+            _check_prefill_layers(given["swiftkv_prefill_layers"])
+            given.setdefault("num_key_value_layers", given["swiftkv_prefill_layers"][-1] + 1)
+        return cls(**given)
+
+    @classmethod
+    def dense(cls, num_hidden_layers: int) -> StudentShape:
+        """Return the teacher's shape: every layer computes its own KV."""
+        return cls(num_key_value_layers=num_hidden_layers, key_value_group_size=1)
+
+    @property
+    def has_exit_head(self) -> bool:
+        return self.early_exit
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether skipped prompt tokens bypass layers below l."""
+        return bool(bypassed_layers(self.swiftkv_prefill_layers or ()))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the keys and values of `config.json`."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def config_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each key in `config.json`. A configuration without l is dense."""
+        own = {name: (field.annotation, field.default) for name, field in cls.model_fields.items()}
+        layers = {"num_key_value_layers": (int | None, None), "swiftkv_prefill_layers": (list[int] | None, None)}
+        return {**own, **layers, "key_value_group_size": (int, 1)}
+
+    def check_form(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
+        """Raise `ModelError` if deep tokens have an unknown form, or prompts bypass layers where they cannot.
+
+        Args:
+            caches_latents: whether the family has multi-head latent attention.
+            prefill_only: whether the checkpoint generates no token.
+        """
+        form, listed = self.swiftkv_decode_key_value, self.swiftkv_prefill_layers
+        if form not in get_args(DecodeKeyValue):
+            raise ModelError(
+                f"swiftkv_decode_key_value is {form!r}; shared and own are accepted",
+                field="swiftkv.decode_key_value",
+                value=form,
+            )
+        if listed is None or not self.has_gaps:
+            return
+        if caches_latents:
+            refuse_gaps_in_latents(listed, model_type)
+        reason = None
+        if form != "own":
+            reason = "only for students whose generated tokens have their own K and V; use swiftkv.decode_key_value own"
+        elif prefill_only:
+            reason = "not for exports with prefill_only; export the whole student"
+        if reason is not None:
+            raise ModelError.of("swiftkv.prefill_layers", list(listed), f", which is {reason}")
+
+
+STUDENT_KEYS = ("swiftkv", *StudentShape.model_fields, "swiftkv_teacher_weights", "swiftkv_prefill_only")
+"""All keys that a student's `config.json` has in addition to its teacher's (`configs.SwiftKVConfigMixin`)."""
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """A student's shape in a model of L layers: which layers compute KV, and which KV-cache layer each one reads.
+
+    Layers below l own their cache layer; layers >= l form groups of g consecutive ones (the last may be shorter), and a
+    group shares one cache layer, whose projections belong to the group's first layer, its leader. Raises
+    `InvalidInputError` if l, g or a list of layers does not fit.
+    """
+
+    num_hidden_layers: int
+    shape: StudentShape
+
+    def __post_init__(self) -> None:
+        if self.shape.swiftkv_prefill_layers is not None:
+            _check_prefill_layers(self.shape.swiftkv_prefill_layers, self.num_hidden_layers)
+            if self.shape.swiftkv_prefill_layers[-1] + 1 != self.num_key_value_layers:
+                raise _second_depth(self.shape.swiftkv_prefill_layers)
+        if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
+            raise InvalidInputError.of(
+                "swiftkv.num_key_value_layers",
+                self.num_key_value_layers,
+                f"; with {self.num_hidden_layers} layers, 1..{self.num_hidden_layers - 1} are accepted, and "
+                f"{self.num_hidden_layers} for a dense model",
+            )
+        skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
+        if not 1 <= self.key_value_group_size <= skipped:
+            raise InvalidInputError.of(
+                "swiftkv.key_value_group_size",
+                self.key_value_group_size,
+                f"; with {skipped} layers that do not compute their own KV, 1..{skipped} are accepted",
+            )
+
+    @classmethod
+    def dense(cls, num_hidden_layers: int) -> LayerMap:
+        """Return a teacher's map."""
+        return cls(num_hidden_layers, StudentShape.dense(num_hidden_layers))
+
+    @property
+    def num_key_value_layers(self) -> int:
+        return self.shape.num_key_value_layers
+
+    @property
+    def key_value_group_size(self) -> int:
+        return self.shape.key_value_group_size
+
+    @property
+    def prefill_layers(self) -> tuple[int, ...]:
+        """The layers that skipped prompt tokens run through."""
+        return self.shape.swiftkv_prefill_layers or tuple(range(self.num_key_value_layers))
+
+    @property
+    def gaps(self) -> tuple[int, ...]:
+        """Layers below l that skipped prompt tokens bypass: only their K and V are computed there."""
+        return bypassed_layers(self.prefill_layers)
+
+    @property
+    def first_gap(self) -> int:
+        """First layer that skipped prompt tokens do not run through: l, unless they bypass one below it."""
+        return min(self.gaps, default=self.num_key_value_layers)
+
+    def without_gaps(self) -> LayerMap:
+        """Return the map in which all layers below l are prefill layers."""
+        return LayerMap(self.num_hidden_layers, self.shape.model_copy(update={"swiftkv_prefill_layers": None}))
+
+    @property
+    def num_kv_cache_layers(self) -> int:
+        """l + ceil((L - l) / g)."""
+        return self.num_key_value_layers + len(self.leaders)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(range(self.num_key_value_layers, self.num_hidden_layers, self.key_value_group_size))
+
+    @property
+    def deep_leaders(self) -> tuple[int, ...]:
+        """Leaders in which deep tokens have K and V of their own, from `{k,v}_proj_decode_swiftkv`: all or none."""
+        return self.leaders if self.shape.swiftkv_decode_key_value == "own" else ()
+
+    def leader(self, layer: int) -> int:
+        """Return the layer whose KV projections `layer` >= l uses."""
+        offset = layer - self.num_key_value_layers
+        return layer - offset % self.key_value_group_size
+
+    def runs_in_prefill(self, name: str) -> bool:
+        """Whether skipped prompt tokens need a checkpoint's tensor: the embedding, layers < l, and K and V of the
+        groups."""
+        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        if found is None:
+            return name.startswith(("model.embed_tokens.", "model.norm_swiftkv."))
+        layer = int(found[1])
+        in_group = layer in self.leaders and _IN_GROUP.match(found[2]) is not None
+        return layer < self.num_key_value_layers or in_group
+
+    def group(self, leader: int) -> range:
+        return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
+
+    def cache_layer(self, layer: int) -> int:
+        """Index of the KV-cache layer that `layer` reads."""
+        if layer < self.num_key_value_layers:
+            return layer
+        return self.num_key_value_layers + (layer - self.num_key_value_layers) // self.key_value_group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeRequest:
+    """A student's shape as a caller asks for it, before a teacher is known: `convert` describes the fields."""
+
+    num_key_value_layers: int | None = None
+    prefill_reduction: float | None = None
+    key_value_group_size: int = 1
+    early_exit: bool = False
+    sharing: Sharing = "gqa"
+    own_output_projection: bool = False
+    decode_key_value: DecodeKeyValue = "shared"
+    prefill_layers: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, section: Any) -> ShapeRequest:
+        """Read the request from an object with its fields, such as a job spec's `swiftkv` section."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+
+    @property
+    def given_layers(self) -> int | None:
+        """The l that is given, directly or by `prefill_layers`; None if neither is."""
+        return self.prefill_layers[-1] + 1 if self.prefill_layers else self.num_key_value_layers
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether prompts bypass layers below l."""
+        return bool(bypassed_layers(self.prefill_layers or ()))
+
+    def depth(self, num_hidden_layers: int) -> int:
+        """Return l from whichever of its forms is given; half of the layers if none is. Raises `InvalidInputError` if
+        two are given, or a share is outside 0..1."""
+        share = self.prefill_reduction
+        if self.prefill_layers is not None:
+            _check_prefill_layers(self.prefill_layers, num_hidden_layers)
+            if share is not None or self.num_key_value_layers not in (None, self.given_layers):
+                raise _second_depth(self.prefill_layers)
+        given = self.given_layers
+        if given is not None and share is not None:
+            raise InvalidInputError(
+                f"swiftkv.num_key_value_layers is {given} and swiftkv.prefill_reduction is {share}: both set the same "
+                "value; leave one of them out",
+                field="swiftkv.prefill_reduction",
+                value=share,
+            )
+        if given is not None:
+            return given
+        share = 0.5 if share is None else share
+        if not 0 < share < 1:
+            raise InvalidInputError.of(
+                "swiftkv.prefill_reduction", share, "; the share of layers that prefill skips is between 0 and 1"
+            )
+        return num_hidden_layers - min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
+
+    def comparable(self, num_hidden_layers: int | None) -> dict[str, Any]:
+        """Return fields and values that are equal in requests for the same student: l instead of its other forms, and
+        the list of prefill layers only if it has gaps. Without `num_hidden_layers`, l is what the caller gave."""
+        if num_hidden_layers is not None:
+            depth: Any = self.depth(num_hidden_layers)
+        else:
+            depth = self.given_layers or f"prefill_reduction {self.prefill_reduction or 0.5}"
+        listed = list(self.prefill_layers or ()) if self.has_gaps else None
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["prefill_reduction"]
+        return {"prefill_layers": listed} | values | {"prefill_layers": listed, "num_key_value_layers": depth}
+
+    def resolve(self, num_hidden_layers: int, num_attention_heads: int | None = None) -> StudentShape:
+        """Return the shape of a teacher's student, which skips at least one layer. Raises `InvalidInputError` if l, its
+        share, g, the list of prefill layers or `sharing` is out of range, naming what is accepted.
+
+        Args:
+            num_attention_heads: the teacher's query heads, which `mha` caches.
+        """
+        depth = self.depth(num_hidden_layers)
+        _check_integer("num_key_value_layers", depth)
+        _check_integer("key_value_group_size", self.key_value_group_size)
+        if not 1 <= depth < num_hidden_layers:
+            raise InvalidInputError.of(
+                "swiftkv.num_key_value_layers",
+                depth,
+                f"; the teacher has {num_hidden_layers} layers, so 1..{num_hidden_layers - 1} are accepted",
+            )
+        heads = {"gqa": None, "mqa": 1, "mha": num_attention_heads}
+        if self.sharing not in heads:
+            raise InvalidInputError.of("swiftkv.sharing", self.sharing, f"; {', '.join(heads)} are accepted")
+        shape = StudentShape(
+            num_key_value_layers=depth,
+            key_value_group_size=self.key_value_group_size,
+            num_key_value_heads_swiftkv=heads[self.sharing],
+            early_exit=self.early_exit,
+            own_output_projection=self.own_output_projection,
+            swiftkv_decode_key_value=self.decode_key_value,
+            swiftkv_prefill_layers=tuple(self.prefill_layers or ()) if self.has_gaps else None,
+        )
+        LayerMap(num_hidden_layers, shape)  # refuses a g out of range
+        return shape
+
+
+def parse_layers(text: str) -> list[int]:
+    """Parse ascending layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
+    written = text.replace(" ", "")
+    layers: list[int] = []
+    readable = len(text) <= MAX_LIST_LENGTH and _RANGES.fullmatch(written) is not None
+    readable = readable and all(len(number) <= _MAX_DIGITS for number in re.findall(r"\d+", written))
+    for first, _, last in (part.partition("-") for part in (written.split(",") if readable else ())):
+        more = range(int(first), int(last or first) + 1)
+        if not more or (layers and more[0] <= layers[-1]):  # not ascending; unchecked repeats could grow without bound
+            readable = False
+            break
+        layers += more
+    if not readable:
+        raise InvalidInputError.of("prefill_layers", text, "; ascending layers and ranges are accepted, as 0-2,4,6-16")
+    return layers
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Write ascending layers as `parse_layers` reads them."""
+    listed = frozenset(layers)
+    first = [i for i in layers if i - 1 not in listed]
+    last = [i for i in layers if i + 1 not in listed]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers below the last of `layers` that are not among them: [0, 1, 3] -> (2,)."""
+    return tuple(sorted({*range(max(layers, default=0))} - {*layers}))
+
+
+def refuse_gaps_in_latents(layers: Sequence[int], model_type: str) -> None:
+    """Raise `ModelError` for layers that prompts bypass in a model that caches latents."""
+    raise ModelError.of(
+        "swiftkv.prefill_layers",
+        list(layers),
+        f", which {model_type} does not support, since it caches latents (MLA); use swiftkv.num_key_value_layers",
+    )
+
+
+def _second_depth(layers: Sequence[int]) -> InvalidInputError:
+    return InvalidInputError.of(
+        "swiftkv.prefill_layers",
+        list(layers),
+        f", which sets l to {layers[-1] + 1}; leave num_key_value_layers and prefill_reduction out",
+    )
+
+
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidInputError.of(f"swiftkv.{name}", value, "; an integer is accepted")
+
+
+def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) -> None:
+    """Raise `InvalidInputError` for a list that is not ascending, or names a layer that prompts cannot run through."""
+    listed = list(layers) if isinstance(layers, list | tuple) else []
+    numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed)
+    if not listed or not numbers or sorted(set(listed)) != listed:
+        raise InvalidInputError.of(
+            "swiftkv.prefill_layers", layers, "; an ascending list of layers is accepted, such as [0, 1, 2, 4, 5]"
+        )
+    if num_hidden_layers is not None and listed[-1] > num_hidden_layers - 2:
+        raise InvalidInputError.of(
+            "swiftkv.prefill_layers",
+            layers,
+            f"; with {num_hidden_layers} layers, 0..{num_hidden_layers - 2} are accepted, since prompts skip the last",
+        )
+
+
+def equal_cache_group_size(
+    num_upper_layers: int, *, num_key_value_heads: int, num_key_value_heads_swiftkv: int, key_value_group_size: int = 1
+) -> int:
+    """Return the smallest g with which `num_key_value_heads_swiftkv` heads cache no more than the teacher's heads with
+    `key_value_group_size`; `num_upper_layers` if even one group caches more.
+
+    Llama-3.1-8B (16 upper layers, 8 of 32 heads): against g = 4, mha needs g = 16 and mqa g = 1 (table C.1).
+    """
+    num_heads = num_key_value_heads * -(-num_upper_layers // key_value_group_size)
+    num_groups = max(num_heads // num_key_value_heads_swiftkv, 1)
+    return -(-num_upper_layers // num_groups)

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -22,26 +22,20 @@ from ulid import ULID
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
 from swiftkv_platform.contract.events import (
-    ArtifactData,
     ArtifactEvent,
     AttemptEvent,
     AttemptStatus,
-    CheckpointData,
     CheckpointEvent,
     CourseData,
     CourseEvent,
-    ErrorData,
     ErrorEvent,
     Level,
     MessageEvent,
-    MetricsData,
     MetricsEvent,
     PlacementData,
     PlacementEvent,
-    ProgressData,
     ProgressEvent,
     StatusEvent,
-    TrackingData,
     TrackingEvent,
     phase_name,
 )
@@ -74,56 +68,52 @@ class Reporter:
         self._lock = threading.Lock()
 
     def status(self, status: AttemptStatus) -> None:
-        self._write(lambda time: StatusEvent(time=time, message=status, data={"status": status}))
+        self._write(StatusEvent, status, {"status": status})
 
     def message(self, message: str, *, level: Level = "info", **data: Any) -> None:
-        self._write(lambda time: MessageEvent(time=time, level=level, message=message, data=data))
+        self._write(MessageEvent, message, data, level)
 
     def metrics(self, points: list[dict[str, float]], total_steps: int) -> None:
-        data: MetricsData = {"points": points, "total_steps": total_steps}
         message = f"step {int(points[-1]['step'])} of {total_steps}"
-        self._write(lambda time: MetricsEvent(time=time, message=message, data=data))
+        self._write(MetricsEvent, message, {"points": points, "total_steps": total_steps})
 
     def checkpoint(self, key: str, manifest: Manifest, step: int) -> None:
-        data: CheckpointData = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
-        self._write(lambda time: CheckpointEvent(time=time, message=f"checkpoint of step {step}", data=data))
+        data = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
+        self._write(CheckpointEvent, f"checkpoint of step {step}", data)
 
     def artifact(self, key: str, manifest: Manifest) -> None:
-        digest, size = manifest_digest(manifest), manifest.size
-        data: ArtifactData = {"key": key, "sha256": digest, "size": size, "metrics": manifest.metrics}
-        self._write(lambda time: ArtifactEvent(time=time, message=f"model of {size} bytes", data=data))
+        data = {"key": key, "sha256": manifest_digest(manifest), "size": manifest.size, "metrics": manifest.metrics}
+        self._write(ArtifactEvent, f"model of {manifest.size} bytes", data)
 
     def tracking(self, info: TrackingInfo) -> None:
-        data: TrackingData = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
         message = f"tracked by {info.provider}, {info.mode}"
         if info.fault is not None:
             message = f"{message}, to be uploaded later: {info.fault[:_LONGEST_FAULT]}"
-        level: Level = "info" if info.fault is None else "warn"
-        self._write(lambda time: TrackingEvent(time=time, level=level, message=message, data=data))
+        data = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
+        self._write(TrackingEvent, message, data, "info" if info.fault is None else "warn")
 
     def placement(self, data: PlacementData) -> None:
         """Report that a phase waits for a place on the cluster, or that a worker has found one."""
-        message = f"{data['phase']}: {data['state']}"
-        self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
+        self._write(PlacementEvent, f"{data['phase']}: {data['state']}", data)
 
     def progress(self, phase: str, part: str, *, done: int, total: int, eta_s: float | None) -> None:
-        data: ProgressData = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
         left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
-        message = f"{phase}: {part} {done} of {total}{left}"
-        self._write(lambda time: ProgressEvent(time=time, message=message, data=data))
+        data = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
+        self._write(ProgressEvent, f"{phase}: {part} {done} of {total}{left}", data)
 
     def course(self, message: str, data: CourseData) -> None:
         """Report a turn of the training run; going back is a warning."""
-        level: Level = "warn" if data["action"] == "rollback" else "info"
-        self._write(lambda time: CourseEvent(time=time, level=level, message=message, data=data))
+        self._write(CourseEvent, message, data, "warn" if data["action"] == "rollback" else "info")
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
-        data: ErrorData = {"code": code, "field": field, "value": value, "retryable": retryable}
-        self._write(lambda time: ErrorEvent(time=time, level="error", message=message, data=data))
+        data = {"code": code, "field": field, "value": value, "retryable": retryable}
+        self._write(ErrorEvent, message, data, "error")
 
-    def _write(self, event_at: Callable[[float], AttemptEvent]) -> None:
+    def _write(
+        self, event: Callable[..., AttemptEvent], message: str, data: Mapping[str, Any], level: Level = "info"
+    ) -> None:
         with self._lock:  # so that numbers and times are in the same order
-            self._writer.write(event_at(time.time()))
+            self._writer.write(event(time=time.time(), level=level, message=message, data=data))
 
 
 class MetricsBuffer:

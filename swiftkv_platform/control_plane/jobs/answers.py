@@ -12,8 +12,7 @@ from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
-from swiftkv_platform.control_plane.jobs.costs import Prices
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
 from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec

@@ -30,7 +30,7 @@ from swiftkv_platform.contract.events import (
 )
 from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.costs import measured_speed
+from swiftkv_platform.control_plane.jobs.estimates import measured_speed
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     EventType,

@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.jobs.attempts import (
     decide,
     read,
 )
-from swiftkv_platform.control_plane.jobs.costs import over_cap, prices
+from swiftkv_platform.control_plane.jobs.estimates import over_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,

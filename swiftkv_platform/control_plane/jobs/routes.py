@@ -35,7 +35,7 @@ from swiftkv_platform.control_plane.jobs.answers import (
     checkpoint_id,
     page_of,
 )
-from swiftkv_platform.control_plane.jobs.costs import prices
+from swiftkv_platform.control_plane.jobs.estimates import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
 from swiftkv_platform.control_plane.jobs.queue import Needs, driver_needs, why_waiting

@@ -15,9 +15,8 @@ from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, new_id
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
-from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
-from swiftkv_platform.control_plane.jobs.costs import prices, speed_for, with_time
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, prices, speed_for, with_time
+from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
 from swiftkv_platform.control_plane.jobs.parents import PublishRules, check_parent
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups

@@ -14,8 +14,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
-from swiftkv_platform.control_plane.jobs.estimates import estimate
+from swiftkv_platform.control_plane.jobs.estimates import estimate, speed_for, with_time
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.costs import speed_for, with_time
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate, speed_for, with_time
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.job import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec

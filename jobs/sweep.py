@@ -24,7 +24,7 @@ from swiftkv_platform.contract.events import (
     ReasonCode,
     TrackingEvent,
 )
-from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
+from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.contract.verdicts import verdict_of
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, following, look
@@ -56,7 +56,10 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     """
     trials = expand(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
-    report = summarise([_point(trial, outcomes[trial.name]) for trial in trials])
+    ended = ((trial, outcomes[trial.name]) for trial in trials)
+    report = summarise(
+        [point(trial, report=one.manifest.metrics if one.manifest else None, error=one.error) for trial, one in ended]
+    )
     files = {"sweep.json": report.model_dump_json(indent=2) + "\n", "sweep.html": sweep_page(request.spec.name, report)}
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
@@ -212,10 +215,6 @@ def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -
 
 def _failure_key(attempt: AttemptId) -> str:
     return f"{attempt.prefix}/failed.txt"
-
-
-def _point(trial: Trial, outcome: Outcome) -> Point:
-    return point(trial, report=outcome.manifest.metrics if outcome.manifest else None, error=outcome.error)
 
 
 def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:

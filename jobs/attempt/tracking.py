@@ -44,7 +44,7 @@ class TrackedRun:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
         tracker = create_tracker(spec.tracking, directory, name=spec.name)
-        self._tell = partial(_told, on_info or _ignore)
+        self._tell = partial(_told, on_info or (lambda _info: None))
         self._tracker = BackgroundTracker(tracker, on_info=self._tell)
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
 
@@ -92,10 +92,6 @@ class TrackedRun:
 
     def _prefix(self, files: Path) -> str:
         return join_key(self._request.attempt_id.tracking_prefix, files.name)
-
-
-def _ignore(_info: TrackingInfo) -> None:
-    """Do nothing."""
 
 
 def _told(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:

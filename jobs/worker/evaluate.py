@@ -84,7 +84,8 @@ def evaluate_and_publish(
             report.check_gates()
             with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
-                _write(files | _card(lineage, report, student.licence), directory / "artifact")
+                card = model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
+                _write(files | {CARD: card}, directory / "artifact")
                 manifest = _publish(store, request, directory / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
         return manifest
@@ -294,10 +295,6 @@ def _report_files(
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
         "evaluation.html": evaluation_page(report.model_dump(mode="json"), lineage, curve),
     }
-
-
-def _card(lineage: Mapping[str, Any], report: Report, licence: str | None) -> dict[str, str]:
-    return {CARD: model_card(lineage, report.model_dump(mode="json"), licence=licence)}
 
 
 def _write(files: Mapping[str, str], directory: Path) -> None:

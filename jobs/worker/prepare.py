@@ -90,7 +90,8 @@ def prepare(
         student = lazy.model
         if spec.publish.adapter:
             check_can_be_base(lazy.base, "publish.adapter")
-        spec = _settle(spec, student.config)
+        context_length = getattr(student.config, "max_position_embeddings", None)
+        spec = resolve_defaults(spec, context_length=context_length, hidden_size=student.config.hidden_size)
         check_heads(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
@@ -143,11 +144,6 @@ def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which has no AVX-512; use float32",
             True,
         )
-
-
-def _settle(spec: JobSpec, config: Any) -> JobSpec:
-    context_length = getattr(config, "max_position_embeddings", None)
-    return resolve_defaults(spec, context_length=context_length, hidden_size=config.hidden_size)
 
 
 def _prepare_rows(
@@ -240,18 +236,14 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     return num_tokens
 
 
-def _check_room(spec: JobSpec, path: str) -> None:
-    """Raise `InvalidInputError` if this worker cannot hold the teacher."""
-    needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
-    if needed >= given:
-        refuse_writers(spec, needed, given, "free")
-
-
 def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
+    """Raises `InvalidInputError` if this worker cannot hold the teacher."""
     from swiftkv_platform.engine import EngineConfig, LLMEngine
 
     path = str(local_directory(path, spec.model.revision, field="model.name_or_path"))
-    _check_room(spec, path)
+    needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
+    if needed >= given:
+        refuse_writers(spec, needed, given, "free")
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))
 
 

@@ -32,26 +32,14 @@ SCALE_BYTES = 2
 QUANTIZED = frozenset({"fp8", "int8"})
 
 
-@dataclass(frozen=True)
-class KVBytes:
-    """Bytes of one sequence's KV cache."""
-
-    payload: int
-    scales: int
-
-    @property
-    def total(self) -> int:
-        return self.payload + self.scales
-
-
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
     """Raise `InvalidInputError` for an unknown dtype; it names the accepted ones."""
     if name not in DTYPE_BYTES:
         raise InvalidInputError.of(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
 
-def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> KVBytes:
-    """The cache after `sequence_length` tokens of one sequence.
+def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> tuple[int, int]:
+    """Return the bytes of the cache after `sequence_length` tokens of one sequence: payload, and scales.
 
     A cache layer with a window keeps the tokens that the next token will see; a group keeps the longest window of its
     layers.
@@ -62,7 +50,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
         for entry in attention.entries:
             payload += num_tokens * entry.heads * entry.size * DTYPE_BYTES[kv_cache_dtype]
             scales += num_tokens * entry.heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED)
-    return KVBytes(payload, scales)
+    return payload, scales
 
 
 def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
@@ -165,11 +153,6 @@ def prefill_flops(
     layers = forward_flops(model, layer_map, num_tokens=sequence_length, num_kept=0, num_logits=0, square=square)
     embedding_and_head = 2 * Linear(model.hidden_size, model.vocab_size).flops
     return layers + Flops(vocabulary=sequence_length * embedding_and_head)
-
-
-def decode_flops(model: Architecture, layer_map: LayerMap, context: int) -> Flops:
-    """Return the FLOPs of one decode step whose token sees `context` tokens, itself included."""
-    return forward_flops(model, layer_map, num_tokens=1, num_kept=1, num_logits=1, past=context - 1)
 
 
 def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
@@ -307,7 +290,7 @@ def plan_prefill(
         )
         prefill[convention] = PrefillComparison(dense=dense, swiftkv=swiftkv)
     decode = {
-        name: Components.of(decode_flops(model, layers, sequence_length + 1))
+        name: Components.of(forward_flops(model, layers, num_tokens=1, num_kept=1, num_logits=1, past=sequence_length))
         for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
     }
     return Plan(
@@ -342,8 +325,8 @@ def _kv(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache
     dense = kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
     swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
     return {
-        "kv_bytes_per_token": swiftkv.total / sequence_length,
-        "dense_kv_bytes_per_token": dense.total / sequence_length,
-        "kv_bytes_ratio": swiftkv.total / dense.total,
-        "kv_payload_ratio": swiftkv.payload / dense.payload,
+        "kv_bytes_per_token": sum(swiftkv) / sequence_length,
+        "dense_kv_bytes_per_token": sum(dense) / sequence_length,
+        "kv_bytes_ratio": sum(swiftkv) / sum(dense),
+        "kv_payload_ratio": swiftkv[0] / dense[0],
     }

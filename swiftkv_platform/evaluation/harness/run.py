@@ -433,26 +433,22 @@ def _scores(
         metric = choose_metric(task.spec, name, metrics)
         error = metric.replace(",", "_stderr,", 1)
         interval = loss_interval(name, metric, teacher, student, aggregations)
-        score = TaskScore(
+        better = metrics[metric] is not False
+        values = float(row[metric]), float(student["results"][name][metric])
+        unit = points_per_unit(*values, higher_is_better=better)
+        yield TaskScore(
             task=name,
             metric=metric.removesuffix(",none"),
             num_fewshot=_num_fewshot(name, teacher),
             chat_template=templated,
             num_samples=_num_samples(name, teacher),
-            teacher=row[metric],
-            student=student["results"][name][metric],
+            teacher=values[0],
+            student=values[1],
             teacher_stderr=number(row.get(error)),
             student_stderr=number(student["results"][name].get(error)),
-            higher_is_better=metrics[metric] is not False,
+            higher_is_better=better,
+            drop_interval=None if interval is None else tuple(sorted(round(unit * bound, 6) for bound in interval)),
         )
-        yield score if interval is None else score.model_copy(update={"drop_interval": _points(score, interval)})
-
-
-def _points(score: TaskScore, interval: tuple[float, float]) -> tuple[float, float]:
-    """Convert an interval of a score's loss to the unit of `TaskScore.drop`."""
-    unit = points_per_unit(score.teacher, score.student, higher_is_better=score.higher_is_better)
-    low, high = sorted(round(unit * bound, 6) for bound in interval)
-    return low, high
 
 
 def _num_fewshot(name: str, answers: Mapping[str, Any]) -> int:

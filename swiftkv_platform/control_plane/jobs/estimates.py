@@ -165,9 +165,6 @@ class Prices:
         return self.cost(job.spec, job.seconds_on_cluster(now) + job.progress.seconds_remaining)
 
 
-FREE = Prices()
-
-
 def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
     """Return the lower of the job's own cap and its tenant's; None if there is neither."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
@@ -217,7 +214,9 @@ def speed_for(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> t
     return None if known is None else (Speed(known[0], 0.0, 0.0), known[1])
 
 
-def with_time(found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices = FREE) -> JobEstimate:
+def with_time(
+    found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices | None = None
+) -> JobEstimate:
     """Add the time of a job at a speed, and its cost. Sweeps are not estimated."""
     if speed is None:
         return found
@@ -228,7 +227,7 @@ def with_time(found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None
         return found
     training = found.total_flops / (measured.flops_per_second * spec.resources.max_workers)
     seconds = measured.startup_s + training + measured.finish_s
-    cost = prices.cost(spec, seconds)
+    cost = None if prices is None else prices.cost(spec, seconds)
     return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
 

@@ -67,8 +67,8 @@ vendor:  # the dashboard's bundled libraries, from their npm packages (needs Nod
 docs: install  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict
 
-pictures: install  # the dashboard's pictures in docs/, from a real run of minutes. OPTIONS=--every=DIR also takes all pages, for review
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.browser.pictures $(OPTIONS)
+pictures: install  # the dashboard's pictures in docs/, from a real run of minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.browser.pictures
 
 bench: install
 	$(BIN)/python -m benchmarks.engine --short

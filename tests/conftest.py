@@ -49,11 +49,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
     if SOAK and _grows(item.module):
         item.add_marker("soak")
-    for marker in item.iter_markers():
-        if marker.name in ("slow", "integration", "soak") and (
-            marker.args or marker.name not in dict(item.user_properties)
-        ):
-            item.user_properties.append((marker.name, marker.args[0] if marker.args else ""))
 
 
 @cache
@@ -91,27 +86,6 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, whose passes would each take over a second."""
     gc.collect()
     gc.freeze()
-
-
-_durations: dict[str, tuple[float, dict[str, str]]] = {}
-"""Duration of each test with its fixtures in seconds, and its markers, by name."""
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds, _ = _durations.get(report.nodeid, (0.0, {}))
-    _durations[report.nodeid] = seconds + report.duration, dict(report.user_properties)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the slowest tests; point out those without a marker (`slow` above 5 s, with a reason above 30 s)."""
-    slowest = sorted(_durations.items(), key=lambda item: -item[1][0])[:15]
-    if not slowest or slowest[0][1][0] < 1.0:
-        return
-    terminalreporter.section("slowest tests")
-    for name, (seconds, marks) in slowest:
-        unmarked = not SOAK and ((seconds > 5 and not marks) or (seconds > 30 and not any(marks.values())))
-        note = " (no marker says why)" if unmarked else ""
-        terminalreporter.write_line(f"{seconds:7.1f} s {name}{note}")
 
 
 _internal_errors: list[str] = []

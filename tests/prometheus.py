@@ -33,12 +33,6 @@ class Prometheus:
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
         return [(series["metric"], float(series["value"][1])) for series in result]
 
-    def names(self) -> set[str]:
-        """Return the names of all scraped metrics."""
-        answer = httpx.get(f"{self.url}/api/v1/label/__name__/values", timeout=30.0, trust_env=False)
-        answer.raise_for_status()
-        return {*answer.json()["data"]}
-
 
 @contextmanager
 def prometheus(

@@ -1,12 +1,11 @@
 """Pictures of the dashboard for the documentation, taken of one real run: `make pictures`.
 
 Starts a separate platform, distils and deploys the built-in teacher, runs a sweep, lets one job fail at its gate and
-another wait for a GPU that does not exist, and takes every picture of the pages. Each picture records the commit.
+another wait for a GPU that does not exist, and takes every picture that the page shows, which names the commit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Page, sync_playwright
 
 from swiftkv_platform.client import Client, Job
@@ -32,10 +30,6 @@ from tests.browsers import CHROMIUM, FLAGS
 ROOT = Path(__file__).parents[2]
 WIDTHS = {1280: 900, 390: 844}
 SCHEMES = ("light", "dark")
-LOOKED_AT = ((1280, "dark"), (390, "light"))
-"""Widths and schemes in which every page is taken, with `--every`."""
-COMMIT = "Commit"
-"""Key of the commit in a picture's metadata."""
 SHOWN = {
     "overview": "The overview: a sweep runs, a job waits for a GPU that is not there, another failed at its gate",
     "overview-390-dark": "The same on a phone, dark",
@@ -54,13 +48,11 @@ _PATIENCE_MS = 900_000
 
 @dataclass
 class Camera:
-    """Takes pictures of pages into `shown`, and of every page into `every` if that is set."""
+    """Takes pictures of pages into `directory`."""
 
     page: Page
     url: str
-    shown: Path
-    every: Path | None
-    commit: str
+    directory: Path
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str, path: str, *, at: str | None = None, ready: Any = None) -> None:
@@ -68,7 +60,7 @@ class Camera:
         for width, height in WIDTHS.items():
             for scheme in SCHEMES:
                 variant = name + (f"-{width}" if width != max(WIDTHS) else "") + ("-dark" if scheme == "dark" else "")
-                if variant not in SHOWN and (self.every is None or (width, scheme) not in LOOKED_AT):
+                if variant not in SHOWN:
                     continue
                 self.page.set_viewport_size({"width": width, "height": height})
                 self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
@@ -79,23 +71,18 @@ class Camera:
                 if ready is not None:
                     ready(self.page)
                 self.page.evaluate("scrollTo(0, 0)")
-                if self.every is not None:
-                    self._write(self.every / f"{variant}.png", whole=True)
-                if variant in SHOWN:
-                    if at is not None:
-                        heading = self.page.locator("main h2", has_text=at).first
-                        heading.evaluate("element => scrollTo(0, element.getBoundingClientRect().top + scrollY - 70)")
-                    self._write(self.shown / f"{variant}.png", whole=False)
-                    self.taken.add(variant)
+                if at is not None:
+                    heading = self.page.locator("main h2", has_text=at).first
+                    heading.evaluate("element => scrollTo(0, element.getBoundingClientRect().top + scrollY - 70)")
+                self._write(self.directory / f"{variant}.png")
+                self.taken.add(variant)
 
-    def _write(self, file: Path, *, whole: bool) -> None:
-        self.page.screenshot(path=file, full_page=whole)
-        texts = PngInfo()
-        texts.add_text(COMMIT, self.commit)
+    def _write(self, file: Path) -> None:
+        self.page.screenshot(path=file)
         with Image.open(file) as image:
             small = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        small.save(file, optimize=True, pnginfo=texts)
-        if file.parent == self.shown and file.stat().st_size > _LARGEST:
+        small.save(file, optimize=True)
+        if file.stat().st_size > _LARGEST:
             raise SystemExit(f"{file} is too large for the repository: {file.stat().st_size} bytes")
 
 
@@ -130,7 +117,7 @@ def run(client: Client, camera: Camera) -> list[str]:
     failing = spec(
         "python-a-third", swiftkv={"prefill_reduction": 0.67}, evaluation={"max_kl": 0.05}, training=FEW_STEPS
     )
-    strict = _ended(client, client.jobs.create(failing), status="failed")
+    _ended(client, client.jobs.create(failing), status="failed")
     client.deployments.wait_ready(chat.id)
     trials = {"num_key_value_layers": [9, 6], "key_value_group_size": [1, 2]}
     made = spec("python-sweep", sweep=trials, training=FEW_STEPS, evaluation={"max_perplexity_ratio": 1.25})
@@ -142,22 +129,15 @@ def run(client: Client, camera: Camera) -> list[str]:
     _until(lambda: "no node" in str(client.jobs.get(waiting.id).status_reason), "no reason was given")
     with _asked(client, chat.id):
         camera.take("overview", "overview", ready=_rates)
-        camera.take("deployment", f"deployments/{chat.id}")
-    camera.take("jobs", "jobs")
-    camera.take("waiting", f"jobs/{waiting.id}")
-    camera.take("running", f"jobs/{sweep.id}")
     sweep = _ended(client, sweep)
     client.jobs.cancel(waiting.id)
     teacher = client.deployments.create(student.distilled_model, route_prefix="/teacher", engine=TEACHER_MODE)
     client.deployments.wait_ready(teacher.id)
     camera.take("job", f"jobs/{student.id}")
     camera.take("checkpoints", f"jobs/{student.id}", at="Checkpoints")
-    camera.take("failed", f"jobs/{strict.id}")
     camera.take("sweep", f"jobs/{sweep.id}", at="Sweep")
     camera.take("new-job", "submit", ready=_planned)
     camera.take("playground", f"playground?a={chat.id}&b={teacher.id}", at="/student", ready=_answered)
-    for name in ("models", "deployments", "files"):
-        camera.take(name, name)
     camera.take("audit", "audit")
     lacking = SHOWN.keys() - camera.taken
     if lacking:
@@ -232,7 +212,7 @@ def _commit() -> str:
 
 def write_page(file: Path, commit: str, happened: list[str]) -> None:
     """Write the page of the pictures, which says where they come from."""
-    about = f"`make pictures` took these, and those of other pages, at commit {commit}, of a real run on a CPU."
+    about = f"`make pictures` took these at commit {commit}, of a real run on a CPU."
     about += " Times in them are no measurements."
     lines = ["# The dashboard in pictures", "", " ".join([about, *happened])]
     for name, words in SHOWN.items():
@@ -241,16 +221,8 @@ def write_page(file: Path, commit: str, happened: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--every", type=Path, help="directory for every page in both widths and schemes, to be looked at"
-    )
-    options = parser.parse_args()
-    if options.every is not None:
-        options.every.mkdir(parents=True, exist_ok=True)
     shown = ROOT / "docs" / "pictures"
     shown.mkdir(exist_ok=True)
-    commit = _commit()
     with signals_as_exit(), tempfile.TemporaryDirectory(prefix="pictures-") as home, sync_playwright() as driver:
         stack = Stack(Settings(home=Path(home), database_url=None, storage_uri=None))
         browser = driver.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False, args=FLAGS)
@@ -259,11 +231,11 @@ def main() -> None:
             page = browser.new_page()
             page.set_default_timeout(_PATIENCE_MS)
             with Client(state.url, serve_url=state.serve_url) as client:
-                happened = run(client, Camera(page, state.url, shown, options.every, commit))
+                happened = run(client, Camera(page, state.url, shown))
         finally:
             browser.close()
             stack.down()
-    write_page(ROOT / "docs" / "dashboard.md", commit, happened)
+    write_page(ROOT / "docs" / "dashboard.md", _commit(), happened)
     sizes = {file.name: file.stat().st_size for file in sorted(shown.glob("*.png"))}
     print(json.dumps(sizes, indent=2))
 

@@ -1,5 +1,5 @@
-"""Clients that send requests to a deployment continuously and check every answer; metrics and health of its
-replicas."""
+"""Artifacts and deployments of tiny students; clients that send requests to one continuously and check every answer;
+metrics and health of its replicas."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import wait_for
 
 PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]
@@ -22,6 +29,34 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": Tr
 
 Expected = dict[str, list[list[int]]]
 """By model, the token ids of the answer to each of `PROMPTS`."""
+
+
+def publish(model: Path, store: Path, name: str = "one", *, damaged: bool = False) -> Path:
+    """Publish a model's directory as an artifact in a store; `damaged`: with a flipped byte in its weights."""
+    publish_directory(open_store(str(store)), model, name, kind="artifact", lineage={}, metrics={})
+    if damaged:
+        weights = store / name / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    return store / name
+
+
+def greedy_answers(artifact: Path) -> list[list[int]]:
+    """Return the token ids of the answers to `PROMPTS`, by an engine of this process."""
+    outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS, SamplingParams(**GREEDY))
+    return [list(output.token_ids) for output in outputs]
+
+
+def wait_until_running(cluster: RayServe, spec: ResolvedDeployment) -> None:
+    """Wait until the deployment runs with as many replicas as it may have."""
+
+    def runs() -> bool:
+        state = cluster.status().get(spec.id)
+        assert state is None or state.status is not DeploymentStatus.FAILED, state.message
+        return state is not None and (state.status, state.replicas) == (DeploymentStatus.RUNNING, spec.max_replicas)
+
+    wait_for(runs)
 
 
 def new_client(url: str) -> httpx.Client:

@@ -4,9 +4,7 @@ Only time is faked: the alerts' `for` is removed, and the control plane's clock 
 time.
 """
 
-import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -191,11 +189,6 @@ def test_each_fault_fires_its_alert(installation: Installation) -> None:
     _signal(here.ray, signal.SIGCONT)
     wait_for(lambda: "SwiftKVDependencyAway" not in here.firing())
 
-    defined = set(re.findall(r"\bswiftkv_\w+", json.dumps([*map(_expressions, groups()), *_panels()])))
-    missing = {name for name in defined - here.server.names() if not name.startswith("swiftkv_swept_")}
-    assert len(defined) > 10
-    assert missing == set(), "alerts or panels use metrics that are never exported"
-
     here.postgres.cleanup()  # type: ignore[attr-defined]
     here.fires("SwiftKVDependencyAway", dependency="database")
     assert httpx.get(f"{here.url}/jobs", timeout=60.0, trust_env=False).status_code == 503
@@ -214,18 +207,3 @@ def test_each_fault_fires_its_alert(installation: Installation) -> None:
 def _signal(head: HeadProcess, number: signal.Signals) -> None:
     assert head._process is not None
     os.killpg(head._process.pid, number)
-
-
-def _expressions(group: dict[str, object]) -> list[str]:
-    rules: list[dict[str, str]] = group["rules"]  # type: ignore[assignment]
-    return [re.sub(r'"[^"]*"', "", rule["expr"]) for rule in rules]
-
-
-def _panels() -> list[str]:
-    boards = [json.loads(path.read_text()) for path in (INFRA / "monitoring" / "dashboards").glob("*.json")]
-    return [
-        re.sub(r'"[^"]*"', "", target["expr"])
-        for board in boards
-        for panel in board["panels"]
-        for target in panel["targets"]
-    ]

@@ -17,14 +17,22 @@ import pytest
 
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.integration.conftest import wait_for
-from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, health, metrics, replica_pids
+from tests.integration.load import (
+    GREEDY,
+    PROMPTS,
+    Expected,
+    Load,
+    ask,
+    greedy_answers,
+    health,
+    metrics,
+    publish,
+    replica_pids,
+)
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration("swaps under load")
@@ -40,27 +48,19 @@ ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two students of one teacher with different answers, and one with a flipped byte."""
     directory = tmp_path_factory.mktemp("artifacts")
-    store = open_store(str(directory / "store"))
     save_swiftkv(directory / "one", CONTEXT)
     other = convert(make_model(CONTEXT), num_key_value_layers=3, key_value_group_size=1)
     other.save_pretrained(directory / "two")
     byte_tokenizer().save_pretrained(directory / "two")
     for name in ("one", "two"):
-        publish_directory(store, directory / name, name, kind="artifact", lineage={}, metrics={})
-    publish_directory(store, directory / "two", "corrupt", kind="artifact", lineage={}, metrics={})
-    weights = directory / "store" / "corrupt" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+        publish(directory / name, directory / "store", name)
+    publish(directory / "two", directory / "store", "corrupt", damaged=True)
     return directory / "store"
 
 
 @pytest.fixture(scope="module")
 def expected(artifacts: Path) -> Expected:
-    answers = {}
-    for name in ("one", "two"):
-        outputs = LLMEngine.from_pretrained(artifacts / name).generate(PROMPTS, SamplingParams(**GREEDY))
-        answers[name] = [list(output.token_ids) for output in outputs]
+    answers = {name: greedy_answers(artifacts / name) for name in ("one", "two")}
     assert all(one != two for one, two in zip(*answers.values(), strict=True)), "the two versions answer alike"
     return answers
 
@@ -195,44 +195,6 @@ def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) ->
                     return
     except httpx.ReadTimeout:
         return
-
-
-@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
-def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
-    cluster: RayServe, spec: ResolvedDeployment, url: str
-) -> None:
-    """Every request is answered or refused, and no more are inside than may run and wait; times are not checked."""
-    places, line = 4, 4
-    serve(cluster, changed(spec, engine={**ENGINE, "max_num_seqs": places, "max_num_waiting": line}))
-    together, over = threading.Barrier(40), threading.Event()
-    statuses: list[int] = []
-    inside: list[float] = []
-
-    def ask_for_much() -> None:
-        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-            for _ in range(2):
-                together.wait()
-                response = client.post("/generate", json={"prompt": [1], **GREEDY, "max_tokens": 150})
-                statuses.append(response.status_code)
-                assert response.is_success or int(response.headers["retry-after"]) >= 1
-
-    def watch() -> None:
-        while not over.is_set():
-            now = metrics(url)
-            inside.append(now["swiftkv:num_requests_running"] + now["swiftkv:num_requests_waiting"])
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    with ThreadPoolExecutor(together.parties) as pool:
-        for asking in [pool.submit(ask_for_much) for _ in range(together.parties)]:
-            asking.result()
-    over.set()
-    watching.join()
-    assert len(statuses) == 2 * together.parties
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 2 * places
-    assert places < max(inside) <= places + line
-    wait_for(lambda: metrics(url)["swiftkv:kv_cache_usage_perc"] == 0)
 
 
 @pytest.mark.soak("Serve scales, or a crowd asks: a minute")

@@ -9,16 +9,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import environment, wait_for
-from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, replica_pids
+from tests.integration.load import (
+    PROMPTS,
+    Expected,
+    Load,
+    ask,
+    greedy_answers,
+    publish,
+    replica_pids,
+    wait_until_running,
+)
 from tests.rays import HeadProcess, NodeProcess, free_port, ray_node
 from tests.redis_server import redis_server
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -67,15 +72,12 @@ def cluster(head: HeadProcess, workers: list[NodeProcess], serve_port: int) -> I
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("artifact")
-    model = save_swiftkv(directory / "model", CONTEXT)
-    publish_directory(open_store(str(directory / "store")), model, "one", kind="artifact", lineage={}, metrics={})
-    return directory / "store" / "one"
+    return publish(save_swiftkv(directory / "model", CONTEXT), directory / "store")
 
 
 @pytest.fixture(scope="module")
 def expected(artifact: Path) -> Expected:
-    outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS, SamplingParams(**GREEDY))
-    return {"one": [list(output.token_ids) for output in outputs]}
+    return {"one": greedy_answers(artifact)}
 
 
 def deployment(name: str, artifact: Path, replicas: int) -> ResolvedDeployment:
@@ -88,15 +90,6 @@ def deployment(name: str, artifact: Path, replicas: int) -> ResolvedDeployment:
         max_replicas=replicas,
         engine=ENGINE,
     )
-
-
-def wait_until_running(cluster: RayServe, spec: ResolvedDeployment) -> None:
-    def runs() -> bool:
-        state = cluster.status().get(spec.id)
-        assert state is None or state.status is not DeploymentStatus.FAILED, state.message
-        return state is not None and (state.status, state.replicas) == (DeploymentStatus.RUNNING, spec.max_replicas)
-
-    wait_for(runs)
 
 
 def connected_to(nodes: Sequence[NodeProcess], url: str) -> httpx.Client:

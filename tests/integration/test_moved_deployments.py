@@ -14,12 +14,9 @@ from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReco
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.models.model import Model, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import wait_for
-from tests.integration.load import GREEDY, PROMPTS, Load, ask, replica_pids
+from tests.integration.load import PROMPTS, Load, ask, greedy_answers, publish, replica_pids
 from tests.rays import free_port, ray_head
 from tests.unit.engine.tiny_models import save_swiftkv
 
@@ -28,11 +25,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak("starts two heads")]
 
 def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Path, sqlite_database: Database) -> None:
     model = save_swiftkv(tmp_path / "model", 256)
-    artifact = tmp_path / "store" / imported_prefix("mdl_one")
-    store = open_store(str(tmp_path / "store"))
-    publish_directory(store, model, imported_prefix("mdl_one"), kind="artifact", lineage={}, metrics={})
-    outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS, SamplingParams(**GREEDY))
-    expected = {"mdl_one": [list(output.token_ids) for output in outputs]}
+    artifact = publish(model, tmp_path / "store", imported_prefix("mdl_one"))
+    expected = {"mdl_one": greedy_answers(artifact)}
     rows = DeploymentRepository(sqlite_database)
     registered = Model("mdl_one", "default", "one", None, 0, 1, str(artifact), "d" * 64, 7, {}, {})
     registry = Registry(sqlite_database)

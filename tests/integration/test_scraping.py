@@ -7,13 +7,11 @@ from contextlib import closing
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import environment, wait_for
+from tests.integration.load import publish, wait_until_running
 from tests.prometheus import Prometheus, program, prometheus
 from tests.rays import free_port, ray_head
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -40,12 +38,11 @@ def head() -> Iterator[RayHead]:
 def url(head: RayHead, serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a deployment with two replicas."""
     directory = tmp_path_factory.mktemp("artifact")
-    model = save_swiftkv(directory / "model")
-    publish_directory(open_store(str(directory / "store")), model, "one", kind="artifact", lineage={}, metrics={})
+    artifact = publish(save_swiftkv(directory / "model"), directory / "store")
     spec = ResolvedDeployment(
         id="dep_two",
         model="mdl_two",
-        artifact_uri=str(directory / "store" / "one"),
+        artifact_uri=str(artifact),
         route_prefix="/two",
         min_replicas=2,
         max_replicas=2,
@@ -53,12 +50,7 @@ def url(head: RayHead, serve_port: int, tmp_path_factory: pytest.TempPathFactory
     with closing(RayServe(head.dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
         wait_for(lambda: cluster.status() == {})
         cluster.apply([spec])
-
-        def both_run() -> bool:
-            state = cluster.status()["dep_two"]
-            return state.status is DeploymentStatus.RUNNING and state.replicas == 2
-
-        wait_for(both_run)
+        wait_until_running(cluster, spec)
         yield f"http://127.0.0.1:{serve_port}/two"
 
 

@@ -16,8 +16,9 @@ from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
 from tests.integration.conftest import wait_for
+from tests.integration.load import GREEDY, publish
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration("deployments of a Serve that starts")
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.integration("deployments of a Serve that starts")
 CONTEXT = 1 << 17
 """Context so long that an answer of this length outlasts every wait of these tests."""
 
-GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
 
 
@@ -34,16 +34,11 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the same artifact three times: whole, with a flipped byte, and as an adapter of its base."""
     directory = tmp_path_factory.mktemp("artifacts")
     model = save_swiftkv(directory / "model", CONTEXT)
-    store = open_store(str(directory / "store"))
-    for name in ("good", "corrupt"):
-        publish_directory(store, model, name, kind="artifact", lineage={}, metrics={})
+    publish(model, directory / "store", "good")
+    publish(model, directory / "store", "corrupt", damaged=True)
     make_model(CONTEXT).save_pretrained(directory / "base")
     export_adapter(model, directory / "as-adapter", base=directory / "base")
-    publish_directory(store, directory / "as-adapter", "adapter", kind="artifact", lineage={}, metrics={})
-    weights = directory / "store" / "corrupt" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    publish(directory / "as-adapter", directory / "store", "adapter")
     return directory / "store"
 
 

@@ -34,19 +34,18 @@ def answered(*errors: float) -> list[Answer]:
     return [Answer([1], [5, 6], logprobs[:2]), Answer([1, 2], [7], logprobs[2:])]
 
 
-def test_an_engine_as_exact_as_pytorch_agrees() -> None:
-    assert compare(answered(-0.012, 0.012, 0.012), EXACT, OWN)["agrees"]
+WORSE = replace(EXACT, best=EXACT.best + torch.tensor([0.0, 0.05, 0.0]))
+"""Scores of an engine that chose a token that is not the best one."""
 
 
-def test_a_less_exact_engine_does_not() -> None:
-    assert not compare(answered(-0.02, 0.01, 0.015), EXACT, OWN)["agrees"]
-
-
-def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
-    better = replace(EXACT, best=EXACT.best + torch.tensor([0.0, 0.05, 0.0]))
-    found = compare(answered(0.0, 0.0, 0.0), better, OWN)
-    assert found["max_gap_to_best"] == pytest.approx(0.05)
-    assert not found["agrees"]
+@pytest.mark.parametrize(
+    ("errors", "exact", "agrees"),
+    [((-0.012, 0.012, 0.012), EXACT, True), ((-0.02, 0.01, 0.015), EXACT, False), ((0.0, 0.0, 0.0), WORSE, False)],
+)
+def test_an_engine_agrees_if_it_is_as_exact_as_pytorch(errors: tuple[float, ...], exact: Scores, agrees: bool) -> None:
+    found = compare(answered(*errors), exact, OWN)
+    assert found["agrees"] == agrees
+    assert found["max_gap_to_best"] == pytest.approx(0.05 if exact is WORSE else 0.0)
 
 
 STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")

@@ -97,6 +97,14 @@ def pod_templates() -> dict[str, dict[str, Any]]:
     return templates_of(_resources())
 
 
+def pods_of(*clusters: str) -> dict[str, dict[str, Any]]:
+    """Return the pod templates of these Ray clusters' workers, by the name of the owner."""
+    prefixes = tuple(f"{cluster}-" for cluster in clusters)
+    return {
+        name: each for name, each in pod_templates().items() if name.startswith(prefixes) and not name.endswith("-head")
+    }
+
+
 def containers(template: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the containers of a pod, init containers included."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]

@@ -102,17 +102,6 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
 
 
 @pytest.mark.soak("a long scene")
-def test_the_api_reference_needs_no_other_host(server: Server, page: Page) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: asked.append(message.text) if message.type == "error" else None)
-    page.goto(f"{address(server)}/docs")
-    page.get_by_text("/jobs/validate", exact=True).click()
-    expect(page.get_by_role("button", name="Try it out")).to_be_visible()
-    assert [entry for entry in asked if not entry.startswith((address(server), "data:"))] == []
-
-
-@pytest.mark.soak("a long scene")
 def test_an_empty_control_plane_leads_to_a_first_job(server: Server, page: Page) -> None:
     page.goto(address(server))
     expect(page.get_by_text("No job runs or waits")).to_be_visible()

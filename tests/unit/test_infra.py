@@ -97,7 +97,6 @@ def test_compose_services_find_each_other_on_the_shared_loopback() -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -> None:
-    """Dependencies are a layer below the code: a release changes the code, and later layers are pulled again."""
     text = path.read_text().replace("\\\n", " ")
     copies = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
     sources = [source for line in copies for source in line.split()[:-1]]
@@ -112,13 +111,9 @@ def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
     assert re.search(r"--constraint (serve-)?constraints\.txt", text)
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
-    dependencies, build, image = re.split(r"^FROM .*\n", text, flags=re.MULTILINE)[1:]
-    assert " install " in dependencies
-    assert not re.search(r"^COPY .*(swiftkv_platform|jobs|serve)", dependencies, re.MULTILINE)
-    assert re.search(r"^COPY swiftkv_platform", build, re.MULTILINE)
-    steps = [image.index("COPY --from=dependencies"), image.index("pip install --no-cache-dir --no-deps /wheels")]
-    assert steps == sorted(steps)
-    assert image.count("COPY") == 1, "our code is installed from a wheel"
+    dependencies, *_ = re.split(r"^FROM .*\n", text, flags=re.MULTILINE)[1:]
+    code = r"^COPY .*(swiftkv_platform|jobs|serve)"
+    assert not re.search(code, dependencies, re.MULTILINE), "a release that changes only the code keeps this layer"
 
 
 def test_the_control_plane_image_installs_no_torch() -> None:

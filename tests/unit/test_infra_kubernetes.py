@@ -27,6 +27,7 @@ from tests.infra_files import (
     named,
     objects,
     pod_templates,
+    pods_of,
     ray_cluster,
     variables,
 )
@@ -147,8 +148,7 @@ def test_pods_have_a_priority_and_jobs_are_not_moved_but_preempted_first() -> No
     assert 1_000_000_000 > control["value"] > serving["value"] > training["value"] > 0
     assert training["preemptionPolicy"] == "Never"
     for name, template in pod_templates().items():
-        of_jobs = name.startswith("swiftkv-ray-") and not name.endswith("-head")
-        of_replicas = name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head")
+        of_jobs, of_replicas = name in pods_of("swiftkv-ray"), name in pods_of("swiftkv-serve", "swiftkv-model")
         kind = training if of_jobs else serving if of_replicas else control
         assert template["spec"]["priorityClassName"] == kind["metadata"]["name"], name
         kept = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
@@ -301,10 +301,9 @@ def test_replicas_are_reached_where_their_proxy_answers_and_ask_for_keys() -> No
         assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
         assert {"name": "serve", "containerPort": 8001} in container["ports"]
     path = environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_SERVE_API_KEYS_FILE"]
-    for name, template in pod_templates().items():
-        if name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head"):
-            [container] = template["spec"]["containers"]
-            assert path.rpartition("/")[0] in {mount["mountPath"] for mount in container["volumeMounts"]}
+    for template in pods_of("swiftkv-serve", "swiftkv-model").values():
+        [container] = template["spec"]["containers"]
+        assert path.rpartition("/")[0] in {mount["mountPath"] for mount in container["volumeMounts"]}
     config = yaml.safe_load(named("RayService", "swiftkv-model")["spec"]["serveConfigV2"])
     assert [application["args"]["api_keys_file"] for application in config["applications"]] == [path]
 

@@ -207,16 +207,6 @@ def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str
         assert flavors[flavor["name"]].get("nodeLabels", {}) == pod.get("nodeSelector", {})
 
 
-def test_schemas_are_of_the_versions_that_are_asked_for() -> None:
-    with tarfile.open(SCHEMAS) as archive:
-        versions = {member.name.partition("/")[0] for member in archive.getmembers()}
-    readme = (INFRA / "README.md").read_text()
-    operations = (INFRA.parent / "docs" / "operations.md").read_text()
-    [kuberay] = re.findall(r"\[KubeRay\]\S* (\S+) or newer", readme)
-    [kueue] = re.findall(r"\[Kueue\]\S* (\S+) or newer", operations)
-    assert versions == {f"kuberay-{kuberay}", f"kueue-{kueue}"}
-
-
 def test_production_has_the_values_that_were_given(renderings: dict[str, list[dict[str, Any]]]) -> None:
     for rendering in ("production", "components"):
         documents = renderings[rendering]

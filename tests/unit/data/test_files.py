@@ -84,12 +84,6 @@ def test_every_kind_of_file_holds_the_same_rows_compressed_or_not(tmp_path: Path
             read(path)
 
 
-def test_compressed_text_is_one_document(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt.gz"
-    path.write_bytes(gzip.compress("erste\r\nzweite ä".encode()))
-    assert read(path) == [(1, {"text": "erste\nzweite ä"})]
-
-
 def test_a_compression_that_no_package_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_files, "find_spec", lambda _name: None)
     path = tmp_path / "rows.jsonl.zst"
@@ -180,10 +174,11 @@ def test_damage_in_a_large_array_is_not_searched_to_its_end(tmp_path: Path, monk
 
 
 def test_a_text_file_is_one_document_unless_it_is_very_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes("erste Zeile\r\nzweite ä\nlast".encode())
+    path, content = tmp_path / "text.txt", "erste Zeile\r\nzweite ä\nlast".encode()
+    path.write_bytes(content)
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(content))
     whole = "erste Zeile\nzweite ä\nlast"
-    assert read(path) == [(1, {"text": whole})]
+    assert read(path) == read(tmp_path / "text.txt.gz") == [(1, {"text": whole})]
     monkeypatch.setattr(data_files, "MAX_DOCUMENT_CHARACTERS", 10)
     pieces = [row["text"] for _, row in read(path)]
     assert "".join(pieces) == whole

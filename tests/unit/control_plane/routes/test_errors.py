@@ -84,9 +84,14 @@ def test_the_frameworks_refusals_are_problems_too(server: Server) -> None:
 
 def test_routes_of_a_model_are_asked_of_its_deployment(server: Server) -> None:
     """Clients of OpenAI's fine-tuning routes ask the control plane for models too: it points to deployments."""
-    for path, is_told in (("/v1/models", True), ("/v1/files/file-none", False)):
-        answer = server.client.get(path)
-        assert (answer.status_code, "GET /deployments" in answer.json()["error"]["message"]) == (404, is_told)
+    said = "use the `url` of a deployment (GET /deployments) and /v1"
+    for method, path, is_told in (
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/chat/completions", True),
+        ("GET", "/v1/files/file-none", False),
+    ):
+        answer = server.client.request(method, path)
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (404, is_told)
 
 
 def test_a_body_over_the_limit_is_refused_announced_or_not(server: Server) -> None:
@@ -186,10 +191,3 @@ def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pyte
         problem(client.post("/jobs", json={"name": "x", "evaluation": wrong}), 422)
         assert looked[0] < 5
     assert problem(client.post("/jobs", json={"name": "x", "tags": [0] * 20_000}), 413)["code"].endswith("too_large")
-
-
-def test_openais_other_routes_lead_to_a_deployment(server: Server) -> None:
-    """A client whose base URL is the control plane is told to use that of a deployment."""
-    refused = server.client.post("/v1/chat/completions", json={"model": "x", "messages": []})
-    message = refused.json()["error"]["message"]  # in OpenAI's form
-    assert (refused.status_code, "use the `url` of a deployment (GET /deployments) and /v1" in message) == (404, True)

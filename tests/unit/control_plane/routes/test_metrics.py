@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
@@ -173,30 +172,37 @@ def test_metrics_tell_what_is_away_and_are_there_without_it(
     assert ("swiftkv_jobs", (("status", "queued"),)) in samples(server.client)
 
 
-def test_a_loop_that_gets_nowhere_is_told(parts: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed, clock = threading.Event(), StillClock()
+@pytest.fixture
+def loops(parts: Components, tmp_path: Path) -> Iterator[tuple[TestClient, StillClock]]:
+    """A control plane whose own loops run, by a clock that a test advances."""
+    clock, settings = StillClock(), Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
+    with TestClient(create_app(settings, components=replace(parts, clock=clock)), base_url=URL) as client:
+        yield client, clock
+
+
+def test_a_loop_that_gets_nowhere_is_told(
+    parts: Components, loops: tuple[TestClient, StillClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client, clock), failed = loops, threading.Event()
 
     def broken() -> object:
         failed.set()
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(parts.jobs, "on_cluster", broken)
-    settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
-    app = create_app(settings, components=replace(parts, clock=clock))
-    with TestClient(app, base_url=URL) as client:
-        assert failed.wait(30)
-        assert client.get("/readyz").status_code == 200, "one failed turn is not a stalled loop"
-        clock.now += 300
-        response = client.get("/readyz")
-        assert response.status_code == 503
-        assert "loop jobs" in [error["field"] for error in response.json()["errors"]]
-        assert 'swiftkv_loop_stalled{loop="jobs"} 1.0' in client.get("/metrics").text
+    assert failed.wait(30)
+    assert client.get("/readyz").status_code == 200, "one failed turn is not a stalled loop"
+    clock.now += 300
+    response = client.get("/readyz")
+    assert response.status_code == 503
+    assert "loop jobs" in [error["field"] for error in response.json()["errors"]]
+    assert 'swiftkv_loop_stalled{loop="jobs"} 1.0' in client.get("/metrics").text
 
 
 def test_a_loop_that_hangs_is_no_living_process(
-    parts: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Components, loops: tuple[TestClient, StillClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, leave, clock = threading.Event(), threading.Event(), StillClock()
+    (client, clock), entered, leave = loops, threading.Event(), threading.Event()
 
     def hanging() -> object:
         entered.set()
@@ -204,34 +210,11 @@ def test_a_loop_that_hangs_is_no_living_process(
         return ()
 
     monkeypatch.setattr(parts.jobs, "on_cluster", hanging)
-    settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
-    app = create_app(settings, components=replace(parts, clock=clock))
-    with TestClient(app, base_url=URL) as client:
-        assert entered.wait(30)
-        clock.now += 200
-        assert client.get("/healthz").json() == {"status": "ok"}
-        clock.now += 200
-        while (answer := client.get("/healthz")).json()["errors"][1:]:
-            pass  # until the first steps of the other loops have ended
-        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (503, "loop jobs")
-        leave.set()
-
-
-def test_a_loop_in_the_middle_of_a_step_stalls_as_well() -> None:
-    clock, entered, leave = StillClock(), threading.Event(), threading.Event()
-
-    def hanging() -> None:
-        entered.set()
-        leave.wait(30)
-
-    loop = ControlLoop("test", hanging, interval_s=1.0, clock=clock)
-    stalled = [loop.is_stalled]
-    loop.start()
     assert entered.wait(30)
-    stalled.append(loop.is_stalled)
-    clock.now += 3600
-    stalled.append(loop.is_stalled)
+    clock.now += 200
+    assert client.get("/healthz").json() == {"status": "ok"}
+    clock.now += 200
+    while (answer := client.get("/healthz")).json()["errors"][1:]:
+        pass  # until the first steps of the other loops have ended
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (503, "loop jobs")
     leave.set()
-    loop.stop(30)
-    stalled.append(loop.is_stalled)
-    assert stalled == [False, False, True, False]

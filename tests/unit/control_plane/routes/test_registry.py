@@ -7,7 +7,6 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.upkeep.retention import retention
@@ -227,15 +226,6 @@ def test_a_model_is_published_by_a_job_that_makes_none(opened: Server) -> None:
     assert (done["status"], done["distilled_model"]) == ("succeeded", None)
     assert done["result"] == {"published": {"model": model, "to": PLACE}}
     assert [each["id"] for each in opened.get("/models")["data"]] == [model]
-
-
-def test_a_publication_that_fails_is_no_success(opened: Server) -> None:
-    model = opened.succeed()["distilled_model"]
-    job = opened.client.post(f"/models/{model}/publish", json={"to": "hf://acme/one"}).json()["id"]
-    opened.tick()
-    opened.worker(job).say("error", "refused", code="conflict", retryable=False)
-    opened.end(job, SubmissionStatus.FAILED)
-    assert opened.get(f"/jobs/{job}")["status"] == "failed"
 
 
 def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, server: Server) -> None:

@@ -90,30 +90,22 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
 
 
 def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Path) -> None:
-    app = create_app(Settings(home=tmp_path, _env_file=None))
-    without = set()
-    for route in iter_route_contexts(app.routes):
-        if (dependant := getattr(route, "dependant", None)) is not None:
-            calls = {getattr(each.call, "__name__", "") for each in _inside(dependant)}
-            if "get_caller" in calls and "in_turn" not in calls:
-                without.update(f"{method} {route.path}" for method in route.methods)
-            assert not {"get_caller", "in_turn"} <= calls, route.path
-    assert without == set(BOUNDED_OTHERWISE)
-
-
-def test_a_stream_is_held_before_a_turn_is_taken(tmp_path: Path) -> None:
-    """A stream too many is refused at once, without reading its job."""
-    streamed = []
+    """A stream is held before a turn is taken: one too many is refused at once, without reading its job."""
+    without, streamed = set[str](), set[str]()
     for route in iter_route_contexts(create_app(Settings(home=tmp_path, _env_file=None)).routes):
-        if (dependant := getattr(route, "dependant", None)) is not None:
-            calls = [{getattr(one.call, "__name__", "") for one in _inside(each)} for each in dependant.dependencies]
-            held, taken = (
-                [at for at, names in enumerate(calls) if name in names] for name in ("hold_stream", "in_turn")
-            )
-            if held and taken:
-                streamed.append(route.path)
-                assert held[0] < taken[0], route.path
-    assert {"/jobs/{job_id}/events", "/jobs/{job_id}/logs", "/v1/files/{file_id}/content"} <= set(streamed)
+        if (dependant := getattr(route, "dependant", None)) is None:
+            continue
+        calls = [{getattr(one.call, "__name__", "") for one in _inside(each)} for each in dependant.dependencies]
+        names = set().union(*calls)
+        if "get_caller" in names:
+            without.update(f"{method} {route.path}" for method in route.methods)
+        assert not {"get_caller", "in_turn"} <= names, route.path
+        held, taken = ([at for at, each in enumerate(calls) if name in each] for name in ("hold_stream", "in_turn"))
+        if held and taken:
+            streamed.add(route.path)
+            assert held[0] < taken[0], route.path
+    assert without == set(BOUNDED_OTHERWISE)
+    assert {"/jobs/{job_id}/events", "/jobs/{job_id}/logs", "/v1/files/{file_id}/content"} <= streamed
 
 
 def _inside(dependant: Dependant) -> list[Dependant]:

@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
-from swiftkv_platform.control_plane.upkeep.retention import Swept
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import size
@@ -137,15 +136,14 @@ def prune(
     json: Json = False,
 ) -> None:
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.control_plane.upkeep.retention import retention
     from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-    from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
+    from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper, Swept
 
     chosen = settings()
     removed: dict[str, Swept] = {}
     with _database(chosen) as database, err().status("Pruning"):
         objects = RetainedObjects(open_store(chosen.resolved_storage_uri, patient=False))
-        sweeper = Sweeper(RetainedRows(database), objects, retention(chosen), time.time)
+        sweeper = Sweeper(RetainedRows(database), objects, chosen, time.time)
         for swept in sweeper.round(dry_run=dry_run):
             removed[swept.kind] = removed.get(swept.kind, Swept(swept.kind)) + swept
     found = [each for each in removed.values() if each != Swept(each.kind)]

@@ -28,7 +28,6 @@ from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
@@ -72,21 +71,19 @@ async def running(
         parts, settings, leaderships["jobs"], instruments, polls=PollSchedule(), concurrency=_JOBS_AT_ONCE
     )
     orphans = Orphans(parts)
-    sweeper = Sweeper(
-        RetainedRows(parts.database),
-        RetainedObjects(parts.objects),
-        retention(settings),
-        parts.clock,
-        interval_s=settings.sweep_interval_s,
-        also=orphans.tick,
-    )
+    sweeper = Sweeper(RetainedRows(parts.database), RetainedObjects(parts.objects), settings, parts.clock)
+
+    def retain() -> None:
+        orphans.tick()
+        sweeper.tick()
+
     deploying = build_deployment_reconciler(settings, parts, leaderships["deployments"])
     steps = {
         "jobs": reconciler.tick,
         "deployments": deploying.tick,
         "webhooks": deliverer.tick,
         "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
-        "retention": sweeper.tick,
+        "retention": retain,
     }
     # Each has its own thread: Ray Serve is slow to start, and webhook receivers are slow to answer.
     loops = [

@@ -16,8 +16,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.upkeep.retention import Kind
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.publish import WebhookSpec
@@ -91,20 +90,20 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     job = store(jobs, make_job(webhook=hook), key="once")
     outbox = Outbox(database)
     [delivery] = outbox.claim(now=101, until=102, limit=1)
-    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it is not delivered yet"
+    assert rows.remove_old("deliveries", before=200, limit=9, dry_run=False) == 0, "it is not delivered yet"
     outbox.delivered(delivery.sequence, 101)
-    assert rows.remove_deliveries(before=99, limit=9, dry_run=False) == 0
-    assert rows.remove_deliveries(before=200, limit=9, dry_run=True) == 1
-    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 1
-    assert rows.remove_idempotency_keys(before=99, limit=9, dry_run=False) == 0
-    assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=True) == 1
-    assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=False) == 1
+    assert rows.remove_old("deliveries", before=99, limit=9, dry_run=False) == 0
+    assert rows.remove_old("deliveries", before=200, limit=9, dry_run=True) == 1
+    assert rows.remove_old("deliveries", before=200, limit=9, dry_run=False) == 1
+    assert rows.remove_old("idempotency_keys", before=99, limit=9, dry_run=False) == 0
+    assert rows.remove_old("idempotency_keys", before=100, limit=9, dry_run=True) == 1
+    assert rows.remove_old("idempotency_keys", before=100, limit=9, dry_run=False) == 1
     assert store(jobs, make_job(), key="once").id != job.id
     row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
     SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
-    assert rows.remove_sessions(now=49, limit=9, dry_run=False) == 0
-    assert rows.remove_sessions(now=50, limit=9, dry_run=True) == 1
-    assert rows.remove_sessions(now=50, limit=9, dry_run=False) == 1
+    assert rows.remove_old("sessions", before=49, limit=9, dry_run=False) == 0
+    assert rows.remove_old("sessions", before=50, limit=9, dry_run=True) == 1
+    assert rows.remove_old("sessions", before=50, limit=9, dry_run=False) == 1
 
 
 def test_an_alias_keeps_what_it_can_be_rolled_back_to(

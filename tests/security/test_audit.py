@@ -207,8 +207,8 @@ def test_old_entries_are_swept_and_all_are_in_backups(sqlite_database: Database)
         caller = ("ann", "key", "acme", "::1")
         trail.store(AuditEntry(f"aud_{number}", float(number), "req", *caller, "POST", "/x", None, 200))
     rows = RetainedRows(sqlite_database)
-    assert rows.remove_audit(before=2.0, limit=9, dry_run=True) == 3
-    assert rows.remove_audit(before=2.0, limit=2, dry_run=False) == 2
-    assert rows.remove_audit(before=2.0, limit=2, dry_run=False) == 1
+    assert rows.remove_old("audit", before=2.0, limit=9, dry_run=True) == 3
+    assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 2
+    assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 1
     assert [each.id for each in trail.list(Page(None, 9, "asc"), AuditFilter()).items] == ["aud_3", "aud_4"]
     assert {"audit", "key_uses"} <= set(tables())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, delete, func, insert, or_, select, update
@@ -31,7 +32,6 @@ from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
-from swiftkv_platform.control_plane.upkeep.retention import Kind
 from swiftkv_platform.errors import ConflictError
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
@@ -41,6 +41,42 @@ _PART = 500
 """Rows of a job that are deleted at once."""
 _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
+
+
+class Kind(StrEnum):
+    """Kinds of an ended job's data that are removed, while the job's own record stays."""
+
+    EVENTS = "events"
+    METRICS = "metrics"
+    EVENT_OBJECTS = "event_objects"
+    PREPARED_DATA = "prepared_data"
+    CHECKPOINTS = "checkpoints"
+    LOGS = "logs"
+    TRACKING = "tracking"
+
+    @property
+    def bit(self) -> int:
+        """Bit that marks the kind as removed in a job's row. It is stored, so the order of kinds must not change."""
+        return 1 << list(Kind).index(self)
+
+
+_AreDue = Callable[[float], Sequence[ColumnElement[bool]]]
+_OLD_ROWS: Mapping[str, tuple[type[Base], InstrumentedAttribute[Any], _AreDue]] = {
+    "deliveries": (
+        DeliveryRow,
+        DeliveryRow.sequence,
+        lambda before: (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before),
+    ),
+    "idempotency_keys": (
+        IdempotencyRow,
+        IdempotencyRow.job_id,
+        lambda before: (IdempotencyRow.job_id.in_(select(JobRow.id).where(JobRow.created_at <= before)),),
+    ),
+    "audit": (AuditRow, AuditRow.id, lambda before: (AuditRow.created_at <= before,)),
+    "sessions": (SessionRow, SessionRow.id_sha256, lambda before: (SessionRow.expires_at <= before,)),
+}
+"""Tables whose rows are removed after a time, with their keys and the rows that are due: finished deliveries and audit
+entries by their own age, idempotency keys by their job's, and sessions that have ended."""
 
 
 class RetainedRows(Store):
@@ -92,25 +128,12 @@ class RetainedRows(Store):
     def count_points(self, job_id: str) -> int:
         return self._count(PointRow, PointRow.job_id == job_id)
 
-    def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove finished deliveries created by `before`. With `dry_run`, only count all of them."""
-        over = (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before)
-        return self._remove(DeliveryRow, DeliveryRow.sequence, over, limit=limit, dry_run=dry_run)
-
-    def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove idempotency keys of jobs submitted by `before`. With `dry_run`, only count them."""
-        old = select(JobRow.id).where(JobRow.created_at <= before)
-        of_old_jobs = (IdempotencyRow.job_id.in_(old),)
-        return self._remove(IdempotencyRow, IdempotencyRow.job_id, of_old_jobs, limit=limit, dry_run=dry_run)
-
-    def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
-        """Remove sessions that have ended. With `dry_run`, only count them."""
-        ended = (SessionRow.expires_at <= now,)
-        return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
-
-    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove entries of the audit trail from `before` or earlier. With `dry_run`, only count them."""
-        return self._remove(AuditRow, AuditRow.id, (AuditRow.created_at <= before,), limit=limit, dry_run=dry_run)
+    def remove_old(self, kind: str, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove up to `limit` rows of a kind of `_OLD_ROWS`. With `dry_run`, only count all that are due."""
+        table, key, are_due = _OLD_ROWS[kind]
+        if dry_run:
+            return self._count(table, *are_due(before))
+        return self._remove_found(table, key, select(key).where(*are_due(before)).limit(limit))
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
         """Trim the beginning of the aliases' histories, as `registry.superseded` decides."""
@@ -243,19 +266,6 @@ class RetainedRows(Store):
     def _count(self, table: type[Base], *where: ColumnElement[bool]) -> int:
         with self._database.reading() as session:
             return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
-
-    def _remove(
-        self,
-        table: type[Base],
-        key: InstrumentedAttribute[Any],
-        where: Sequence[ColumnElement[bool]],
-        *,
-        limit: int,
-        dry_run: bool,
-    ) -> int:
-        if dry_run:
-            return self._count(table, *where)
-        return self._remove_found(table, key, select(key).where(*where).limit(limit))
 
     def _remove_found(
         self, table: type[Base], key: InstrumentedAttribute[Any], query: Select[Any], *where: ColumnElement[bool]

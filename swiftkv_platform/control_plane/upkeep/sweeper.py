@@ -21,10 +21,10 @@ from swiftkv_platform.contract.attempt_id import attempts_prefix, trials_prefix
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.models.model import IMPORTED
-from swiftkv_platform.control_plane.upkeep.retention import DAY_S, SWEEPER, Counts, Kind, ObjectBatch, Retention, Swept
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
 
 _PLACES: Mapping[Kind, Sequence[str]] = {
@@ -37,6 +37,40 @@ _PLACES: Mapping[Kind, Sequence[str]] = {
 """Names below an attempt's prefix."""
 _KIND_OF_NAME = {name: kind for kind, names in _PLACES.items() for name in names}
 _OF_ATTEMPT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Amount of one kind of data that was removed, or would be."""
+
+    kind: str
+    rows: int = 0
+    objects: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Swept) -> Swept:
+        return Swept(self.kind, self.rows + other.rows, self.objects + other.objects, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Size of database and store when they were last counted."""
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """By table."""
+    objects: Mapping[str, int] = field(default_factory=dict)
+    """By kind of object."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ObjectBatch:
+    """Totals of a batch of objects below a prefix."""
+
+    objects: int
+    bytes: int
+    next: str | None
+    """Key to continue after; None if there are no more."""
 
 
 class RetainedObjects:
@@ -113,6 +147,9 @@ def _kind(key: str) -> str:
     return _KIND_OF_NAME.get(name, "artifacts" if name == "artifact" else "other")
 
 
+DAY_S = 86400.0
+SWEEPER = "retention"
+"""Author of deletions that no request caused."""
 _PAGE = 100
 """Jobs or models per query."""
 _ROWS = 2000
@@ -135,13 +172,10 @@ class Sweeper:
 
     rows: RetainedRows
     objects: RetainedObjects
-    retention: Retention
+    settings: Settings
+    """Says how long what is kept: 0 days for ever."""
     clock: Clock
     _: KW_ONLY
-    interval_s: float = 3600.0
-    """Seconds between two rounds."""
-    also: Callable[[], None] = lambda: None
-    """Called at every tick, before anything is removed."""
     monotonic: Callable[[], float] = time.monotonic
     """Clock by which a tick's time is limited."""
     counts: Counts = field(default=Counts(), init=False)
@@ -155,10 +189,9 @@ class Sweeper:
 
     def tick(self) -> None:
         """Continue the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
-        self.also()
         if self._round is None:
             now = self.clock()
-            if is_due(self._next_round, now, within=self.interval_s):
+            if is_due(self._next_round, now, within=self.settings.sweep_interval_s):
                 self._round = self._whole_round()
             elif is_due(self._next_deletions, now, within=_DELETIONS_S):
                 self._round = self._between_rounds()
@@ -178,7 +211,7 @@ class Sweeper:
     def _whole_round(self) -> Iterator[Swept]:
         yield from self.round()
         yield from self._count()
-        self._next_round = self.clock() + self.interval_s
+        self._next_round = self.clock() + self.settings.sweep_interval_s
 
     def _between_rounds(self) -> Iterator[Swept]:
         """Remove the objects of what was deleted since: their tenant's quota counts them until then."""
@@ -190,21 +223,26 @@ class Sweeper:
         """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.
         `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
-        now, rows, kept = self.clock(), self.rows, self.retention
+        now, rows = self.clock(), self.rows
         self._failures = 0
         yield from self._deleted(dry_run=dry_run)
         for kind in Kind:
-            if kept.days(kind):
-                yield from self._of_ended_jobs(kind, now - kept.days(kind) * DAY_S, dry_run=dry_run)
+            if (before := self._due_before(kind, now)) is not None:
+                yield from self._of_ended_jobs(kind, before, dry_run=dry_run)
         yield from self._old_rows(now, dry_run=dry_run)
-        if kept.models:
-            superseded = _all(partial(rows.superseded_models, before=now - kept.models * DAY_S))
+        if (before := self._due_before("models", now)) is not None:
+            superseded = _all(partial(rows.superseded_models, before=before))
             yield from self._unused("model", superseded, rows.foresee_model, rows.delete_model, dry_run=dry_run)
-        if kept.jobs:
-            expired = _all(partial(rows.expired_jobs, before=now - kept.jobs * DAY_S))
+        if (before := self._due_before("jobs", now)) is not None:
+            expired = _all(partial(rows.expired_jobs, before=before))
             yield from self._unused("job", expired, rows.foresee_job, rows.delete_job, dry_run=dry_run)
         if not dry_run:
             yield from self._deleted(dry_run=False)
+
+    def _due_before(self, kind: str, now: float) -> float | None:
+        """Return the time until which rows or objects of this kind are due; None if they are kept for ever."""
+        days: float = getattr(self.settings, f"retention_{kind}_days")
+        return now - days * DAY_S if days else None
 
     def _of_ended_jobs(self, kind: Kind, before: float, *, dry_run: bool) -> Iterator[Swept]:
         for job_id in _all(partial(self.rows.ended_jobs, kind, before=before)):
@@ -235,7 +273,7 @@ class Sweeper:
             yield Swept(Kind.EVENTS, rows=gone)
 
     def _points(self, job_id: str, *, dry_run: bool) -> Iterator[Swept]:
-        most = self.retention.metric_points
+        most = self.settings.retention_metric_points
         if dry_run:
             yield Swept(Kind.METRICS, rows=max(self.rows.count_points(job_id) - most, 0))
             return
@@ -255,17 +293,14 @@ class Sweeper:
                 return
 
     def _old_rows(self, now: float, *, dry_run: bool) -> Iterator[Swept]:
-        rows, kept = self.rows, self.retention
-        removals: tuple[tuple[str, float, Callable[..., int]], ...] = (
-            ("deliveries", kept.deliveries, partial(rows.remove_deliveries, limit=_ROWS)),
-            ("idempotency_keys", kept.idempotency_keys, partial(rows.remove_idempotency_keys, limit=_ROWS)),
-            ("audit", kept.audit, partial(rows.remove_audit, limit=_ROWS)),
-            ("promotions", kept.promotions, partial(rows.trim_promotions, keep=kept.rollbacks)),
-        )
-        due = {"sessions": partial(rows.remove_sessions, now=now, limit=_ROWS)}
-        due |= {kind: partial(remove, before=now - days * DAY_S) for kind, days, remove in removals if days}
-        for kind, remove in due.items():
-            while gone := remove(dry_run=dry_run):
+        """Remove old rows, page by page. Sessions have an end of their own."""
+        trim = partial(self.rows.trim_promotions, keep=self.settings.retention_rollbacks)
+        removals: dict[str, Callable[..., int]] = {"promotions": trim}
+        for kind in ("sessions", "deliveries", "idempotency_keys", "audit"):
+            removals[kind] = partial(self.rows.remove_old, kind, limit=_ROWS)
+        for kind, remove in removals.items():
+            before = now if kind == "sessions" else self._due_before(kind, now)
+            while before is not None and (gone := remove(before=before, dry_run=dry_run)):
                 yield Swept(kind, rows=gone)
                 if dry_run:
                     break

@@ -9,7 +9,6 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
@@ -249,7 +248,7 @@ def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, serv
 def sweep(server: Server) -> dict[str, int]:
     """Run a round of the sweeper; return the number of objects removed, by kind."""
     rows, objects = RetainedRows(server.parts.database), RetainedObjects(server.parts.objects)
-    sweeper = Sweeper(rows, objects, retention(server.settings), server.parts.clock)
+    sweeper = Sweeper(rows, objects, server.settings, server.parts.clock)
     removed: dict[str, int] = {}
     for swept in sweeper.round():
         removed[swept.kind] = removed.get(swept.kind, 0) + swept.objects

@@ -1,6 +1,7 @@
 """The sweeper: bounded steps, crashes between them, two sweepers at once, and weeks without growth."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +14,27 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, trans
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.upkeep.retention import DAY_S, Counts, Kind, Retention, Swept
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
+from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows
+from swiftkv_platform.control_plane.upkeep.sweeper import DAY_S, Counts, RetainedObjects, Sweeper, Swept
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
-EVERYTHING = Retention(
-    ended_jobs=dict.fromkeys(Kind, 1.0),
-    metric_points=3,
-    deliveries=1.0,
-    idempotency_keys=1.0,
-    promotions=2.0,
-    rollbacks=2,
-    models=2.0,
-    jobs=4.0,
-)
+NOTHING = dict.fromkeys((name for name in Settings.model_fields if re.fullmatch("retention_.*_days", name)), 0.0)
+EVERYTHING = NOTHING | {f"retention_{kind}_days": 1.0 for kind in (*Kind, "deliveries", "idempotency_keys")}
+EVERYTHING |= {f"retention_{kind}_days": 2.0 for kind in ("promotions", "models")} | {"retention_jobs_days": 4.0}
 
 
-def sweeper(plane: Plane, retention: Retention = EVERYTHING, **options: object) -> Sweeper:
+def kept(days: dict[str, float]) -> Settings:
+    return Settings(**days, retention_metric_points=3, retention_rollbacks=2, _env_file=None)
+
+
+def sweeper(plane: Plane, days: dict[str, float] = EVERYTHING, **options: object) -> Sweeper:
     rows, objects = RetainedRows(plane.database), RetainedObjects(plane.objects)
-    return Sweeper(rows, objects, retention, plane.clock, **options)  # type: ignore[arg-type]
+    return Sweeper(rows, objects, kept(days), plane.clock, **options)  # type: ignore[arg-type]
 
 
 def summed(round_: Iterator[Swept]) -> dict[str, tuple[int, int, int]]:
@@ -87,7 +85,7 @@ def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) 
     told = summed(sweeper(plane).round(dry_run=True))
     assert state(plane) == before
     assert {"events", "metrics", "event_objects", "checkpoints", "logs", "tracking", "deleted"} <= told.keys()
-    assert set(summed(sweeper(plane, Retention()).round())) == {"deleted"}, "without retention only deleted jobs go"
+    assert set(summed(sweeper(plane, NOTHING).round())) == {"deleted"}, "without retention only deleted jobs go"
     rest = summed(sweeper(plane).round())
     assert rest == {kind: counts for kind, counts in told.items() if kind != "deleted"}
     assert len(before[0]) - len(keys(plane)) == sum(objects for _, objects, _ in told.values())
@@ -146,7 +144,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
         store.left = changes
         rows, objects = RetainedRows(plane.database), RetainedObjects(store)
         try:
-            summed(Sweeper(rows, objects, EVERYTHING, plane.clock).round())
+            summed(Sweeper(rows, objects, kept(EVERYTHING), plane.clock).round())
         except KeyboardInterrupt:
             deaths += 1
             # Rows go before objects: each model that has a row is whole.
@@ -258,7 +256,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         objects = {f"objects of {kind}": number for kind, number in nightly.counts.objects.items()}
         sizes.append({**nightly.counts.rows, **objects})
         # One of the models kept for rollbacks was rolled back, and none is kept in its place.
-        in_use = promoted[-1:] if day % 5 == 4 else promoted[-EVERYTHING.rollbacks :]
+        in_use = promoted[-1:] if day % 5 == 4 else promoted[-kept(EVERYTHING).retention_rollbacks :]
         for held in (pinned.distilled_model, *in_use):
             found = plane.catalog.get_model(held, tenant=TENANT)
             assert plane.store.artifact_manifest(plane.jobs.get(found.job_id, tenant=TENANT).attempt_id) is not None
@@ -281,10 +279,10 @@ def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is
     plane.clock.now += 1.5 * DAY_S
     away = RetainedObjects(Refusing(plane.objects, *(job.id for job in jobs)))
     with pytest.raises(StorageError):
-        summed(Sweeper(rows, away, EVERYTHING, plane.clock).round())
+        summed(Sweeper(rows, away, kept(EVERYTHING), plane.clock).round())
     assert rows.ended_jobs(Kind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
     refusing = RetainedObjects(Refusing(plane.objects, jobs[0].id))
-    summed(Sweeper(rows, refusing, EVERYTHING, plane.clock).round())
+    summed(Sweeper(rows, refusing, kept(EVERYTHING), plane.clock).round())
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
     summed(sweeper(plane).round())
     assert [key for key in keys(plane) if "checkpoints" in key] == [], "the next round tries it again"
@@ -292,7 +290,7 @@ def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is
 
 def test_what_is_deleted_between_rounds_goes_within_a_minute(plane: Plane) -> None:
     """A tenant's quota counts deleted objects until they are gone."""
-    job, regular = run(plane, plane.reconciler()), sweeper(plane, Retention())
+    job, regular = run(plane, plane.reconciler()), sweeper(plane, NOTHING)
     regular.tick()
     kept = keys(plane)
     RetainedRows(plane.database).delete_job(job.id, by="ann", now=plane.clock(), tenant=TENANT)

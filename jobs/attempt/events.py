@@ -51,6 +51,9 @@ PROGRESS_INTERVAL_S = 30.0
 """Seconds between progress events of a part."""
 LOOK_INTERVAL_S = 1.0
 """Seconds between looks for control objects."""
+_FOLLOW_INTERVAL_S = 0.5
+_LAST_ROUNDS = 3
+"""Attempts to read the last events if the store fails."""
 _LONGEST_FAULT = 500
 _told_to_leave = threading.Event()
 """Set when this process, a worker, gets SIGTERM."""
@@ -284,15 +287,13 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
-    def announce(_signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)
+    def announce() -> None:
         get_logger().warning("preempted")
         with suppress(StorageError):  # the attempt then ends with the existing checkpoints
             AttemptStore(store).announce_preemption(request.attempt_id)
 
-    signal.signal(signal.SIGTERM, announce)
+    before = _on_first_sigterm(announce)
     try:
         yield
     finally:
@@ -304,22 +305,23 @@ def leave_on_sigterm() -> None:
 
     Call it on the main thread, the only one that may handle signals; the trainer runs on another.
     """
+    _on_first_sigterm(_told_to_leave.set)
+
+
+def _on_first_sigterm(action: Callable[[], None]) -> Any:
+    """Call `action` at the next SIGTERM. Returns the handler of those after it, which is the present one."""
     before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
-    def note(_signal: int, _frame: FrameType | None) -> None:
+    def handle(_signal: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, before)
-        _told_to_leave.set()
+        action()
 
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGTERM, handle)
+    return before
 
 
 def told_to_leave() -> bool:
     return _told_to_leave.is_set()
-
-
-_INTERVAL_S = 0.5
-_LAST_ROUNDS = 3
-"""Attempts to read the last events if the store fails."""
 
 
 @contextmanager
@@ -336,7 +338,7 @@ def following(
         return
     ended, cursor = threading.Event(), dict[str, int]()
 
-    def look() -> bool:
+    def deliver() -> bool:
         """Deliver new events; return whether all were delivered."""
         try:
             for stored in store.read_events(request.attempt_id, cursor):
@@ -348,13 +350,13 @@ def following(
         return True
 
     def follow() -> None:
-        while not ended.wait(_INTERVAL_S):
-            look()
+        while not ended.wait(_FOLLOW_INTERVAL_S):
+            deliver()
         for last in range(1, _LAST_ROUNDS + 1):
-            if look():
+            if deliver():
                 return
             if last < _LAST_ROUNDS:
-                time.sleep(_INTERVAL_S)
+                time.sleep(_FOLLOW_INTERVAL_S)
         get_logger().error("events_not_followed", after=cursor)
 
     follower = threading.Thread(target=copy_context().run, args=(follow,), name="events", daemon=True)

@@ -65,10 +65,17 @@ def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     assert cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
 
 
-@pytest.mark.parametrize(("name", "layers"), in_turn(CONFIGS, [(2, 2), (3, 1), (1, 4)]))
-def test_the_executed_plan_is_what_a_student_runs(name: str, layers: tuple[int, int]) -> None:
-    l, g = layers  # noqa: E741  # the paper's l
-    student = countable(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g))
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *in_turn(CONFIGS, [(2, 2), (3, 1), (1, 4)]),
+        *(pytest.param("llama", (3, 1, sharing), id=sharing) for sharing in ("mqa", "mha")),
+    ],
+)
+def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None:
+    l, g, *sharing = shape  # noqa: E741  # the paper's l
+    heads: Any = {"sharing": sharing[0]} if sharing else {}
+    student = countable(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g, **heads))
     config = student.config.to_dict()
     model, layer_map = read_architecture(config), student.config.layer_map
     tokens = torch.arange(PROMPT)[None]
@@ -105,17 +112,6 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str, 
     given |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0} if switched else {}
     full = AutoConfig.for_model(model_type, **given).to_dict()
     assert read_architecture({"model_type": model_type, **given}) == read_architecture(full)
-
-
-@pytest.mark.parametrize("sharing", ["mqa", "mha"])
-def test_other_heads_above_layer_l(sharing: Any) -> None:
-    student = convert(make_teacher("llama"), num_key_value_layers=3, sharing=sharing)
-    config = student.config.to_dict()
-    prefill = count(student, torch.arange(PROMPT)[None], logits_to_keep=1)
-    model, layer_map = read_architecture(config), student.config.layer_map
-    assert_equal(prefill, forward_flops(model, layer_map, num_tokens=PROMPT, num_kept=1, num_logits=1, square=True))
-    result = plan(config, sequence_length=PROMPT, kv_cache_dtype="float32")
-    assert cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 from tests.numerics.test_planning import countable, make_teacher
-from tests.parameters import WIDE, in_turn, pairwise
+from tests.parameters import WIDE, pairwise
 from tests.tiny_models import CONFIGS, random_teacher
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -87,35 +87,28 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
     assert counted == pytest.approx(48 * planned, rel=1e-12)
 
 
+KEEPING: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}
+
+
 @pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize(("name", "trainable"), in_turn(["llama", "qwen3", "deepseek_v2", "olmo2"], ["qkv", "tail"]))
-def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> None:
-    """The second half of each sample consists of deep tokens."""
-    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "own"}
-    student = countable(convert(make_teacher(name), **shape))
+@pytest.mark.parametrize(
+    ("name", "layers", "trainable"),
+    [
+        *(("llama", {"prefill_layers": [0, 2]}, trainable) for trainable in ("qkv", "tail", "all")),
+        *((name, KEEPING, trainable) for name, trainable in (("llama", "qkv"), ("qwen3", "tail"))),
+        *((name, KEEPING, trainable) for name, trainable in (("deepseek_v2", "qkv"), ("olmo2", "tail"))),
+    ],
+)
+def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any], trainable: Any) -> None:
+    """The second half of each sample consists of deep tokens; prompts may bypass layers."""
+    student = countable(convert(make_teacher(name), **layers, decode_key_value="own"))
     batch = make_batch(258, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
     rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
-    setup = TrainingSetup(**rows, trainable=trainable)
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
-    planned = plan_training(student.config.to_dict(), setup)
+    planned = plan_training(student.config.to_dict(), TrainingSetup(**rows, trainable=trainable))
     assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
     assert planned.trained_parameters == sum(p.numel() for p in fork.parameters() if p.requires_grad)
-    assert planned.parameters == sum(p.numel() for p in fork.parameters())
-
-
-@pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
-def test_flops_where_prompts_bypass_layers(trainable: Any) -> None:
-    """The second half of each sample consists of deep tokens."""
-    student = convert(random_teacher(), prefill_layers=[0, 2], decode_key_value="own")
-    batch = make_batch(student.config.vocab_size, 1, 20, packed=False)
-    batch["loss_mask"][:, :10] = False
-    rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
-    setup = TrainingSetup(**rows, trainable=trainable)
-    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
-    planned = plan_training(student.config.to_dict(), setup)
-    assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
     assert planned.parameters == sum(p.numel() for p in fork.parameters())
 
 

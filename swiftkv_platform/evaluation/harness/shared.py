@@ -332,7 +332,14 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         rounds = [prompts[start : start + _PROMPTS_PER_ROUND] for start in range(0, len(prompts), _PROMPTS_PER_ROUND)]
         names = [f"{self.part}-{'student' if mode else 'teacher'}-{digest(some)}" for some in rounds]
         kept = [self._parts.get(name) for name in names]
-        shares = [_shares(some, self._workers.size) for some in rounds]
+        shares = [
+            # Neighbours may share a prefix.
+            [
+                [(i, some[i]) for i in sorted(own)]
+                for own in _spread([one.num_tokens for one in some], self._workers.size)
+            ]
+            for some in rounds
+        ]
         self._told = 0
         self._to_tell = sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None)
         answers: list[list[int]] = []
@@ -424,13 +431,10 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
 def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -> list[list[_Batch]]:
     """Distribute pieces to workers in batches, with about equal tokens; in step, with equal numbers of batches."""
     shares: list[list[_Batch]] = [[] for _ in range(workers.size)]
-    by_kind = sorted(pieces, key=lambda piece: (piece.kind, -piece.num_tokens))
-    for _, group in groupby(by_kind, key=lambda piece: piece.kind):
+    for _, group in groupby(sorted(pieces, key=lambda piece: piece.kind), key=lambda piece: piece.kind):
         same = list(group)
-        for rank, share in enumerate(shares):
-            # Back and forth: the first batch of every worker is the longest.
-            own = [p for n, p in enumerate(same) if rank == _place(n, workers.size)]
-            share.extend(_batches(own, most_prompts))
+        for share, own in zip(shares, _spread([piece.num_tokens for piece in same], workers.size), strict=True):
+            share.extend(_batches([same[i] for i in own], most_prompts))
     if workers.in_step:
         shortest = min((batch for share in shares for batch in share), key=lambda batch: len(batch.requests))
         longest = max(len(share) for share in shares)
@@ -440,13 +444,15 @@ def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -
     return shares
 
 
-def _shares(prompts: Sequence[Prompt], num_workers: int) -> list[list[tuple[int, Prompt]]]:
-    """Distribute prompts with their indices to workers, with about equal tokens."""
-    by_length = sorted(enumerate(prompts), key=lambda one: -one[1].num_tokens)
-    shares: list[list[tuple[int, Prompt]]] = [[] for _ in range(num_workers)]
-    for n, one in enumerate(by_length):
-        shares[_place(n, num_workers)].append(one)
-    return [sorted(share, key=lambda one: one[0]) for share in shares]  # neighbours may share a prefix
+def _spread(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
+    """Distribute items of given numbers of tokens to workers, with about equal tokens. Return each worker's indices,
+    from the longest item to the shortest: they are dealt back and forth, so that every worker begins with a long one.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_workers)]
+    for n, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        turn, rank = divmod(n, num_workers)
+        shares[rank if turn % 2 == 0 else num_workers - 1 - rank].append(index)
+    return shares
 
 
 def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
@@ -456,11 +462,6 @@ def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
         if isinstance(answer, str):
             raise GenerationError(answer)
     return json.dumps(answers).encode()
-
-
-def _place(n: int, size: int) -> int:
-    turn, place = divmod(n, size)
-    return place if turn % 2 == 0 else size - 1 - place
 
 
 def _batches(pieces: Sequence[_Piece], most_prompts: int | None) -> Iterator[_Batch]:

@@ -116,7 +116,7 @@ class Listener:
 @contextmanager
 def tailing(store: HangingStore, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Hand the first attempt's events on until the block ends; yields what is logged."""
-    monkeypatch.setattr("swiftkv_platform.jobs.attempt.events._INTERVAL_S", 0.01)
+    monkeypatch.setattr("swiftkv_platform.jobs.attempt.events._FOLLOW_INTERVAL_S", 0.01)
     with capture_logs() as lines, following(AttemptStore(store), request(), listener):
         yield lines
 

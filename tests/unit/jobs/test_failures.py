@@ -143,10 +143,7 @@ def test_anything_else_is_named_by_its_type() -> None:
     assert explain(from_task(KeyError("lm_head"))) == Failure("internal_error", "KeyError: 'lm_head'", retryable=False)
     assert explain(from_task(OSError("disk full"))) == Failure("internal_error", "OSError: disk full")
     assert root_cause(ZeroDivisionError()) is None
-
-
-def test_a_value_that_json_does_not_know_is_told_as_text() -> None:
-    assert explain(DataError("bad", value=("a", 1))).value == "('a', 1)"
+    assert explain(DataError("bad", value=("a", 1))).value == "('a', 1)", "a value that JSON does not know is text"
 
 
 LIVE = {"waiting_for_resources", "waiting_for_turn", "cost_cap", "paused", "resumed", "cancelled"}

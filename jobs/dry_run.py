@@ -40,8 +40,8 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import compute_dtype
-from swiftkv_platform.model import calibration_heads, packed_pass
-from swiftkv_platform.model.calibration_stream import calibrate_streamed
+from swiftkv_platform.model import packed_pass
+from swiftkv_platform.model.calibration import calibrate_streamed, heads
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.packed_attention import (
@@ -202,7 +202,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
                 patched.enter_context(patch.dict(LOGITS_PER_CHUNK, cpu=LOGITS_PER_CHUNK["cuda"]))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
                 patched.enter_context(patch.object(packed_pass, "choose_operator", _choose_operator))
-            patched.enter_context(patch.object(calibration_heads, "assign_heads", _assign_heads))
+            patched.enter_context(patch.object(heads, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
             )

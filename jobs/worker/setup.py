@@ -38,7 +38,7 @@ from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.values import Member
 from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.bases import model_directory
-from swiftkv_platform.model.calibration_stream import calibrate_streamed
+from swiftkv_platform.model.calibration import calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import make_student
 from swiftkv_platform.model.directories import ShardWriter

@@ -23,8 +23,3 @@ def bypass_before(
     begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
     deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
     return torch.where(deep.view(-1, hidden.shape[1], 1), output, hidden)
-
-
-def bypass_all(_decoder: Any, _i: int, hidden: torch.Tensor, _context: Any) -> torch.Tensor:
-    """A `Bypass` for passes in which every token is a prompt's, without a cache to write K and V to."""
-    return hidden

@@ -1,6 +1,6 @@
 """Teacher -> student: rewire a pretrained model and initialise its SwiftKV projections.
 
-Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration.py`.
+Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
+from swiftkv_platform.model.calibration import TokenBatch, calibrate
 from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import student_classes
@@ -106,7 +106,7 @@ def make_student(
     student = _rewire(teacher, student_config).eval()  # before calibration, which dropout would change
     copy_projections(student)
     if calibration is not None:
-        calibrate(student, collect(student, calibration))
+        calibrate(student, calibration)
     return student
 
 

@@ -17,8 +17,8 @@ from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import whole_model, write_adapter
-from swiftkv_platform.model.calibrated_rounding import round_calibrated
 from swiftkv_platform.model.calibration import TokenBatch
+from swiftkv_platform.model.calibration.rounding import round_calibrated
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.directories import (

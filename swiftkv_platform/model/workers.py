@@ -17,9 +17,11 @@ class Workers:
 
     Args:
         in_step: whether a forward pass of the model is collective too, so that all workers must run equally many.
+        alone: work without the process group's others.
     """
 
-    def __init__(self, *, in_step: bool = False) -> None:
+    def __init__(self, *, in_step: bool = False, alone: bool = False) -> None:
+        self._alone = alone
         self.in_step = in_step and self.size > 1
 
     @property
@@ -36,7 +38,7 @@ class Workers:
 
     @property
     def _together(self) -> bool:
-        return dist.is_available() and dist.is_initialized()
+        return not self._alone and dist.is_available() and dist.is_initialized()
 
     def share(self, indices: Sequence[int]) -> list[int]:
         """Return this worker's share of `indices`, every `size`-th one."""

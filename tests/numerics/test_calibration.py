@@ -1,17 +1,30 @@
-"""The calibrated start: exact where an exact solution exists, better than copying elsewhere, and additive over
-workers."""
+"""The calibrated start: by definition for groups of one, exact where an exact solution exists, better than copying
+elsewhere, and the same layer by layer from files as in memory."""
 
 import copy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.calibration import collect
-from tests.tiny_models import family_teacher, random_teacher, random_tokens
+from swiftkv_platform.model.calibration import calibrate_streamed
+from swiftkv_platform.model.calibration.regression import RIDGE
+from swiftkv_platform.model.lazy_student import LazyStudent
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.student_shape import ShapeRequest
+from tests.checkpoints import ROWS, save, save_fp8
+from tests.parameters import KINDS, in_turn
+from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
+
+SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
+SHAPE |= {"early_exit": True, "sharing": "gqa"}
+BYPASSING = {"prefill_layers": [0, 2], "decode_key_value": "own"}
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +38,45 @@ def divergence(student: Any, tokens: torch.Tensor) -> float:
     student_log = student.swiftkv(True)(tokens).logits.log_softmax(-1)
     teacher_log = student.swiftkv(False)(tokens).logits.log_softmax(-1)
     return float(F.kl_div(student_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [*((name, {"num_key_value_layers": 2}) for name in FAMILY_CONFIGS), ("llama", BYPASSING)]
+)
+@torch.no_grad()
+def test_a_layer_of_its_own_is_the_ridge_regression_of_its_teachers(
+    name: str, shape: Any, tokens: torch.Tensor
+) -> None:
+    student = convert(family_teacher(name), **shape, calibration=tokens.split(12))
+    decoder, config = student.model, student.config
+    context = decoder.begin(tokens)
+    x = context.hidden
+    for i in range(config.num_key_value_layers):
+        if i not in config.layer_map.gaps:
+            x = decoder.run_layer(i, x, context)
+    h = decoder.norm_swiftkv(x).flatten(0, 1).double()
+    for i in config.layer_map.leaders:
+        attention = decoder.layers[i].self_attn
+        outputs: dict[str, torch.Tensor] = {}
+        for module in dict.fromkeys(attention.rows_of_teacher(config, each)[0] for each in attention.decode_modules):
+            getattr(attention, module).register_forward_hook(partial(keep_output, outputs, module))
+        student.swiftkv(False)(tokens)
+        for each in attention.decode_modules:
+            module, rows = attention.rows_of_teacher(config, each)
+            fitted = getattr(attention, f"{each}_swiftkv")
+            inputs = h if fitted.bias is None else torch.cat((h, h.new_ones(len(h), 1)), dim=1)
+            size = inputs.shape[1]
+            penalty = (RIDGE * inputs.square().sum() / size).sqrt() * torch.eye(size, dtype=h.dtype)
+            wanted = outputs[module][:, slice(None) if rows is None else rows]
+            wanted = torch.cat((wanted, wanted.new_zeros(size, wanted.shape[1])))
+            expected = torch.linalg.lstsq(torch.cat((inputs, penalty)), wanted).solution.T.float()
+            torch.testing.assert_close(fitted.weight, expected[:, : h.shape[1]], atol=1e-4, rtol=1e-4)
+            if fitted.bias is not None:
+                torch.testing.assert_close(fitted.bias, expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def keep_output(outputs: dict[str, torch.Tensor], name: str, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+    outputs[name] = output.flatten(0, 1).double()
 
 
 @pytest.mark.parametrize(
@@ -64,16 +116,19 @@ def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
     return float(F.kl_div(exit_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3-partial"])
-def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(family: str, tokens: torch.Tensor) -> None:
+@pytest.mark.parametrize(("family", "form"), [("llama", "shared"), ("phi3-partial", "shared"), ("llama", "own")])
+def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(
+    family: str, form: str, tokens: torch.Tensor
+) -> None:
     """Layer 4's keys are layer 3's, rotated and scaled per frequency: averaging loses them, the joint fit does not.
     With partial RoPE, the dimensions without RoPE are rotated in pairs of their own."""
     teacher = teacher_with_turned_keys(random_teacher() if family == "llama" else family_teacher(family))
-    shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2, "decode_key_value": form}
     copied = convert(copy.deepcopy(teacher), **shape)
     calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
-    assert attention_error(copied, 4, tokens) > 0.1
-    assert attention_error(calibrated, 4, tokens) < 0.02
+    options = {} if form == "shared" else {"prompt_length": 1}
+    assert attention_error(copied, 4, tokens, **options) > 0.1
+    assert attention_error(calibrated, 4, tokens, **options) < 0.02
 
 
 @torch.no_grad()
@@ -148,11 +203,11 @@ def test_output_projections_of_its_own_bring_a_student_nearer(family: str, shari
 
 
 @torch.no_grad()
-def attention_error(student: Any, layer: int, tokens: torch.Tensor) -> float:
+def attention_error(student: Any, layer: int, tokens: torch.Tensor, **options: Any) -> float:
     """Return the error of a layer's attention output, relative to the teacher's."""
     outputs: list[torch.Tensor] = []
     handle = student.model.layers[layer].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
-    student.swiftkv(True)(tokens)
+    student.swiftkv(True)(tokens, **options)
     student.swiftkv(False)(tokens)
     handle.remove()
     return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
@@ -207,25 +262,19 @@ def test_layers_with_other_bases_share_one_latent(tokens: torch.Tensor) -> None:
     assert errors[1] < 0.2 * errors[0], errors
 
 
-def test_statistics_of_workers_add_up(tokens: torch.Tensor) -> None:
-    student = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True)
-    whole = collect(student, [tokens])
-    parts = [collect(student, [half]) for half in tokens.split(16)]
-    assert len(whole.exits) == 2
-    for expected, first, second in zip(whole.tensors(), parts[0].tensors(), parts[1].tensors(), strict=True):
-        torch.testing.assert_close(first + second, expected)
-    assert parts[0].num_tokens + parts[1].num_tokens == whole.num_tokens == tokens.numel()
-
-
 def test_batches_of_every_form_calibrate_alike(tokens: torch.Tensor) -> None:
-    """Packed rows calibrate like their samples apart, and a batch like its rows one by one."""
-    student = convert(random_teacher(), num_key_value_layers=3)
+    """A batch calibrates like its rows one by one, and packed rows like their samples apart."""
+
+    def calibrated(batches: Any) -> torch.Tensor:
+        student = convert(random_teacher(), num_key_value_layers=3, calibration=batches)
+        return torch.cat([parameter.flatten() for parameter in student.swiftkv_parameters().values()])
+
+    whole = calibrated([tokens])
+    for rows in (list(tokens), tokens, (row.int() for row in tokens), tokens.split(16)):
+        torch.testing.assert_close(calibrated(rows), whole, atol=1e-5, rtol=1e-4)
     positions = torch.cat((torch.arange(40), torch.arange(24))).expand(len(tokens), -1)
-    packed = collect(student, [{"input_ids": tokens, "position_ids": positions, "loss_mask": tokens > 0}])
-    apart = [collect(student, [part]) for part in (tokens[:, :40], tokens[:, 40:])]
-    torch.testing.assert_close(packed.gram, apart[0].gram + apart[1].gram, atol=1e-3, rtol=1e-5)
-    for rows in (list(tokens), tokens, (row.int() for row in tokens)):
-        torch.testing.assert_close(collect(student, rows).gram, collect(student, [tokens]).gram)
+    packed = calibrated([{"input_ids": tokens, "position_ids": positions, "loss_mask": tokens > 0}])
+    torch.testing.assert_close(packed, calibrated([tokens[:, :40], tokens[:, 40:]]), atol=1e-4, rtol=1e-3)
 
 
 def test_batches_that_are_no_token_ids_are_named() -> None:
@@ -248,3 +297,85 @@ def test_a_model_in_memory_hands_over_its_tensors() -> None:
     student = convert(teacher, num_key_value_layers=3)
     ours, theirs = (model.model.layers[5].mlp.up_proj.weight for model in (student, teacher))
     assert ours.data_ptr() == theirs.data_ptr()
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Two batches: packed rows of two samples, and one row of another length."""
+    return [
+        {
+            "input_ids": random_tokens(2, length, seed=seed),
+            "position_ids": torch.cat((torch.arange(20), torch.arange(length - 20))).expand(2, -1),
+        }
+        for seed, length in enumerate((48, 48, 40))
+    ]
+
+
+def streamed(path: Path, batches: Any, shape: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+    source = LazyStudent.open(path, ShapeRequest(**shape), {}, dtype=torch.float32)
+    found = {name: t.clone() for name, t in calibrate_streamed(source, batches, workers=Workers(), **options)}
+    assert all(parameter.is_meta for parameter in source.model.parameters())
+    return found
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (actual[name].float() - tensor.float()).norm() <= share * tensor.float().norm(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "own_output_projection"), in_turn([*FAMILY_CONFIGS, "fbgemm"], [False, True], [*KINDS, "fbgemm"])
+)
+def test_layer_by_layer_from_files_as_in_memory(
+    name: str, own_output_projection: bool, batches: Any, tmp_path: Path
+) -> None:
+    shape = SHAPE | {"own_output_projection": own_output_projection}
+    shape["decode_key_value"] = "shared" if own_output_projection else "own"
+    if name == "fbgemm":
+        save_fp8(tmp_path, ROWS)
+    else:
+        save(family_teacher(name), tmp_path, max_shard_size="100KB")
+    student = convert(tmp_path, **shape, dtype=torch.float32, calibration=batches)
+    found = streamed(tmp_path, batches, shape, max_activation_bytes=0 if name == "llama" else 1 << 20)
+    if not name.startswith("deepseek"):
+        assert_close(found, student.swiftkv_parameters())
+        return
+    # The basis of a group's latent is determined up to sign.
+    assert found.keys() == student.swiftkv_parameters().keys()
+    ids = batches[0]["input_ids"]
+    with torch.no_grad():
+        expected = student(ids).logits, student.exit_head.weight.clone()
+        load_trained(student, found)
+        for ours, theirs in zip((student(ids).logits, student.exit_head.weight), expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("sharing", ["mqa", "mha"])
+def test_other_heads(sharing: str, batches: Any, tmp_path: Path) -> None:
+    save(family_teacher("qwen2"), tmp_path)
+    shape = SHAPE | {"sharing": sharing, "own_output_projection": sharing == "mqa"}
+    expected = convert(tmp_path, **shape, dtype=torch.float32, calibration=batches).swiftkv_parameters()
+    assert_close(streamed(tmp_path, batches, shape), expected)
+
+
+def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
+    save(family_teacher("llama"), tmp_path)
+    source = LazyStudent.open(tmp_path, ShapeRequest(**SHAPE), {}, dtype=torch.float32)
+    held: list[int] = []
+    fill = source.fill
+
+    def watched(module: torch.nn.Module, *, own: bool = True) -> None:
+        fill(module, own=own)
+        held.append(sum(p.numel() for p in source.model.parameters() if not p.is_meta))
+
+    source.fill = watched  # type: ignore[method-assign]
+    told: list[tuple[int, int]] = []
+    list(calibrate_streamed(source, batches, workers=Workers(), progress=lambda *counts: told.append(counts)))
+    model = source.model.model
+    num_layers = len(model.layers)
+    assert told == [(done, num_layers) for done in range(num_layers + 1)]
+    layer = max(sum(p.numel() for p in layer.parameters()) for layer in model.layers)
+    assert max(held) <= max(2 * layer, model.embed_tokens.weight.numel() + layer)
+    with pytest.raises(InvalidInputError, match="no tokens"):
+        streamed(tmp_path, [], SHAPE)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration_statistics import (
+from swiftkv_platform.model.calibration.regression import (
     RIDGE,
     GroupRegression,
     Method,
@@ -59,7 +59,7 @@ class _Layer:
             _members(regression.predict(i, name), config.num_key_value_heads, num_heads)
             for name in ("k_proj", "v_proj")
         )
-        by_head = regression.statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
+        by_head = regression.sums.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
         pairs = _rotated_pairs(attention)
         queries = [_paired(heads.flatten(0, 1), pairs) for heads in by_head]
         return cls(attention, num_heads, [_paired(key, pairs) for key in keys], values, queries, range(num_heads))

@@ -17,10 +17,16 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.activations import MAX_ACTIVATION_BYTES, ActivationStore, KeptTensor
 from swiftkv_platform.model.attention import KeyValue, Rotation
-from swiftkv_platform.model.calibration import TokenBatch, decoder_inputs
-from swiftkv_platform.model.calibration_stream import LayerSource
+from swiftkv_platform.model.calibration.layerwise import (
+    MAX_ACTIVATION_BYTES,
+    ActivationStore,
+    KeptTensor,
+    LayerSource,
+    TokenBatch,
+    decoder_inputs,
+    filled,
+)
 from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
@@ -81,7 +87,7 @@ class _Pass:
 
     def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         decoder, layer_map = self._decoder, self._config.layer_map
-        with self._filled(decoder.embed_tokens):
+        with filled(self._source, decoder.embed_tokens):
             for batch in batches:
                 self._add(batch)
         if not self._hidden:
@@ -90,14 +96,14 @@ class _Pass:
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
         self._hidden = [self._store.keep(kept.take(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
-        with self._filled(decoder.norm_swiftkv):
+        with filled(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
                 self._key_value = [()] * len(deep)
                 for i in layer_map.group(leader):
                     yield from self._round_layer(i)
 
     def _add(self, batch: TokenBatch) -> None:
-        inputs = decoder_inputs(batch, self._decoder)
+        inputs = decoder_inputs(batch, self._decoder, "cpu")
         ids = inputs["input_ids"]
         if not ids.numel():
             return
@@ -120,7 +126,7 @@ class _Pass:
         layer = self._decoder.layers[i]
         modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
         weights = {f"model.layers.{i}.{name}.weight": module for name, module in modules.items()}
-        with self._filled(layer):
+        with filled(self._source, layer):
             with _grams([module for name, module in weights.items() if name in self._formats]) as grams:
                 for row in range(len(self._hidden)):
                     self._run(i, row)
@@ -174,12 +180,6 @@ class _Pass:
             return keep(leader.expand_key_value(shared))
         own = DeepGroup(0, leader, DeepTurns([shared]), kept)
         return lambda *of_layer: keep(own(*of_layer))
-
-    @contextmanager
-    def _filled(self, module: nn.Module) -> Iterator[None]:
-        self._source.fill(module)
-        yield
-        self._source.release(module)
 
 
 @contextmanager

@@ -1,49 +1,38 @@
-"""The calibrated start of a model that does not fit into a process: layer by layer, with rows divided among workers.
+"""The calibrated start, layer by layer, with rows divided among workers.
 
 A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is freed. Sums
 over tokens are reduced over the workers after each layer, and a group is fitted after its last layer. A worker holds
 one layer at a time, its rows' activations and the sums of one group; the first worker also holds the attention of a
-group. The mathematics is in `calibration`.
+group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.activations import MAX_ACTIVATION_BYTES, ActivationStore, KeptTensor
-from swiftkv_platform.model.calibration import (
+from swiftkv_platform.model.calibration.heads import HEADS
+from swiftkv_platform.model.calibration.latent import LATENTS
+from swiftkv_platform.model.calibration.layerwise import (
+    MAX_ACTIVATION_BYTES,
+    ActivationStore,
+    KeptTensor,
+    LayerSource,
     TokenBatch,
-    calibrate_exit_head,
     decoder_inputs,
-    exit_sums,
-    method_of,
-    recording,
-    with_intercept,
+    filled,
 )
-from swiftkv_platform.model.calibration_statistics import (
-    CalibrationStatistics,
-    OwnSums,
-    Regression,
-)
+from swiftkv_platform.model.calibration.regression import GroupSums, Method, Regression, ridge_factor
+from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 from swiftkv_platform.model.workers import Workers
 
-
-class LayerSource(Protocol):
-    """A student on the meta device, and the source of its weights."""
-
-    model: Any
-
-    def fill(self, module: nn.Module, *, own: bool = True) -> None:
-        """Load the parameters of `module`; without `own`, only those that the teacher has too."""
-
-    def release(self, module: nn.Module) -> None:
-        """Free the parameters of `module`."""
+K = TypeVar("K")
 
 
 @torch.no_grad()
@@ -69,6 +58,66 @@ def calibrate_streamed(
         yield from _Stream(source, workers, device, store).run(batches, progress)
 
 
+@torch.no_grad()
+def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
+    """Give a student in memory, which has the copied start, the calibrated one, in place. Raises `InvalidInputError`:
+    as `calibrate_streamed`."""
+    parameters = dict(student.named_parameters())
+    source, alone = _InMemory(student), Workers(alone=True)
+    for name, tensor in calibrate_streamed(source, batches, workers=alone, device=student.device):
+        parameters[name].copy_(tensor)
+
+
+class _InMemory:
+    """A `LayerSource` of a student that has all its weights."""
+
+    def __init__(self, student: Any) -> None:
+        self.model = student
+
+    def fill(self, module: nn.Module, *, own: bool = True) -> None:
+        """Do nothing."""
+
+    def release(self, module: nn.Module) -> None:
+        """Do nothing."""
+
+
+class _Recorder:
+    """The latest outputs of modules of a teacher's attention, recorded while the teacher runs."""
+
+    def __init__(self, attention: Any, method: Method) -> None:
+        self.outputs: dict[str, torch.Tensor] = {}
+        """Outputs of the modules that are regressed on h, float64 [num_tokens, outputs]."""
+        self.query: torch.Tensor
+        """Queries before RoPE, float64 [num_tokens, num_attention_heads * dim]."""
+        self.input: torch.Tensor
+        """Input of the projections, [batch, num_tokens, hidden_size]."""
+        self.handles: list[Any] = []
+        for name in method.recorded:
+            self._follow(attention, name, partial(self.outputs.__setitem__, name))
+        self._follow(attention, attention.query_modules(attention.config)[-1], partial(setattr, self, "query"))
+        first = getattr(attention, attention.rows_of_teacher(attention.config, method.recorded[0])[0])
+        self.handles.append(first.register_forward_pre_hook(lambda _, inputs: setattr(self, "input", inputs[0])))
+
+    def _follow(self, attention: Any, name: str, keep: Callable[[torch.Tensor], None]) -> None:
+        module, rows = attention.rows_of_teacher(attention.config, name)
+
+        def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            output = output if rows is None else output[..., rows]
+            keep(output.flatten(0, -2).double())
+
+        self.handles.append(getattr(attention, module).register_forward_hook(hook))
+
+
+@contextmanager
+def _recording(attention: Any, method: Method) -> Iterator[_Recorder]:
+    recorder = _Recorder(attention, method)
+    try:
+        yield recorder
+    finally:
+        for handle in recorder.handles:
+            handle.remove()
+
+
 class _Stream:
     """One pass of this worker's rows over all layers."""
 
@@ -82,6 +131,9 @@ class _Stream:
         self._decoder = source.model.model
         self._config = source.model.config
         self._first = self._config.num_key_value_layers
+        attention = self._decoder.layers[self._first].self_attn
+        self._method = LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
+        self._intercept = attention.input_projections[0].bias is not None
         self._positions: list[torch.Tensor] = []
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
@@ -99,13 +151,11 @@ class _Stream:
         decoder, layer_map, num_layers = self._decoder, self._config.layer_map, self._config.num_hidden_layers
         progress(0, num_layers)
         num_tokens = self._embed(batches)
-        upper = {i: decoder.layers[i] for i in range(self._first, num_layers)}
-        self._method = method_of(upper)
         first_gap = layer_map.first_gap
         for i in range(self._first):
             if i == first_gap:
                 self._x = list(self._hidden)
-            with self._filled(decoder.layers[i]):
+            with self._of_teacher(decoder.layers[i]):
                 for row in range(len(self._hidden)):
                     self._step(i, self._hidden, row)
                     if i > first_gap and i not in layer_map.gaps:
@@ -114,31 +164,29 @@ class _Stream:
         self._deep_x = list(self._hidden)
         if not layer_map.gaps:
             self._x = self._deep_x
-        with self._filled(decoder.norm_swiftkv, own=True):
+        with filled(self._source, decoder.norm_swiftkv):
             if self._workers.is_first:
                 for name, parameter in decoder.norm_swiftkv.named_parameters():
                     yield f"model.norm_swiftkv.{name}", parameter
             gram = self._gram()
-            fitted = upper[self._first].self_attn.input_projections[0]
-            sums = CalibrationStatistics(gram, {}, {}, (), num_tokens)
-            regression = Regression(sums, intercept=fitted.bias is not None) if self._workers.is_first else None
+            regression = Regression(gram, num_tokens, intercept=self._intercept) if self._workers.is_first else None
             for leader in layer_map.leaders:
+                sums, self._own_inputs = GroupSums(), []
                 for i in layer_map.group(leader):
-                    with self._filled(decoder.layers[i]):
+                    with self._of_teacher(decoder.layers[i]):
                         self._observe(i, sums, leader)
                     progress(i + 1, num_layers)
                 if regression is not None:
                     yield from self._fit(layer_map.group(leader), sums, regression)
-                sums.cross, sums.queries, sums.own, self._own_inputs = {}, {}, {}, []
         if self._config.early_exit:
             yield from self._fit_exit_head()
 
     def _embed(self, batches: Iterable[TokenBatch]) -> int:
         """Embed this worker's rows; returns the number of tokens of all workers."""
-        decoder, num_tokens = self._decoder, 0
-        with self._filled(decoder.embed_tokens):
+        num_tokens = 0
+        with self._of_teacher(self._decoder.embed_tokens):
             for batch in batches:
-                inputs = decoder_inputs(batch, decoder)
+                inputs = decoder_inputs(batch, self._decoder, self._device)
                 num_tokens += inputs["input_ids"].numel()
                 self._add(inputs)
             if not self._hidden:
@@ -165,53 +213,46 @@ class _Stream:
 
     def _inputs(self, row: int) -> torch.Tensor:
         """Return h with a 1 for the intercept, [num_tokens, hidden_size + 1]."""
-        return with_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
+        return _with_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
 
     def _gram(self) -> torch.Tensor:
         total: torch.Tensor | None = None
         for row in range(len(self._x)):
-            inputs = self._inputs(row)
-            total = inputs.T @ inputs if total is None else total.addmm_(inputs.T, inputs)
+            total = _add_gram(total, self._inputs(row))
         assert total is not None, "there is a row, or one that counts nothing"
         return self._workers.sum_(total)
 
-    def _observe(self, i: int, sums: CalibrationStatistics, leader: int) -> None:
+    def _observe(self, i: int, sums: GroupSums, leader: int) -> None:
         """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
-        config, queries = self._config, None
+        config, layer = self._config, self._decoder.layers[i]
         takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.group(leader)) > 1
-        own_gram: torch.Tensor | None = None
-        own_cross: dict[tuple[int, str], torch.Tensor] = {}
-        cross: dict[tuple[int, str], torch.Tensor] = {}
-        with recording({i: self._decoder.layers[i]}, self._method) as recorder:
+        of_layer = GroupSums()
+        with _recording(layer.self_attn, self._method) as recorder:
             for row in range(len(self._hidden)):
                 self._step(i, self._hidden, row)
                 inputs = self._inputs(row)
-                for key, output in recorder.outputs.items():
-                    product = inputs.T @ output
-                    cross[key] = product if key not in cross else cross[key].add_(product)
+                for name, output in recorder.outputs.items():
+                    _add(of_layer.cross, (i, name), inputs.T @ output)
                 if takes_own:
                     if i == leader:
-                        self._own_inputs.append(self._store.keep(recorder.inputs[i]))
-                    n = with_intercept(self._own_inputs[row].load(self._device)) * self._scale
+                        self._own_inputs.append(self._store.keep(recorder.input))
+                    own = _with_intercept(self._own_inputs[row].load(self._device)) * self._scale
                     if i == leader:
-                        own_gram = n.T @ n if own_gram is None else own_gram.addmm_(n.T, n)
-                    for key, output in recorder.outputs.items():
-                        product = n.T @ output
-                        own_cross[key] = product if key not in own_cross else own_cross[key].add_(product)
-                by_head = recorder.queries[i].unflatten(-1, (config.num_attention_heads, -1))
-                statistic = self._method.query_statistic(by_head) * self._scale
-                queries = statistic if queries is None else queries.add_(statistic)
-        assert queries is not None, "there is a row, or one that counts nothing"
-        sums.cross |= {key: self._workers.sum_(cross[key]) for key in sorted(cross)}
-        sums.queries[i] = self._workers.sum_(queries)
-        if own_gram is not None:
-            sums.own[leader] = OwnSums(self._workers.sum_(own_gram), {})
-        if takes_own:
-            sums.own[leader].cross |= {key: self._workers.sum_(own_cross[key]) for key in sorted(own_cross)}
+                        of_layer.own_gram = _add_gram(of_layer.own_gram, own)
+                    for name, output in recorder.outputs.items():
+                        _add(of_layer.own_cross, (i, name), own.T @ output)
+                by_head = recorder.query.unflatten(-1, (config.num_attention_heads, -1))
+                _add(of_layer.queries, i, self._method.query_statistic(by_head) * self._scale)
+        sums.cross |= self._reduce(of_layer.cross)
+        sums.queries |= self._reduce(of_layer.queries)
+        sums.own_cross |= self._reduce(of_layer.own_cross)
+        if of_layer.own_gram is not None:
+            sums.own_gram = self._workers.sum_(of_layer.own_gram)
 
-    def _fit(
-        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _reduce(self, sums: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
+        return {key: self._workers.sum_(part) for key, part in sums.items()}
+
+    def _fit(self, group: Iterable[int], sums: GroupSums, regression: Regression) -> Iterator[tuple[str, torch.Tensor]]:
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
@@ -224,24 +265,37 @@ class _Stream:
             self._source.release(attention)
 
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Apply the language model's head to the final hidden state predicted from x."""
         model, sums = self._source.model, None
-        with self._filled(model.exit_norm, own=True), self._filled(self._decoder.norm):
+        with filled(self._source, model.exit_norm), self._of_teacher(self._decoder.norm):
             for kept, x in zip(self._hidden, self._deep_x, strict=True):
-                final = self._decoder.normalise(kept.load(self._device))
-                inputs = model.exit_norm(x.load(self._device))
-                parts = [part * self._scale for part in exit_sums(inputs, final)]
+                final = self._decoder.normalise(kept.load(self._device)).flatten(0, 1).double()
+                inputs = model.exit_norm(x.load(self._device)).flatten(0, 1).double()
+                parts = [inputs.T @ inputs * self._scale, inputs.T @ final * self._scale]
                 sums = parts if sums is None else [a.add_(b) for a, b in zip(sums, parts, strict=True)]
             assert sums is not None, "there is a row, or one that counts nothing"
             gram, cross = (self._workers.sum_(part) for part in sums)
             if self._workers.is_first:
                 yield "exit_norm.weight", model.exit_norm.weight
         if self._workers.is_first:
-            with self._filled(model.lm_head):
+            with self._of_teacher(model.lm_head):
                 head = model.lm_head.weight
-                yield "exit_head.weight", calibrate_exit_head(gram, cross, head).to(head.dtype)
+                expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected is close to final
+                yield "exit_head.weight", (head.float() @ expected.T.to(head.device, torch.float32)).to(head.dtype)
 
-    @contextmanager
-    def _filled(self, module: nn.Module, *, own: bool = False) -> Iterator[None]:
-        self._source.fill(module, own=own)
-        yield
-        self._source.release(module)
+    def _of_teacher(self, module: nn.Module) -> Any:
+        return filled(self._source, module, own=False)
+
+
+def _with_intercept(states: torch.Tensor) -> torch.Tensor:
+    """[batch, num_tokens, hidden_size] -> [batch * num_tokens, hidden_size + 1] in float64, with ones at the end."""
+    states = states.flatten(0, 1).double()
+    return torch.cat((states, states.new_ones(states.shape[0], 1)), dim=1)
+
+
+def _add_gram(total: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.T @ inputs if total is None else total.addmm_(inputs.T, inputs)
+
+
+def _add(sums: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
+    sums[key] = sums[key].add_(part) if key in sums else part

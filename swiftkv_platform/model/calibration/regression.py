@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,51 +16,18 @@ _FLOOR = 1e-3
 
 
 @dataclass
-class OwnSums:
-    """Sums over tokens for the K and V that deep tokens write for a group, with the input n of its leader's
-    projections."""
+class GroupSums:
+    """Sums over tokens for a group of layers."""
 
-    gram: torch.Tensor
-    """Sum of [n, 1]^T [n, 1], [hidden_size + 1, hidden_size + 1]."""
-    cross: dict[tuple[int, str], torch.Tensor]
-    """Sum of [n, 1]^T output, [hidden_size + 1, outputs], by layer of the group and recorded module."""
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.gram
-        yield from (self.cross[key] for key in sorted(self.cross))
-
-
-@dataclass
-class CalibrationStatistics:
-    """Sums over tokens, which can be added over batches and workers."""
-
-    gram: torch.Tensor
-    """Sum of [h, 1]^T [h, 1], [hidden_size + 1, hidden_size + 1]."""
-    cross: dict[tuple[int, str], torch.Tensor]
-    """Sum of [h, 1]^T output, [hidden_size + 1, outputs], by upper layer and recorded module of its attention."""
-    queries: dict[int, torch.Tensor]
-    """Sum of `Method.query_statistic` of the queries before RoPE, by upper layer."""
-    exits: tuple[torch.Tensor, ...]
-    """Sums of n^T n and n^T final, each [hidden_size, hidden_size], where n = exit_norm(x) and final is the teacher's
-    final hidden states; empty without an exit head."""
-    num_tokens: int
-    own: dict[int, OwnSums] = field(default_factory=dict)
-    """Sums by leader of each group of several layers, if deep tokens keep their own K and V."""
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every sum in a fixed order, so that workers can reduce them in place."""
-        yield self.gram
-        yield from (self.cross[key] for key in sorted(self.cross))
-        yield from (self.queries[layer] for layer in sorted(self.queries))
-        yield from self.exits
-        for leader in sorted(self.own):
-            yield from self.own[leader].tensors()
-
-    def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            mine.add_(theirs.to(mine.device))
-        self.num_tokens += other.num_tokens
-        return self
+    cross: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """Sum of [h, 1]^T output, [hidden_size + 1, outputs], by layer and recorded module of its attention."""
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Sum of `Method.query_statistic` of the queries before RoPE, by layer."""
+    own_gram: torch.Tensor | None = None
+    """Sum of [n, 1]^T [n, 1], [hidden_size + 1, hidden_size + 1], for the input n of the leader's projections; set for
+    a group of several layers if deep tokens keep their own K and V."""
+    own_cross: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """Sum of [n, 1]^T output, as `cross`; set with `own_gram`."""
 
 
 def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
@@ -118,23 +85,29 @@ def share_components(
 
 
 class Regression:
-    """Ridge regression of recorded outputs on h, with an intercept if the fitted projection has a bias."""
+    """Ridge regression of recorded outputs on h.
 
-    def __init__(self, statistics: CalibrationStatistics, *, intercept: bool) -> None:
+    Args:
+        gram: sum over tokens of [h, 1]^T [h, 1], [hidden_size + 1, hidden_size + 1].
+        intercept: whether the fitted projection has a bias.
+    """
+
+    def __init__(self, gram: torch.Tensor, num_tokens: int, *, intercept: bool) -> None:
         self._inputs = slice(None if intercept else -1)
-        self.gram = statistics.gram[self._inputs, self._inputs]
+        self.num_tokens = num_tokens
+        self.gram = gram[self._inputs, self._inputs]
         self.factor = ridge_factor(self.gram)
 
     def solve(self, cross: torch.Tensor) -> torch.Tensor:
-        """Return the weights [inputs, outputs] for sums [hidden_size + 1, outputs] of the statistics."""
+        """Return the weights [inputs, outputs] for sums [hidden_size + 1, outputs]."""
         return torch.cholesky_solve(cross[self._inputs], self.factor)
 
-    def of_group(self, leader: Any, layer: int, statistics: CalibrationStatistics) -> GroupRegression:
+    def of_group(self, leader: Any, layer: int, sums: GroupSums) -> GroupRegression:
         """Return the regressions of a group. `leader`, `layer`: its leader's attention and layer number."""
-        own, factor = statistics.own.get(layer), None
-        if own is not None:
-            factor = ridge_factor(own.gram[self._inputs, self._inputs])
-        return GroupRegression(self, leader, layer, statistics, factor)
+        factor = None
+        if sums.own_gram is not None:
+            factor = ridge_factor(sums.own_gram[self._inputs, self._inputs])
+        return GroupRegression(self, leader, layer, sums, factor)
 
 
 @dataclass(frozen=True)
@@ -149,7 +122,7 @@ class GroupRegression:
     regression: Regression
     leader: Any
     layer: int
-    statistics: CalibrationStatistics
+    sums: GroupSums
     own_factor: torch.Tensor | None
 
     @property
@@ -166,9 +139,13 @@ class GroupRegression:
         """Sum of h^T h, [inputs, inputs]."""
         return self.regression.gram
 
+    @property
+    def num_tokens(self) -> int:
+        return self.regression.num_tokens
+
     def predict(self, i: int, name: str) -> torch.Tensor:
         """Return the map to the outputs of the module `name` in layer i's attention, [rows, outputs]."""
-        solved = self.regression.solve(self.statistics.cross[i, name])
+        solved = self.regression.solve(self.sums.cross[i, name])
         if not self.keeps_own:
             return solved
         if i == self.layer and name in self.leader.decode_modules:
@@ -178,7 +155,7 @@ class GroupRegression:
                 own = torch.cat((own, projection.bias.double()[None]))
         else:
             assert self.own_factor is not None, "a group of several layers has sums of its own"
-            cross = self.statistics.own[self.layer].cross[i, name]
+            cross = self.sums.own_cross[i, name]
             own = torch.cholesky_solve(cross[: self.num_inputs], self.own_factor)
         return torch.cat((solved, own.to(solved.device)))
 

@@ -6,8 +6,8 @@ has its own latent basis, so the layers are merged by the keys and values that t
 - Keys without RoPE. Scores q_i . k_i do not change under a linear map of a head's keys that its queries absorb. Per
   head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the
   second moment Q_i of the queries that will meet it: k_i = F_i k_shared, and layer i's queries become F_i^T q_i.
-- Rotary key. As in `calibration_heads`: one complex factor per frequency, here the same for all heads.
-- Values. As in `calibration_heads`: merged in the metric of each layer's o_proj, or shared with the student's own
+- Rotary key. As in `heads`: one complex factor per frequency, here the same for all heads.
+- Values. As in `heads`: merged in the metric of each layer's o_proj, or shared with the student's own
   output projections.
 - Latent. The shared keys and values together are a linear map of h. Its best approximation of rank kv_lora_rank, with
   equal weight on keys and values, splits into the down projection (component scores, scaled to the size of the layers'
@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration_heads import map_outputs, merge_keys, merge_values, share_values
-from swiftkv_platform.model.calibration_statistics import (
-    CalibrationStatistics,
+from swiftkv_platform.model.calibration.heads import map_outputs, merge_keys, merge_values, share_values
+from swiftkv_platform.model.calibration.regression import (
     GroupRegression,
     Method,
     Weighted,
@@ -38,13 +37,13 @@ def _second_moments(queries: torch.Tensor) -> torch.Tensor:
 
 
 def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
-    leader, statistics = attentions[0], regression.statistics
+    leader, num_tokens = attentions[0], regression.num_tokens
     rank, plain = leader.kv_lora_rank, leader.qk_nope_head_dim
     compressed = [regression.predict(i, "kv_a_proj_with_mqa") for i in layers]
     if len(attentions) == 1:
         regression.assign("kv_a_proj_with_mqa", compressed[0])
         return
-    queries = [statistics.queries[i] / statistics.num_tokens for i in layers]
+    queries = [regression.sums.queries[i] / num_tokens for i in layers]
     energies = [_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
     rotary, factors = merge_keys([_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
 
@@ -57,8 +56,8 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
         [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression.gram
     )
     values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions, regression)
-    down, up = _factorise(keys, values, rank, statistics.num_tokens, regression)
-    down = down * torch.stack([_size(w[:, :rank], statistics, regression) for w in compressed]).mean()
+    down, up = _factorise(keys, values, rank, regression)
+    down = down * torch.stack([_size(w[:, :rank], regression) for w in compressed]).mean()
 
     regression.assign("kv_a_proj_with_mqa", torch.cat((down, _pairs(rotary)), dim=1))
     leader.kv_a_layernorm_swiftkv.weight.fill_(1.0)
@@ -89,7 +88,7 @@ def _merge_weighted_values(
 
 
 def _factorise(
-    keys: Weighted, values: Weighted, rank: int, num_tokens: int, regression: GroupRegression
+    keys: Weighted, values: Weighted, rank: int, regression: GroupRegression
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the down projection [rows, rank] to latents of mean square 1, and the up projection [rank, heads, dim].
 
@@ -103,7 +102,7 @@ def _factorise(
     scores = scores[:, :rank] * energies[:rank]
     maps = [(part.weights / size).flatten(1) for part, size in zip((keys, values), sizes, strict=True)]
     down = torch.cat(maps, dim=1) @ components[:rank].T
-    norm = (scores.square().sum() / (rank * num_tokens)).sqrt()
+    norm = (scores.square().sum() / (rank * regression.num_tokens)).sqrt()
     split = (components[:rank] * norm).split([part.weights[0].numel() for part in (keys, values)], dim=1)
     up = [
         torch.einsum("rhd,hde->rhe", (columns * size).unflatten(1, part.weights.shape[1:]), part.restore)
@@ -112,11 +111,11 @@ def _factorise(
     return down / norm, torch.cat(up, dim=-1)
 
 
-def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: GroupRegression) -> torch.Tensor:
+def _size(weights: torch.Tensor, regression: GroupRegression) -> torch.Tensor:
     """Return the root mean square over tokens of the outputs of `weights` [rows, outputs] on h."""
     of_h = weights[: regression.num_inputs]
     total = torch.einsum("no,nm,mo->", of_h, regression.gram, of_h)
-    return (total / (statistics.num_tokens * weights.shape[1])).sqrt()
+    return (total / (regression.num_tokens * weights.shape[1])).sqrt()
 
 
 def _turn_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> None:

@@ -1,0 +1,115 @@
+"""Passes over a model layer by layer, so that one layer is in memory at a time: where its weights come from, and where
+the activations of all rows wait for the next layer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from swiftkv_platform.errors import InvalidInputError
+
+TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
+"""Token ids [batch, num_tokens] or [num_tokens], or a mapping with `input_ids` and `position_ids` of one shape (packed
+rows)."""
+MAX_ACTIVATION_BYTES = 4 << 30
+"""Bytes of activations that a worker keeps in host memory by default."""
+
+
+class LayerSource(Protocol):
+    """A student, and the source of its weights."""
+
+    model: Any
+
+    def fill(self, module: nn.Module, *, own: bool = True) -> None:
+        """Load the parameters of `module`; without `own`, only those that the teacher has too."""
+
+    def release(self, module: nn.Module) -> None:
+        """Free the parameters of `module`."""
+
+
+@contextmanager
+def filled(source: LayerSource, module: nn.Module, *, own: bool = True) -> Iterator[None]:
+    source.fill(module, own=own)
+    yield
+    source.release(module)
+
+
+def decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Return the decoder's arguments for a batch. Raises `InvalidInputError`: it does not hold ids of this model."""
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids, vocab_size = given.get("input_ids"), decoder.config.vocab_size
+    if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (torch.int64, torch.int32):
+        shown = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise InvalidInputError(
+            f"calibration has a batch of {shown}; int64 or int32 tensors of token ids are accepted, "
+            "[batch, num_tokens] or [num_tokens]",
+            field="calibration",
+            value=shown,
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        strange = next(i for i in ids.flatten().tolist() if not 0 <= i < vocab_size)
+        raise InvalidInputError(
+            f"calibration has the token id {strange}; this model's vocabulary accepts 0..{vocab_size - 1}",
+            field="calibration",
+            value=strange,
+        )
+    named = {name: given[name] for name in ("input_ids", "position_ids") if name in given}
+    return {name: (t[None] if t.ndim == 1 else t).to(device) for name, t in named.items()}
+
+
+class KeptTensor:
+    """A tensor in an `ActivationStore`; deleting this object frees its memory or file."""
+
+    def __init__(self, store: ActivationStore, tensor: torch.Tensor | None, path: Path | None) -> None:
+        self._store, self._tensor, self._path = store, tensor, path
+
+    def load(self, device: torch.device | str) -> torch.Tensor:
+        if self._tensor is not None:
+            return self._tensor.to(device)
+        assert self._path is not None, "what is not in memory is in a file"
+        return load_file(self._path)["x"].to(device)
+
+    def __del__(self) -> None:
+        if self._tensor is not None:
+            self._store.num_bytes -= self._tensor.nbytes
+        elif self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class ActivationStore:
+    """Store of tensors, up to `max_bytes` in host memory and the rest in files.
+
+    Args:
+        max_bytes: maximum bytes in memory.
+        directory: directory of the files.
+    """
+
+    def __init__(self, max_bytes: int, directory: Path) -> None:
+        self.num_bytes = 0
+        """Bytes in memory."""
+        self._max_bytes = max_bytes
+        self._directory = directory
+        self._num_files = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, max_bytes: int) -> Iterator[ActivationStore]:
+        """Open a store whose files are deleted when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="activations-") as directory:
+            yield cls(max_bytes, Path(directory))
+
+    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+        if self.num_bytes + tensor.nbytes <= self._max_bytes:
+            self.num_bytes += tensor.nbytes
+            return KeptTensor(self, tensor.cpu(), None)
+        self._num_files += 1
+        path = self._directory / f"{self._num_files:08d}.safetensors"
+        save_file({"x": tensor.detach().cpu().contiguous()}, path)
+        return KeptTensor(self, None, path)

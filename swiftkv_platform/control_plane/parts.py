@@ -15,7 +15,6 @@ from swiftkv_platform.contract.attempts import StoredFile
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database, open_database
-from swiftkv_platform.control_plane.deployments.deployment import ServeCluster
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
@@ -52,7 +51,7 @@ class Components:
     registry: Registry
     leases: Leases
     cluster: RayJobs
-    serving: ServeCluster
+    serving: RayServe
     objects: ObjectStore
     attempts: AttemptStore
     entrypoint: Entrypoint

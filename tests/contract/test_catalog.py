@@ -12,14 +12,9 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.deployment import (
-    Deployment,
-    DeploymentState,
-    DeploymentStatus,
-)
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.files.file import File
-from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.files.rows import File, FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_event
 from swiftkv_platform.control_plane.jobs.rows import JobRepository

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
@@ -90,23 +89,3 @@ def inner_routes(route_prefix: str) -> list[str]:
     """Return the beginnings of prefixes that would take requests from this one: /a -> [/a/docs/, /a/generate/, ...].
     A prefix that is followed by "/" counts as its own beginning."""
     return [f"{route_prefix.rstrip('/')}/{path}/" for path in sorted(REPLICA_PATHS)]
-
-
-class ServeCluster(Protocol):
-    """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
-
-    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
-        """Make exactly these the served applications. Returns before they are ready.
-
-        Args:
-            keep: ids of applications that stay as they are, if they are served.
-
-        Raises:
-            UnreadableRowError: an application to keep is served, but the cluster does not return its config; nothing is
-                changed.
-        """
-        ...
-
-    def status(self) -> Mapping[str, DeploymentState]:
-        """States by deployment id; an application that is gone is absent."""
-        ...

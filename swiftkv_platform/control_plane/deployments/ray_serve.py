@@ -138,7 +138,7 @@ def http_address(serve_url: str) -> tuple[str, int]:
 
 
 class RayServe:
-    """`ServeCluster` on Ray Serve.
+    """Deployments on Ray Serve. Every method raises `ClusterUnavailableError` when Ray does not answer.
 
     Args:
         dashboard_url: address of Ray's dashboard. No connection is made before the first call.
@@ -175,6 +175,15 @@ class RayServe:
         self._revisions = ServedRevisions(serve_url)
 
     def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
+        """Make exactly these the served applications. Returns before they are ready.
+
+        Args:
+            keep: ids of applications that stay as they are, if they are served.
+
+        Raises:
+            UnreadableRowError: an application to keep is served, but Ray does not return its config; nothing is
+                changed.
+        """
         applications = [
             _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
             for deployment in deployments
@@ -186,6 +195,7 @@ class RayServe:
         self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
+        """Return states by deployment id; an application that is gone is absent."""
         details = self._details()
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
         applications: dict[str, Any] = details.get("applications", {})

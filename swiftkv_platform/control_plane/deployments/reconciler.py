@@ -13,9 +13,9 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
-    ServeCluster,
     replica_needs,
 )
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, open_to_deployments, plain, take
@@ -160,7 +160,7 @@ class DeploymentReconciler:
     changed."""
 
     deployments: DeploymentRepository
-    cluster: ServeCluster
+    cluster: RayServe
     lease: Lease = UNDISPUTED
     """Lease to hold for any change; the default is for the only control plane."""
     _: KW_ONLY

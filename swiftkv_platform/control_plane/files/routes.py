@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
-from swiftkv_platform.control_plane.files.file import File, Purpose
+from swiftkv_platform.control_plane.files.rows import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
 from swiftkv_platform.control_plane.http.clients import watched_client

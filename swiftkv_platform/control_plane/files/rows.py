@@ -1,20 +1,45 @@
-"""Rows of uploaded files, and which jobs use them. Knows nothing about their objects."""
+"""Uploaded files: training data that a tenant keeps, and which jobs use it. Knows nothing about their objects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.contract.attempts import file_key
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
-from swiftkv_platform.control_plane.files.file import File
 from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.data.checks import UploadedRows
 from swiftkv_platform.errors import ConflictError, InvalidInputError, QuotaExceededError
+
+Purpose = Literal["fine-tune"]
+
+
+@dataclass(frozen=True)
+class File(UploadedRows):
+    """An uploaded file. Times are Unix seconds."""
+
+    id: str
+    tenant: str
+    created_by: str
+    created_at: int
+    filename: str
+    """Name of the upload, for display."""
+    purpose: Purpose
+    expires_at: int | None = None
+    """Time from which no new job may use it; it is deleted once no job does."""
+
+    @property
+    def key(self) -> str:
+        return file_key(self.tenant, self.id)
+
 
 _NAMED_JOBS = 3
 """Most jobs that a refusal names."""

@@ -17,7 +17,7 @@ from openai.types import FileDeleted, FileObject
 
 from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.files.file import File
+from swiftkv_platform.control_plane.files.rows import File
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.parsing import upload_parsers
 from swiftkv_platform.data.checks import LONGEST_ROW

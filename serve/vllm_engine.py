@@ -44,7 +44,7 @@ from swiftkv_platform.sources.model_directories import model_view
 from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
-from swiftkv_platform.vllm.registration import announce_frontend
+from swiftkv_platform.vllm import announce_frontend
 from swiftkv_platform.web.places import Sender
 
 _ENVIRONMENT = {

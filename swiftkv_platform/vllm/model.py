@@ -32,7 +32,6 @@ from swiftkv_platform.families import Family
 from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
-from swiftkv_platform.vllm.heads import norm_class
 from swiftkv_platform.vllm.layers import (
     DecoderLayer,
     GroupKeyValue,
@@ -40,6 +39,7 @@ from swiftkv_platform.vllm.layers import (
     OwnAttention,
     SharedAttention,
     add_and_normalise,
+    norm_class,
 )
 from swiftkv_platform.vllm.quantized import name_parts
 

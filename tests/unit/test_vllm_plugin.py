@@ -17,7 +17,7 @@ from tests.tiny_models import FAMILY_CONFIGS
 
 FOLLOWER = """
 import time
-from swiftkv_platform.vllm.registration import follow_frontend
+from swiftkv_platform.vllm import follow_frontend
 follow_frontend()
 print("following", flush=True)
 time.sleep(600)
@@ -25,7 +25,7 @@ time.sleep(600)
 
 FRONTEND = f"""
 import subprocess, sys
-from swiftkv_platform.vllm.registration import announce_frontend, follow_frontend
+from swiftkv_platform.vllm import announce_frontend, follow_frontend
 announce_frontend()
 follow_frontend()
 child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}], stdout=subprocess.PIPE)

@@ -25,7 +25,7 @@ from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
-from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
+from swiftkv_platform.serve.tracing import make_observers
 from swiftkv_platform.serve.versions import Swaps, load_version
 
 ROUTER = "swiftkv_platform.serve.prefixes.PrefixRouter"
@@ -85,13 +85,12 @@ class Replica:
         hide_unreserved()
         self._args = ReplicaArgs.model_validate(args)
         configure_logging(deployment=self._args.id)
-        tracing = configured_tracing()
         replica = ray_serve.get_replica_context().replica_id.unique_id
         self._export = RayMetricsExport(self._args.id, replica)
         self._current = Current(
             metrics=Metrics(self._export),
             replica=replica,
-            observers=[RequestLog(with_text=self._args.log_text), *([tracing] if tracing else [])],
+            observers=make_observers(with_text=self._args.log_text),
         )
         self._swaps = Swaps(self._current, self._load)
 

@@ -42,8 +42,9 @@ from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.anthropic import anthropic_router
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
 from swiftkv_platform.serve.current import Current, Version
-from swiftkv_platform.serve.openai import DONE, openai_router
+from swiftkv_platform.serve.openai.answers import DONE
 from swiftkv_platform.serve.openai.fields import ROUTES
+from swiftkv_platform.serve.openai.routes import openai_router
 from swiftkv_platform.serve.schemas import (
     GenerateRequest,
     GenerateResponse,
@@ -53,7 +54,7 @@ from swiftkv_platform.serve.schemas import (
     prompts_of,
     to_choice,
 )
-from swiftkv_platform.web.bodies import Bodies, BodyRoute
+from swiftkv_platform.web.bodies import Bodies, BodyRoute, is_json
 from swiftkv_platform.web.middleware import BodyLimit, InputGuard, PatientRefusals, SecurityHeaders
 from swiftkv_platform.web.places import Sender, Share
 from swiftkv_platform.web.problems import (
@@ -284,8 +285,8 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        kind = request.headers.get("content-type", "")
-        if not _is_json(kind):
+        if not is_json(request):
+            kind = request.headers.get("content-type", "")
             detail = f"content-type is {kind[:MAX_KIND_LENGTH]!r}; the body must be JSON, of type application/json"
             named = [FieldProblem(field="content-type", value=kind[:MAX_KIND_LENGTH], message=detail)]
             return error_response(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
@@ -317,11 +318,6 @@ def _no_route(request: Request, routes: Sequence[str]) -> str:
         f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
         "files and stored responses are not served"
     )
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def refusal(error: SwiftKVError, path: str) -> JSONResponse:

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, Served
-from swiftkv_platform.serve.current import Current, Observer
+from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.proxy import is_probe
-from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
+from swiftkv_platform.serve.tracing import make_observers
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.middleware import Middleware
@@ -47,10 +47,8 @@ def serve(
 
 
 async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    tracing = configured_tracing()
-    observers: list[Observer] = [RequestLog(with_text=args.log_text), *([tracing] if tracing else [])]
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
-    current = Current(observers=observers)
+    current = Current(observers=make_observers(with_text=args.log_text))
     app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
     over = asyncio.Event()
     app.add_middleware(Waiting, over=over)

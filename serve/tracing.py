@@ -16,7 +16,7 @@ from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.answers import Answers
-from swiftkv_platform.serve.current import ModelCard
+from swiftkv_platform.serve.current import ModelCard, Observer
 from swiftkv_platform.serve.schemas import Timings, Usage
 from swiftkv_platform.traces import configured_provider
 
@@ -55,6 +55,12 @@ class RequestLog:
     def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
         fields = {"tenant": caller.tenant, "path": caller.path, "model": card.model}
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
+
+
+def make_observers(*, with_text: bool) -> list[Observer]:
+    """Return the observers that the process's settings ask for. `with_text`: see `RequestLog`."""
+    tracing = configured_tracing()
+    return [RequestLog(with_text=with_text), *([tracing] if tracing else [])]
 
 
 def configured_tracing() -> Tracing | None:

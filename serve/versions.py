@@ -121,64 +121,42 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
 
 def _load_engine(directory: Path, served: Served) -> EngineFrontend:
     """Start the engine that `choose_backend` selects on the model."""
-    if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
+    import torch
+
+    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+    from swiftkv_platform.engine.loading import read_served_config
+
+    device: str = served.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    config, has_vllm = read_served_config(directory, served.engine), find_spec("vllm") is not None
+    if choose_backend(served.engine, config, device=device, has_vllm=has_vllm) == "vllm":
         from swiftkv_platform.serve.vllm_engine import load_vllm
 
         return load_vllm(directory, served.engine)
-    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
-
     return AsyncLLMEngine(LLMEngine.from_pretrained(directory, served.engine.model_copy(update={"backend": "native"})))
 
 
-def _surroundings(directory: Path, served: Served) -> Surroundings:
-    import torch
-
-    from swiftkv_platform.engine.loading import read_served_config
-
-    config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
-    shape = StudentShape.of(config)
-    heads = shape.num_key_value_heads_swiftkv
-    return Surroundings(
-        device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,
-        has_vllm=find_spec("vllm") is not None,
-        model_type=config.model_type,
-        has_exit_head=shape.has_exit_head,
-        has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
-        bypasses_layers=shape.has_gaps,
-    )
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Facts, apart from the engine options, that decide which engine can run a version."""
-
-    device: str
-    """`cpu` or `cuda`: the device for the version."""
-    has_vllm: bool
-    """Whether the replica's environment has vLLM."""
-    model_type: str
-    """Model type in the artifact's `config.json`."""
-    has_exit_head: bool
-    """Whether requests may ask for an early exit."""
-    has_own_head_count: bool = False
-    """Whether the student's upper layers have another number of key-value heads than its teacher's."""
-    bypasses_layers: bool = False
-    """Whether the student's prompts bypass layers below l."""
-
-
-def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
+def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm: bool) -> Backend:
     """Choose the engine for a version. `auto`: vLLM on a GPU if it supports all that the version needs, else native. A
-    named backend is always chosen; loading fails if it cannot serve the model."""
-    if config.backend != "auto":
-        return config.backend
+    named backend is always chosen; loading fails if it cannot serve the model.
+
+    Args:
+        config: the model's configuration.
+        device: `cpu` or `cuda`.
+        has_vllm: whether the replica's environment has vLLM.
+    """
+    if options.backend != "auto":
+        return options.backend
+    shape = StudentShape.of(config)
     suits_vllm = (
-        around.device == "cuda"
-        and around.has_vllm
-        and is_served_by_vllm(around.model_type)
-        and not around.has_exit_head
-        and not around.has_own_head_count
-        and not around.bypasses_layers
-        and not config.native_only
+        device == "cuda"
+        and has_vllm
+        and is_served_by_vllm(config.model_type)
+        and not shape.has_exit_head
+        and shape.num_key_value_heads_swiftkv in (None, getattr(config, "num_key_value_heads", None))
+        and not shape.has_gaps
+        and not options.native_only
     )
     return "vllm" if suits_vllm else "native"
 

@@ -112,7 +112,7 @@ class BodyRoute(APIRoute):
             try:
                 request._body = body = await bodies.read(request, place)
                 # Starlette's `Request.json` returns `_json`: the bytes themselves if the body is not JSON.
-                request._json = await bodies.parse(body) if body and _is_json(request) else body
+                request._json = await bodies.parse(body) if body and is_json(request) else body
                 if not bodies.until_answered:
                     place.free()
                 return await handler(request)
@@ -124,7 +124,7 @@ class BodyRoute(APIRoute):
         return handle
 
 
-def _is_json(request: Request) -> bool:
+def is_json(request: Request) -> bool:
     """Whether FastAPI would parse the body as JSON, by its content type."""
     message = Message()
     message["content-type"] = request.headers.get("content-type", "")

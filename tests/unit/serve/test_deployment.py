@@ -3,8 +3,8 @@
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.versions import Loaded, Surroundings, choose_backend, load, load_version, model_card
+from swiftkv_platform.serve.versions import Loaded, choose_backend, load, load_version, model_card
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
@@ -211,7 +211,12 @@ def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
     assert closed["revision"] == opened["revision"]  # a change of rules loads nothing
 
 
-GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has_exit_head=False)
+STUDENT = {
+    "model_type": "llama_swiftkv",
+    "num_key_value_heads": 2,
+    "num_key_value_layers": 4,
+    "key_value_group_size": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -225,18 +230,24 @@ GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has
         ({}, {"has_vllm": False}, "native"),
         ({}, {"model_type": "deepseek_v2_swiftkv"}, "native"),
         ({}, {"model_type": "gpt2"}, "native"),
-        ({}, {"has_exit_head": True}, "native"),
-        ({}, {"has_own_head_count": True}, "native"),
-        ({}, {"bypasses_layers": True}, "native"),
+        ({}, {"early_exit": True}, "native"),
+        ({}, {"num_key_value_heads_swiftkv": 1}, "native"),
+        ({}, {"num_key_value_heads_swiftkv": 2}, "vllm"),
+        ({}, {"swiftkv_prefill_layers": [0, 3]}, "native"),
+        ({}, {"swiftkv_prefill_layers": [0, 1, 2, 3]}, "vllm"),
         ({"kv_cache_dtype": "int8"}, {}, "native"),
         ({"native_kernels": False}, {}, "native"),
         ({"backend": "native"}, {}, "native"),
-        ({"backend": "vllm"}, {"device": "cpu", "has_exit_head": True}, "vllm"),
+        ({"backend": "vllm"}, {"device": "cpu", "early_exit": True}, "vllm"),
         ({"backend": "vllm"}, {"has_vllm": False, "model_type": "gpt2"}, "vllm"),
     ],
 )
 def test_the_choice_of_an_engine(options: dict[str, Any], around: dict[str, Any], backend: str) -> None:
-    assert choose_backend(EngineConfig(**options), replace(GPU, **around)) == backend
+    """`around`: what differs from a student on a GPU with vLLM."""
+    facts = {"device": "cuda", "has_vllm": True, **STUDENT, **around}
+    device, has_vllm = facts.pop("device"), facts.pop("has_vllm")
+    config = SimpleNamespace(**facts)
+    assert choose_backend(EngineConfig(**options), config, device=device, has_vllm=has_vllm) == backend
 
 
 @pytest.mark.parametrize(

@@ -22,34 +22,27 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
 
-class _Counter:
-    """A counter on the replica's page and in the export. Events without a model count for the served model."""
-
-    def __init__(self, metrics: Metrics, name: str, what: str, labels: tuple[str, ...]) -> None:
-        self._metrics, self._name, self._what, self._labels = metrics, name, what, labels
-        self._counter = Counter(f"swiftkv:{name}", what, labels, registry=metrics.registry)
-
-    def inc(self, amount: float = 1.0, *values: str, model: str | None = None) -> None:
-        (self._counter.labels(*values) if values else self._counter).inc(amount)
-        if self._metrics.export is not None:
-            labels = dict(zip(self._labels, values, strict=True))
-            model = labels.pop("model", model)  # every exported series has that label
-            self._metrics.export.count(
-                self._name, self._what, amount, self._metrics.model if model is None else model, labels
-            )
-
-
-class _Histogram:
-    """A histogram of seconds on the replica's page and in the export."""
-
-    def __init__(self, metrics: Metrics, name: str, what: str) -> None:
-        self._metrics, self._name, self._what = metrics, name, what
-        self._histogram = Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=metrics.registry)
-
-    def observe(self, seconds: float, model: str) -> None:
-        self._histogram.observe(seconds)
-        if self._metrics.export is not None:
-            self._metrics.export.observe(self._name, self._what, _SECONDS, seconds, model)
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of finished requests.", ()),
+    "generation_tokens": ("Generated tokens of finished requests.", ()),
+    "prefix_cache_hits": ("Prompt tokens whose KV was in the prefix cache.", ()),
+    "tokens_exited": ("Generated tokens that did not go through all layers.", ()),
+    "draft_tokens": ("Tokens drafted by the exit head or from the text, and verified.", ()),
+    "accepted_tokens": ("Drafted tokens that were accepted.", ()),
+    "prefill_layer_tokens_skipped": ("Prompt tokens that did not go through the layers above layer l.", ()),
+    "request_success": ("Finished answers.", ("finished_reason",)),
+    "rejected_requests": ("Requests that were not admitted.", ("reason",)),
+    "requests": ("Requests sent to the model, whatever their outcome.", ("model",)),
+    "model_loads": ("Models loaded, at a start or for a swap.", ()),
+    "model_load_seconds": ("Time to load models, by phase.", ("phase",)),
+    "swaps": ("Swaps of versions, by outcome.", ("outcome",)),
+}
+"""Description and labels of each counter, by its name without prefix."""
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "inter_token_latency_seconds": "Mean time between an answer's tokens.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
+}
 
 
 class Metrics:
@@ -61,32 +54,30 @@ class Metrics:
         self._engine: Callable[[], EngineFrontend | None] = lambda: None
         self._model: Callable[[], str] = lambda: ""
         self._replica = ""
-
-        def counter(name: str, what: str, *labels: str) -> _Counter:
-            return _Counter(self, name, what, labels)
-
-        def histogram(name: str, what: str) -> _Histogram:
-            return _Histogram(self, name, what)
-
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._generation_tokens = counter("generation_tokens", "Generated tokens of finished requests.")
-        self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens whose KV was in the prefix cache.")
-        self._exited_tokens = counter("tokens_exited", "Generated tokens that did not go through all layers.")
-        self._draft_tokens = counter("draft_tokens", "Tokens drafted by the exit head or from the text, and verified.")
-        self._accepted_tokens = counter("accepted_tokens", "Drafted tokens that were accepted.")
-        self._skipped_tokens = counter(
-            "prefill_layer_tokens_skipped", "Prompt tokens that did not go through the layers above layer l."
-        )
-        self._success = counter("request_success", "Finished answers.", "finished_reason")
-        self._rejected = counter("rejected_requests", "Requests that were not admitted.", "reason")
-        self._asked = counter("requests", "Requests sent to the model, whatever their outcome.", "model")
-        self._loads = counter("model_loads", "Models loaded, at a start or for a swap.")
-        self._load_seconds = counter("model_load_seconds", "Time to load models, by phase.", "phase")
-        self._swaps = counter("swaps", "Swaps of versions, by outcome.", "outcome")
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = histogram("inter_token_latency_seconds", "Mean time between an answer's tokens.")
-        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._counters = {
+            name: Counter(f"swiftkv:{name}", what, labels, registry=self.registry)
+            for name, (what, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=self.registry)
+            for name, what in _HISTOGRAMS.items()
+        }
         self.registry.register(_EngineState(self))
+
+    def _count(self, name: str, amount: float = 1.0, *, of: str | None = None, **labels: str) -> None:
+        """Add to a counter on the replica's page and in the export. `of`: the event's model, which every exported
+        series has as a label; None: the served model."""
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+        if self.export is not None:
+            model = labels.pop("model", self.model if of is None else of)
+            self.export.count(name, _COUNTERS[name][0], amount, model, labels)
+
+    def _observe(self, name: str, seconds: float, model: str) -> None:
+        """Add to a histogram of seconds on the replica's page and in the export."""
+        self._histograms[name].observe(seconds)
+        if self.export is not None:
+            self.export.observe(name, _HISTOGRAMS[name], _SECONDS, seconds, model)
 
     def follow(self, engine: Callable[[], EngineFrontend | None], model: Callable[[], str], replica: str) -> None:
         """Set the source of gauges: functions that return the current engine and model, and Serve's replica name."""
@@ -107,41 +98,41 @@ class Metrics:
 
     def loaded(self, model: str, seconds: Mapping[str, float]) -> None:
         """Count a loaded model, and the seconds of each phase of its loading."""
-        self._loads.inc(model=model)
+        self._count("model_loads", of=model)
         for phase, value in seconds.items():
-            self._load_seconds.inc(value, phase, model=model)
+            self._count("model_load_seconds", value, of=model, phase=phase)
 
     def swapped(self, outcome: str) -> None:
         """Count a swap by its outcome: `succeeded`, `refused` or `superseded`."""
-        self._swaps.inc(1, outcome)
+        self._count("swaps", outcome=outcome)
 
     def asked(self, model: str) -> None:
         """Count a request for the model chosen for it."""
-        self._asked.inc(1, model)
+        self._count("requests", model=model)
 
     def refused(self, error: SwiftKVError, model: str) -> None:
         """Count a request that was not admitted, for the model chosen for it."""
-        self._rejected.inc(1, error.code, model=model)
+        self._count("rejected_requests", of=model, reason=error.code)
 
     def finished(self, output: RequestOutput, model: str) -> None:
         """Count a finished sample of a model."""
-        if output.index == 0:
-            self._prompt_tokens.inc(len(output.prompt_token_ids), model=model)
-            self._cached_tokens.inc(output.num_cached_tokens, model=model)
-            self._skipped_tokens.inc(output.num_prefill_layers_skipped_tokens, model=model)
-        self._generation_tokens.inc(len(output.token_ids), model=model)
-        self._exited_tokens.inc(output.num_exited_tokens, model=model)
-        self._draft_tokens.inc(output.num_draft_tokens, model=model)
-        self._accepted_tokens.inc(output.num_accepted_tokens, model=model)
-        self._success.inc(1, str(output.finish_reason), model=model)
         metrics = output.metrics
-        for histogram, seconds in (
-            (self._ttft, metrics.ttft),
-            (self._itl, metrics.tpot),
-            (self._latency, metrics.total),
-        ):
+        counted = {
+            "generation_tokens": len(output.token_ids),
+            "tokens_exited": output.num_exited_tokens,
+            "draft_tokens": output.num_draft_tokens,
+            "accepted_tokens": output.num_accepted_tokens,
+        }
+        if output.index == 0:
+            counted["prompt_tokens"] = len(output.prompt_token_ids)
+            counted["prefix_cache_hits"] = output.num_cached_tokens
+            counted["prefill_layer_tokens_skipped"] = output.num_prefill_layers_skipped_tokens
+        for name, amount in counted.items():
+            self._count(name, amount, of=model)
+        self._count("request_success", of=model, finished_reason=str(output.finish_reason))
+        for name, seconds in zip(_HISTOGRAMS, (metrics.ttft, metrics.tpot, metrics.total), strict=True):
             if seconds is not None:
-                histogram.observe(seconds, model)
+                self._observe(name, seconds, model)
 
     def gauges(self) -> list[tuple[str, str, float]]:
         """Return name, description and value of each gauge of the engine; none while there is no engine."""

@@ -1,6 +1,6 @@
 """Generate `docs/compatibility.md` from `serve.openai.fields`.
 
-Write it with `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`.
+Write it with `python docs/hooks/compatibility.py > docs/compatibility.md`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from swiftkv_platform.serve.openai.fields import ALL, FIELDS, RequestField, Trea
 _HEAD = """\
 # Compatibility with OpenAI's and Anthropic's APIs
 
-<!-- Written by `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`. -->
+<!-- Written by `python docs/hooks/compatibility.py > docs/compatibility.md`. -->
 
 `/v1/completions`, `/v1/chat/completions` and `/v1/responses` take OpenAI's fields, `/v1/messages` takes Anthropic's,
 and all take some of vLLM's and our own. A field is served, accepted without effect, or refused. `null` is the same as

@@ -22,10 +22,17 @@ from typing import Any, NoReturn
 import ray
 from ulid import ULID
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
+from swiftkv_platform.contract.attempts import (
+    MANIFEST,
+    PROTOCOL,
+    PROTOCOL_OPTION,
+    AttemptId,
+    AttemptRequest,
+    Manifest,
+    refusal,
+)
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
-from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter, following

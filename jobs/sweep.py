@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import ray
 
-from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, Manifest, StopRequest, trials_prefix
 from swiftkv_platform.contract.events import (
     AttemptEvent,
     CourseEvent,

@@ -15,8 +15,13 @@ from ray import serve as ray_serve
 from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
 from ray.serve.config import RequestRouterConfig
 
-from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, autoscaling_config, replica_resources
-from swiftkv_platform.contract.gpus import hide_unreserved
+from swiftkv_platform.contract.autoscaling import (
+    KV_CACHE_USAGE,
+    WAITING_STEPS,
+    autoscaling_config,
+    hide_unreserved,
+    replica_resources,
+)
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.security.credentials import open_credentials

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.specs import JobSpec

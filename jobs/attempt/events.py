@@ -19,8 +19,7 @@ from typing import Any
 
 from ulid import ULID
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, Manifest, StopRequest
 from swiftkv_platform.contract.events import (
     ArtifactEvent,
     AttemptEvent,

@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptRequest, Manifest, ManifestFile, Parent
+from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptId, AttemptRequest, Manifest, ManifestFile, Parent
 from swiftkv_platform.distillation.course import Progress, chosen_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter

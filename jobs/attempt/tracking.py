@@ -13,18 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, Manifest
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.reports.charts import as_png
-from swiftkv_platform.reports.pages import STAGES, evaluation_charts
+from swiftkv_platform.reports.pages import STAGES, as_png, evaluation_charts
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
-from swiftkv_platform.tracking.background import BackgroundTracker
-from swiftkv_platform.tracking.tracker import Table, TrackingInfo
-from swiftkv_platform.tracking.wandb_tracker import create_tracker
+from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, create_tracker
 
 Point = Mapping[str, float]
 _MOST_POINTS = 2048

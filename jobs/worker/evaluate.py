@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
 from swiftkv_platform.distillation.pieces import INDEX, TrainedTensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks

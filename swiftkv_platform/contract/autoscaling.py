@@ -1,4 +1,5 @@
-"""Autoscaling policy of deployments for Ray Serve: the number of replicas by the load of their engines. Imports no Ray.
+"""What control plane, replicas and Ray Serve agree on: reserved resources, and the number of replicas by the load of
+their engines. Imports no Ray by itself.
 
 Ray Serve's controller runs `replicas_by_load` on what replicas report with `record_autoscaling_stats`.
 """
@@ -6,6 +7,7 @@ Ray Serve's controller runs `replicas_by_load` on what replicas report with `rec
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,3 +79,20 @@ def autoscaling_config(spec: ScalingSpec) -> dict[str, Any]:
     if spec.target_ongoing_requests is None:
         config["policy"] = {"policy_function": POLICY}
     return {**config, "look_back_period_s": LOOK_BACK_S}
+
+
+REVISION_HEADER = "x-swiftkv-revision"
+"""Header of the control plane's health requests to a replica: the revision it expects. Others cannot compute it, since
+they do not know the model's location."""
+HIDE_UNRESERVED = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""Environment with which Ray hides GPUs from processes that reserve none. By default it leaves all visible, and
+`device: auto` would use GPUs that the tenant is not charged for."""
+
+
+def hide_unreserved() -> None:
+    """Hide the machine's GPUs from this process if it has reserved none, whatever the environment of its node. Call it
+    before CUDA is initialised."""
+    import ray
+
+    if not ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _LONGEST_TEMP_ROOT = 40

@@ -20,9 +20,17 @@ import httpx
 from swiftkv_platform.client import Client
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.installing import install_command
-from swiftkv_platform.local import processes
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
-from swiftkv_platform.local.state import PARTS, PartName, PartStatus, RunDirectory, StackState, port_of
+from swiftkv_platform.local.state import (
+    PARTS,
+    PartName,
+    PartStatus,
+    RunDirectory,
+    StackState,
+    port_of,
+    start_process,
+    stop_marked,
+)
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
@@ -235,7 +243,7 @@ class Stack:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        part = processes.start(command, mark=self._mark, env=env, log=log, cwd=self.home)
+        part = start_process(command, mark=self._mark, env=env, log=log, cwd=self.home)
         state = state.model_copy(update={"parts": {**state.parts, name: part}})
         self._run.save(state)
         return state
@@ -272,7 +280,7 @@ class Stack:
             # Stop it first: it would take Ray's end for a failure of its jobs.
             state.parts["control-plane"].terminate(_GRACE_S)
             control_plane = 1
-        count = processes.stop_marked(self._mark, grace_s=_GRACE_S)
+        count = stop_marked(self._mark, grace_s=_GRACE_S)
         if state is not None:
             self._keep_ray_logs(state.ray_temp_dir)
         return count + control_plane

@@ -1,18 +1,120 @@
-"""State of a stack between commands: addresses and processes, stored in `{home}/run`. Starts and contacts nothing."""
+"""Background processes of a stack, and its state between commands, stored in `{home}/run`. Knows no Ray.
+
+Every process of a stack carries the stack's mark in its environment, and its children inherit it whatever session,
+group or parent they end up with. So exactly these processes can be found and stopped.
+"""
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from swiftkv_platform.local.processes import ProcessRef
+MARK = "SWIFTKV_STACK"
+"""Environment variable that carries the mark."""
+
+_KILL_WAIT_S = 10.0
+
+
+class ProcessRef(BaseModel):
+    """A process, identified by pid and creation time, since the system may reuse a pid."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int
+    created_at: float
+    """Unix seconds, as the kernel reports them."""
+
+    @property
+    def alive(self) -> bool:
+        return self._process() is not None
+
+    def terminate(self, grace_s: float) -> None:
+        """Stop this process only: SIGTERM, then SIGKILL after `grace_s` seconds."""
+        process = self._process()
+        if process is not None:
+            _stop([process], grace_s)
+
+    def _process(self) -> psutil.Process | None:
+        try:
+            process = psutil.Process(self.pid)
+            same = process.create_time() == self.created_at and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+
+def start_process(command: Sequence[str], *, mark: str, env: Mapping[str, str], log: Path, cwd: Path) -> ProcessRef:
+    """Start a command in its own session, appending its output to `log`. It outlives this process."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command,
+            env={**env, MARK: mark},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    ref = ProcessRef(pid=child.pid, created_at=psutil.Process(child.pid).create_time())
+    # From here on the process is managed through its ref; without this, Popen warns that it still runs.
+    child.returncode = 0
+    return ref
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return all living processes with this mark except this process and its ancestors."""
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in own and process.environ().get(MARK) == mark and process.is_running():
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            # Another user's, a kernel thread or one that has just ended: none of ours.
+            continue
+    return found
+
+
+def stop_marked(mark: str, *, grace_s: float) -> int:
+    """Stop every process with this mark: SIGTERM to all, SIGKILL after `grace_s` seconds. Returns their number."""
+    deadline = time.monotonic() + _KILL_WAIT_S + grace_s
+    seen: set[int] = set()
+    # Repeat until none is left: a process may have started another one after the list was made.
+    while (processes := marked(mark)) and time.monotonic() < deadline:
+        seen.update(process.pid for process in processes)
+        _stop(processes, grace_s)
+        grace_s = 0.0
+    return len(seen)
+
+
+def _stop(processes: Iterable[psutil.Process], grace_s: float) -> None:
+    processes = list(processes)
+    _signal(processes, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    _signal(alive, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=_KILL_WAIT_S)
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
 
 PartName = Literal["ray", "control-plane"]
 PARTS: tuple[PartName, ...] = ("ray", "control-plane")

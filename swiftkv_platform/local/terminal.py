@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.contract.events import Pace
 
 _STYLES = {"info": "dim", "warn": "yellow", "error": "bold red"}
 _PLAIN_LINES = 10

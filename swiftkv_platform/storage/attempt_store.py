@@ -14,8 +14,15 @@ from itertools import islice
 
 from pydantic import ValidationError
 
-from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
-from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptRequest, Manifest, misunderstanding
+from swiftkv_platform.contract.attempts import (
+    HELD_OUT_KL,
+    AttemptId,
+    AttemptRequest,
+    Manifest,
+    attempts_prefix,
+    misunderstanding,
+    trials_prefix,
+)
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.limits import EVENT_BYTES

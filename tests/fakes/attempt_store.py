@@ -4,8 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest, ManifestFile
+from swiftkv_platform.contract.attempts import AttemptId, Manifest, ManifestFile
 from swiftkv_platform.contract.events import ATTEMPT_EVENT
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import EventWriter

@@ -64,7 +64,7 @@ READ_REQUEST = """
 import argparse, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.addresses import open_store
 arguments = argparse.ArgumentParser()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.local.processes import marked
+from swiftkv_platform.local.state import marked
 from tests.requirements import missing
 
 pytestmark = [

@@ -19,8 +19,7 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.local.processes import marked
-from swiftkv_platform.local.state import RunDirectory, StackState
+from swiftkv_platform.local.state import RunDirectory, StackState, marked
 from tests.documented import Block, blocks
 from tests.surface.replicas import save_chat_model
 

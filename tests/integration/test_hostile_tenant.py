@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.local.state import marked
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.test_end_to_end import SPEC

@@ -18,8 +18,7 @@ import psutil
 import pytest
 import torch
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec

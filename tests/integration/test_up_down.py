@@ -14,8 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from swiftkv_platform.local.processes import marked
-from swiftkv_platform.local.state import RunDirectory, StackState
+from swiftkv_platform.local.state import RunDirectory, StackState, marked
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]

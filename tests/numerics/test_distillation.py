@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import StopRequest
+from swiftkv_platform.contract.attempts import AttemptId, StopRequest
 from swiftkv_platform.distillation import parallel
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.pieces import TrainedTensors

@@ -18,7 +18,7 @@ import yaml
 from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.planning.machines import multiplies_bfloat16

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Parent
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptId, AttemptRequest, Parent
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Retries, load_whole_state
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork

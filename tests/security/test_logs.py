@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
@@ -175,7 +175,7 @@ import json, resource, sys
 from pathlib import Path
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore

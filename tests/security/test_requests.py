@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_platform.contract.serving import REVISION_HEADER
+from swiftkv_platform.contract.autoscaling import REVISION_HEADER
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Current, SwapState

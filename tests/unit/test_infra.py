@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.deployments.ray_serve import http_address
 from swiftkv_platform.security.keys import Scope, create_key

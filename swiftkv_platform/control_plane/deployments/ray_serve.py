@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
-from swiftkv_platform.contract.serving import REVISION_HEADER
+from swiftkv_platform.contract.autoscaling import REVISION_HEADER, autoscaling_config, replica_resources
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError

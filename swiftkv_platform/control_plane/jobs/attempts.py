@@ -19,6 +19,7 @@ from swiftkv_platform.contract.events import (
     Level,
     MessageEvent,
     MetricsEvent,
+    Pace,
     PlacementData,
     PlacementEvent,
     ProgressData,
@@ -28,7 +29,6 @@ from swiftkv_platform.contract.events import (
     TrackingEvent,
     phase_of,
 )
-from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.estimates import measured_speed
 from swiftkv_platform.control_plane.jobs.job import (

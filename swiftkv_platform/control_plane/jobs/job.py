@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.events import Level, phase_of
-from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.contract.attempts import AttemptId
+from swiftkv_platform.contract.events import Level, Pace, phase_of
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec

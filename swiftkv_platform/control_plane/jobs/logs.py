@@ -13,7 +13,7 @@ from typing import Annotated
 
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
 from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus

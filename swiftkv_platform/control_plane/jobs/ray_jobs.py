@@ -17,9 +17,8 @@ from urllib.parse import quote
 
 import httpx
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION
-from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptId
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.redaction import StreamRedactor

@@ -24,8 +24,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import (
     ReasonCode,
     TrackingEvent,

@@ -17,8 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
 
-from swiftkv_platform.contract.attempt_id import attempts_prefix, trials_prefix
-from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.models.model import IMPORTED
 from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from swiftkv_platform import errors
-from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
+from swiftkv_platform.contract.attempts import AttemptId, attempts_prefix, trials_prefix
 from swiftkv_platform.contract.events import (
     AttemptEvent,
     CheckpointEvent,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.attempts import AttemptId, Manifest
 from swiftkv_platform.distillation.course import Course, Progress
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, finished_before
 from swiftkv_platform.specs import JobSpec

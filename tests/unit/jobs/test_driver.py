@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import PROTOCOL
+from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs import distill, driver

@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.local import processes, stack
-from swiftkv_platform.local.processes import ProcessRef
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.local import stack
 from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
-from swiftkv_platform.local.state import RunDirectory, StackState
+from swiftkv_platform.local.state import MARK, ProcessRef, RunDirectory, StackState, marked, start_process, stop_marked
 from swiftkv_platform.settings import Settings
 
 
@@ -64,7 +63,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_p
         with pytest.raises(StartError, match=said):
             stack.up(StackOptions(port=0), print)
         (run.path / name).unlink()
-        assert processes.marked(str(tmp_path)) == []
+        assert marked(str(tmp_path)) == []
         assert run.token_file.exists() == (name == "state.json.part")
     assert stack.down() == 0
 
@@ -80,7 +79,7 @@ def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) 
         _, said = up.communicate(timeout=120)
     assert (up.returncode, "Traceback" in said) == (143, False), said
     assert "Terminated (SIGTERM)" in said.splitlines()[-1]
-    assert processes.marked(str(tmp_path)) == []
+    assert marked(str(tmp_path)) == []
     assert {part.state for part in Stack(Settings(home=tmp_path, _env_file=None)).status()} == {"stopped"}
 
 
@@ -197,13 +196,13 @@ STUBBORN = (
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
     yield str(tmp_path)
-    processes.stop_marked(str(tmp_path), grace_s=0.0)
+    stop_marked(str(tmp_path), grace_s=0.0)
 
 
 @pytest.fixture
 def start(mark: str, tmp_path: Path) -> Callable[[list[str]], ProcessRef]:
     def start(command: list[str]) -> ProcessRef:
-        return processes.start(command, mark=mark, env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path)
+        return start_process(command, mark=mark, env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path)
 
     return start
 
@@ -223,7 +222,7 @@ def test_a_started_process_is_alive_until_it_is_terminated(
     deaf = start([sys.executable, "-c", STUBBORN])
     until_logged(tmp_path, "deaf")
     assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended to the log"
-    processes.stop_marked(mark, grace_s=0.2)
+    stop_marked(mark, grace_s=0.2)
     assert not deaf.alive, "it ignores SIGTERM, so it is killed"
 
 
@@ -240,11 +239,11 @@ def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_ma
 ) -> None:
     start([sys.executable, "-c", SPAWN])
     until_logged(tmp_path, "spawned")
-    family = processes.marked(mark)
+    family = marked(mark)
     assert len(family) == 2
-    with subprocess.Popen(SLEEP, env={**os.environ, processes.MARK: f"{mark}-other"}) as foreign:
+    with subprocess.Popen(SLEEP, env={**os.environ, MARK: f"{mark}-other"}) as foreign:
         try:
-            assert processes.stop_marked(mark, grace_s=10.0) == 2
+            assert stop_marked(mark, grace_s=10.0) == 2
             assert foreign.poll() is None
         finally:
             foreign.kill()

@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from swiftkv_platform.contract.autoscaling import POLICY
-from swiftkv_platform.contract.serving import REVISION_HEADER
+from swiftkv_platform.contract.autoscaling import POLICY, REVISION_HEADER
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.control_plane.deployments.service import check_engine_options

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, trials_prefix
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec, load_spec

@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.tracking.background import BackgroundTracker
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
-from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
+from swiftkv_platform.tracking.tracker import BackgroundTracker, NullTracker, TrackingInfo
 from tests.requirements import required_module
 from tests.unit.control_plane.routes.conftest import SPEC, make_parts, served_control_plane
 from tests.wandb_server import WandbServer, wandb_server
@@ -30,8 +29,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.background import BackgroundTracker
-from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+from swiftkv_platform.tracking.tracker import BackgroundTracker
+from swiftkv_platform.tracking.tracker import WandbTracker
 
 directory, run_id, first, after, timeout_s, pauses = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 inner = WandbTracker(WandbSpec(), directory, name="n", timeout_s=timeout_s)

@@ -14,8 +14,7 @@ import structlog
 from PIL import Image
 
 from swiftkv_platform.specs import TrackingSpec, WandbSpec
-from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
-from swiftkv_platform.tracking.wandb_tracker import WandbTracker, create_tracker
+from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo, WandbTracker, create_tracker
 from tests.rays import free_port
 from tests.requirements import required_module
 
@@ -77,11 +76,11 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 ATTEMPT = """
 import sys
 from pathlib import Path
-import swiftkv_platform.tracking.wandb_tracker
+import swiftkv_platform.tracking.tracker
 assert "wandb" not in sys.modules
 from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.tracking.tracker import Table
-from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+from swiftkv_platform.tracking.tracker import WandbTracker
 
 directory, step, loss = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 tracker = WandbTracker(WandbSpec(project="p", entity="team", tags=("a", "b")), directory, name="my-job")

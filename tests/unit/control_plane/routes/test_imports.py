@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.clients import Client

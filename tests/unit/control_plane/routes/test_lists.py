@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, inspect
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import ManifestFile, new_file_id
+from swiftkv_platform.contract.attempts import AttemptId, ManifestFile, new_file_id
 from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database import paging

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from tests.unit.control_plane.routes.conftest import SPEC, Server, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

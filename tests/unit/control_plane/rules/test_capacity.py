@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import GIB, check_node_groups, outstanding
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs

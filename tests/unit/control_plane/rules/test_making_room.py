@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Slice
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.job import JobStatus

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, text
 
-from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs, SubmissionStatus

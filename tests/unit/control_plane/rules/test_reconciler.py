@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
+from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, AttemptId
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import PROTOCOL, AttemptRequest
+from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId, AttemptRequest
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, transition
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus

@@ -34,7 +34,6 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
@@ -316,7 +315,8 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
             value=strategy,
         )
     spec = _settled(spec, config)
-    student_config = _student_config(spec, config)
+    values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
+    student_config = make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)
     with faked(spec) as fakes:
         train, collectives, counts = _train(spec, student_config, fakes)
         calibrated = spec.swiftkv.is_calibrated
@@ -334,14 +334,18 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
 
 def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
     """Return memory and collectives of a step, and the numbers of all and of trained parameters."""
-    parallel = _spread(spec, config, fakes)
+    device, dtype = torch.device("cpu"), compute_dtype(spec)
+    fork = Fork.of_job(fakes.student(config), spec, device=device)
+    parallel = parallelize(fork, spec, dtype=dtype, device=device, weights=FakeWeights(fork.student, fakes))
     nothing = cast("Any", None)  # a single step neither saves nor reports
-    trainer = Trainer(parallel, fakes.rows(_batch_size(spec)), nothing, spec, total_steps=1, listener=nothing)
+    assert spec.training.batch_size is not None, "resolved"
+    rows = fakes.rows(spec.training.batch_size)
+    trainer = Trainer(parallel, rows, nothing, spec, total_steps=1, listener=nothing)
     counts = (
         sum(parameter.numel() for parameter in parallel.module.parameters()),
         sum(parameter.numel() for parameter in parallel.module.parameters() if parameter.requires_grad),
     )
-    tracker, gradients = Tracker(), Gradients()
+    tracker, gradients = Tracker(), list[int]()
     tracker.track_external(parallel.module)
     parameters = tracker.alive
     with fakes.active(tracker):
@@ -352,26 +356,21 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
         put_back = parallel.remember() if remembers else None
         remembered = tracker.alive - parameters - optimizer
         tracker.restart()
-        with gradients:
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.append(_gradient_bytes(optimizer)))
+        try:
             trainer.train_step(Progress(0, 0))
+        finally:
+            hook.remove()
         del put_back
     memory = Memory(
         peak=tracker.peak,
         parameters=parameters,
-        gradients=gradients.num_bytes,
+        gradients=sum(gradients),
         optimizer=optimizer,
         remembered=remembered,
         passing=tracker.peak - parameters - optimizer - remembered,
     )
     return memory, tracker.collectives, counts
-
-
-def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
-    """Spread the fork over the workers, as `swiftkv_platform.jobs.worker.train` does."""
-    device = torch.device("cpu")
-    fork = Fork.of_job(fakes.student(config), spec, device=device)
-    weights = FakeWeights(fork.student, fakes)
-    return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=weights)
 
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
@@ -403,18 +402,9 @@ def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     length = config.get("max_position_embeddings")
     settled = resolve_defaults(spec, context_length=length, hidden_size=config["hidden_size"])
     settled = resolve_batch_size(settled, num_rows=sys.maxsize)
-    size = min(_batch_size(settled), 2 * settled.rows_per_pass)
+    assert settled.training.batch_size is not None, "resolved"
+    size = min(settled.training.batch_size, 2 * settled.rows_per_pass)
     return settled.model_copy(update={"training": settled.training.model_copy(update={"batch_size": size})})
-
-
-def _batch_size(spec: JobSpec) -> int:
-    assert spec.training.batch_size is not None, "settled"
-    return spec.training.batch_size
-
-
-def _student_config(spec: JobSpec, config: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
-    return make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)
 
 
 class _NoModules:
@@ -488,19 +478,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class Gradients:
-    """Counts the bytes of the gradients that an optimizer reads."""
-
-    num_bytes = 0
-
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for gradient in (parameter.grad for parameter in group["params"] if parameter.grad is not None):
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                self.num_bytes += local.nbytes
+def _gradient_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of this worker's gradients that an optimizer reads."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    found = (each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None)
+    return sum(each.nbytes for each in found)

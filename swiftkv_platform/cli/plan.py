@@ -21,7 +21,7 @@ from swiftkv_platform.planning import plan as make_plan
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
-    from swiftkv_platform.evaluation.analysis import Analysis
+    from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, ListReport
     from swiftkv_platform.jobs.dry_run import Memory
 
 
@@ -259,25 +259,23 @@ def analyze(
         _print_analysis(analysis)
 
 
+_QUALITY = ("KL (nats)", "perplexity", "top-1 agreement")
+
+
+def _quality(each: DepthReport | ListReport) -> list[str]:
+    """Return the cells of a calibrated start below `_QUALITY`, and of its needles if it was asked for any."""
+    found = [] if each.needles_found is None else [f"{each.needles_found:.0%}"]
+    return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]
+
+
 def _print_lists(analysis: Analysis) -> None:
     """Print the KL of bypassing each layer, and the measured lists of layers."""
     chosen = analysis.recommended_prefill_layers
     assert chosen is not None, "a list was measured"
-    print_table(
-        ("bypassed layer", "KL (nats)"), [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)], empty=""
-    )
-    columns = ["prompts run", "KL (nats)", "perplexity", "top-1 agreement"]
-    columns += ["needles found"] if analysis.needle_length else []
-    rows = [
-        [
-            format_layers(each.prefill_layers),
-            f"{each.kl:.3f}",
-            f"{each.perplexity:.2f}",
-            f"{each.top1_agreement:.1%}",
-            *([] if each.needles_found is None else [f"{each.needles_found:.0%}"]),
-        ]
-        for each in analysis.lists
-    ]
+    bypassed = [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)]
+    print_table(("bypassed layer", "KL (nats)"), bypassed, empty="")
+    columns = ["prompts run", *_QUALITY, *["needles found"] * (analysis.needle_length is not None)]
+    rows = [[format_layers(each.prefill_layers), *_quality(each)] for each in analysis.lists]
     print_table(columns, rows, empty="")
     lines = [
         f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
@@ -299,18 +297,13 @@ def _needles_sentence(analysis: Analysis) -> list[str]:
 
 def _print_analysis(analysis: Analysis) -> None:
     measured = [depth for depth in analysis.depths if depth.kl is not None]
-    columns = ["l", "SimScore", "prefill FLOPs"]
-    columns += ["KL (nats)", "perplexity", "top-1 agreement"] if measured else []
+    columns = ["l", "SimScore", "prefill FLOPs", *(_QUALITY if measured else ())]
     columns += ["needles found"] if analysis.needle_length else []
-    rows: list[list[object]] = []
+    rows = []
     for depth in measured or analysis.depths:
         sim_score = "" if depth.sim_score is None else f"{depth.sim_score:.3f}"
-        row = [depth.num_key_value_layers, sim_score, f"{depth.prefill_flops_ratio:.1%}"]
-        if measured:
-            row += [f"{depth.kl:.3f}", f"{depth.perplexity:.2f}", f"{depth.top1_agreement:.1%}"]
-        if depth.needles_found is not None:
-            row.append(f"{depth.needles_found:.0%}")
-        rows.append(row)
+        cells = [f"{depth.num_key_value_layers}", sim_score, f"{depth.prefill_flops_ratio:.1%}"]
+        rows.append([*cells, *(_quality(depth) if measured else ())])
     print_table(columns, rows, empty="")
     lines = [f"{analysis.model}, {analysis.num_hidden_layers} layers, {analysis.num_tokens:,} tokens."]
     if measured:

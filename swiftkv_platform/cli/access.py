@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect, settings
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_fields, tell_table
-from swiftkv_platform.client import AuditEntry, ClusterUse, Quota
+from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.local.terminal import plural, size
@@ -241,7 +241,7 @@ def audit(
     tell_table(entries, columns, _entry, empty="No entries.", json=json)
 
 
-def _entry(each: AuditEntry) -> tuple[object, ...]:
+def _entry(each: Resource) -> tuple[object, ...]:
     actor = (each.tenant, each.actor, each.credential, each.address)
     return (local_time(each.created_at), *actor, f"{each.method} {each.route}", each.about, each.status)
 
@@ -253,7 +253,10 @@ def quota(url: Url = None, json: Json = False) -> None:
     tell_fields(found, _sentences(found), json=json)
 
 
-def _sentences(quota: Quota) -> dict[str, str]:
+_KINDS = (("gpus", "GPU"), ("cpus", "CPU core"))
+
+
+def _sentences(quota: Resource) -> dict[str, str]:
     stored = quota.max_stored_bytes
     return {
         "tenant": f"{quota.tenant}, weight {quota.weight:g} in the queue",
@@ -273,10 +276,10 @@ def _sentences(quota: Quota) -> dict[str, str]:
     }
 
 
-def _cluster(use: ClusterUse | None) -> str:
+def _cluster(use: dict[str, Any] | None) -> str:
     if use is None:
         return "unknown: Ray does not answer, or does not list its nodes"
-    gpus, cpus = _used(use.gpus, use.total_gpus, "GPU"), _used(use.cpus, use.total_cpus, "CPU core")
+    gpus, cpus = (_used(use[kind], use[f"total_{kind}"], thing) for kind, thing in _KINDS)
     return f"{gpus} and {cpus} in use by all tenants"
 
 
@@ -288,7 +291,7 @@ def _counted(number: int, most: int | None) -> str:
     return f"{number:,}, no limit" if most is None else f"{number:,} of {most:,}"
 
 
-def _held(quota: Quota, kind: str, number: float, most: float | None, thing: str) -> str:
+def _held(quota: Resource, kind: str, number: float, most: float | None, thing: str) -> str:
     holders = {"jobs": quota.held_by_jobs.get(kind, 0), "deployments": quota.held_by_deployments.get(kind, 0)}
     held = " and ".join(f"{amount:g} by {holder}" for holder, amount in holders.items() if amount)
     return _used(number, most, thing) + (f"; {held}" if held else "")

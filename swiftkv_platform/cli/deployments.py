@@ -20,7 +20,7 @@ from swiftkv_platform.cli.output import (
     tell_table,
 )
 from swiftkv_platform.cli.spec_options import spec_options
-from swiftkv_platform.client import Generation, ReplicaMetrics
+from swiftkv_platform.client import Generation
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
@@ -120,11 +120,11 @@ def _scaling(found: Mapping[str, Any]) -> str | None:
     return f"{load}up after {duration(found['upscale_delay_s'])}, down after {duration(found['downscale_delay_s'])}"
 
 
-def _row(replica: ReplicaMetrics) -> tuple[str, ...]:
-    values = replica.values
+def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+    values = replica["values"]
     count, tokens = values.get("time_to_first_token_seconds_count", 0.0), values.get("generation_tokens_total", 0.0)
     return (
-        replica.replica,
+        replica["replica"],
         f"{values.get('request_success_total', 0.0):g}",
         f"{values.get('prompt_tokens_total', 0.0):g}",
         f"{tokens:g}",

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftkv_platform.cli.context import read_spec, settings
 from swiftkv_platform.cli.output import print_fields, print_json, print_table, say
-from swiftkv_platform.client import Estimate
+from swiftkv_platform.client import Resource
 from swiftkv_platform.control_plane.jobs.estimates import speed_for, with_time
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
@@ -22,7 +22,7 @@ _SMALLER = "does not fit; use fewer workers or a smaller training.micro_batch_si
 _SMALLER_ON_GPU = "does not fit; use more workers, or a smaller training.micro_batch_size or data.max_length"
 
 
-def describe_estimate(estimate: Estimate, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
+def describe_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
     """Return sentences by subject, None if nothing is known. `machine_bytes`: memory of the machine that runs all
     workers; None if it is not known.
     """
@@ -132,14 +132,14 @@ def _source(source: Mapping[str, Any]) -> str:
 _GATE_COLUMNS = ("gate on", "samples", "smallest loss excluded, points", "limit", "samples needed")
 
 
-def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Estimate:
+def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Resource:
     """Estimate a spec in this process, without network. `config`: the teacher's `config.json` or its directory.
     `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
     speed = speed_for(spec, (), settings().flops_per_second)
     found = with_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
-    return Estimate.model_validate({"object": "distillation.estimate", **found.model_dump()})
+    return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
 
 def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json: bool) -> None:
@@ -152,7 +152,7 @@ def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json:
         print_estimate(estimate, spec, machine_bytes=None)
 
 
-def print_estimate(estimate: Estimate, spec: JobSpec, machine_bytes: int | None) -> None:
+def print_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> None:
     """Print an answer of `POST /jobs/validate`. `machine_bytes` as in `describe_estimate`."""
     print_fields(describe_estimate(estimate, spec, machine_bytes))
     print_gates(estimate.model_dump())

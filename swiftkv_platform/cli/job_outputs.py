@@ -11,7 +11,7 @@ import typer
 
 from swiftkv_platform.cli.context import JobId, Json, Url, connect
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_table
-from swiftkv_platform.client.models import TrackingFile
+from swiftkv_platform.client.models import Resource
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.local.terminal import size
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
@@ -141,7 +141,7 @@ def wandb_sync(
     print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
 
 
-def _recorded_runs(files: Sequence[TrackingFile], workspace: Path) -> list[RecordedRun]:
+def _recorded_runs(files: Sequence[Resource], workspace: Path) -> list[RecordedRun]:
     """Return the recorded parts in the order of their start."""
     directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
     return sorted((RecordedRun(workspace / directory) for directory in directories), key=lambda part: part.started)

@@ -185,7 +185,12 @@ def aliases(
         print_json(found)
         return
     rows = [
-        (item.alias, item.action, item.model, local_time(item.created_at), item.by, item.reason)
+        (
+            *(item[name] for name in ("alias", "action", "model")),
+            local_time(item["created_at"]),
+            item["by"],
+            item["reason"],
+        )
         for each in found
         for item in each.history
     ]

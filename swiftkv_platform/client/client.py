@@ -15,19 +15,7 @@ import httpx
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.files import Files
 from swiftkv_platform.client.jobs import Jobs
-from swiftkv_platform.client.models import (
-    Alias,
-    AuditEntry,
-    Comparison,
-    Deployment,
-    DeploymentMetrics,
-    Generation,
-    Job,
-    Lineage,
-    Model,
-    Promotion,
-    Quota,
-)
+from swiftkv_platform.client.models import Generation, Job, Resource
 from swiftkv_platform.client.transport import Transport, idempotent, iter_events
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
@@ -101,11 +89,11 @@ class Client:
         answer: dict[str, Any] = self._control.request("GET", "/readyz", repeatable=True).json()
         return answer
 
-    def quota(self) -> Quota:
+    def quota(self) -> Resource:
         """Return the quota of the key's tenant, and its use."""
-        return self._control.get(Quota, "/quota")
+        return self._control.get(Resource, "/quota")
 
-    def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[AuditEntry]:
+    def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[Resource]:
         """Return entries of the audit trail, newest first: for an operator's key those of all tenants, for the scope
         `admin` those of its own.
 
@@ -115,7 +103,7 @@ class Client:
                 `request_id`, `status`, `since`, `until`.
         """
         params = {name: value for name, value in wanted.items() if value is not None}
-        return self._control.list(AuditEntry, "/audit", params, limit)
+        return self._control.list(Resource, "/audit", params, limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -173,12 +161,12 @@ class Models:
         self._transport = transport
         self._jobs = jobs
 
-    def list(self, *, limit: int | None = None) -> list[Model]:
+    def list(self, *, limit: int | None = None) -> list[Resource]:
         """List models, newest first."""
-        return self._transport.list(Model, "/models", limit=limit)
+        return self._transport.list(Resource, "/models", limit=limit)
 
-    def get(self, model_id: str) -> Model:
-        return self._transport.get(Model, f"/models/{model_id}")
+    def get(self, model_id: str) -> Resource:
+        return self._transport.get(Resource, f"/models/{model_id}")
 
     def create(
         self,
@@ -214,7 +202,7 @@ class Models:
         response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
         return self._jobs.adopt(response.json())
 
-    def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Model:
+    def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Resource:
         """Copy a student that was not made by a job of this platform into the control plane's store, and register it.
 
         Args:
@@ -227,7 +215,7 @@ class Models:
         """
         body = {"source": source} if name is None else {"source": source, "name": name}
         answer = self._transport.request("POST", "/models/import", json=body, repeatable=False, timeout_s=timeout_s)
-        return Model.model_validate(answer.json())
+        return Resource.model_validate(answer.json())
 
     def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
         """Submit a job that copies a model, with its card, to a target that the operator allows.
@@ -244,13 +232,13 @@ class Models:
             self._transport.request("POST", path, json=body, headers=headers, repeatable=True).json()
         )
 
-    def lineage(self, model_id: str) -> Lineage:
+    def lineage(self, model_id: str) -> Resource:
         """Return a model's lineage from data and teacher to deployments."""
-        return self._transport.get(Lineage, f"/models/{model_id}/lineage")
+        return self._transport.get(Resource, f"/models/{model_id}/lineage")
 
-    def compare(self, model_id: str, other_id: str) -> Comparison:
+    def compare(self, model_id: str, other_id: str) -> Resource:
         """Compare quality, prefill compute and KV cache of two models, and the specs of their jobs."""
-        return self._transport.get(Comparison, f"/models/{model_id}/compare/{other_id}")
+        return self._transport.get(Resource, f"/models/{model_id}/compare/{other_id}")
 
     def promote(
         self,
@@ -260,7 +248,7 @@ class Models:
         alias: str = "production",
         version: int | None = None,
         accept_undecided: bool = False,
-    ) -> Promotion:
+    ) -> Resource:
         """Point `alias` to a model. Deployments of the alias swap it in.
 
         Args:
@@ -277,7 +265,7 @@ class Models:
         response = self._transport.request(
             "POST", f"/models/{model_id}/promote", json=body, headers=_if_match(version), repeatable=version is None
         )
-        return Promotion.model_validate(response.json())
+        return Resource.model_validate(response.json())
 
     def delete(self, model_id: str) -> None:
         """Delete a model; its job stays. Deleting a missing model is not an error.
@@ -288,14 +276,14 @@ class Models:
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/models/{model_id}", repeatable=True)
 
-    def aliases(self) -> builtins.list[Alias]:
+    def aliases(self) -> builtins.list[Resource]:
         """List aliases with their models and newest changes; `alias` returns all changes of one."""
-        return self._transport.list(Alias, "/aliases")
+        return self._transport.list(Resource, "/aliases")
 
-    def alias(self, alias: str) -> Alias:
-        return self._transport.get(Alias, f"/aliases/{alias}")
+    def alias(self, alias: str) -> Resource:
+        return self._transport.get(Resource, f"/aliases/{alias}")
 
-    def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Promotion:
+    def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Resource:
         """Point `alias` back to its previous model. `version`: as in `promote`.
 
         Not retried after a broken connection, since a second call would go back one model further.
@@ -304,7 +292,7 @@ class Models:
         response = self._transport.request(
             "POST", path, json={"reason": reason}, headers=_if_match(version), repeatable=False
         )
-        return Promotion.model_validate(response.json())
+        return Resource.model_validate(response.json())
 
 
 class Deployments:
@@ -313,7 +301,7 @@ class Deployments:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def create(self, model: str | None, **options: Any) -> Deployment:
+    def create(self, model: str | None, **options: Any) -> Resource:
         """Deploy a model. Returns at once; `wait_ready` waits until it answers.
 
         Args:
@@ -328,14 +316,14 @@ class Deployments:
                 field="model",
             )
         body = {"model": model, **options}
-        return Deployment.model_validate(
+        return Resource.model_validate(
             self._transport.request("POST", "/deployments", json=body, repeatable=False).json()
         )
 
-    def get(self, deployment_id: str) -> Deployment:
-        return self._transport.get(Deployment, f"/deployments/{deployment_id}")
+    def get(self, deployment_id: str) -> Resource:
+        return self._transport.get(Resource, f"/deployments/{deployment_id}")
 
-    def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Deployment:
+    def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Resource:
         """Change a deployment's model or options without failing requests. Returns at once; `wait_ready` waits.
 
         Args:
@@ -351,11 +339,11 @@ class Deployments:
         response = self._transport.request(
             "PATCH", path, json=changes, headers=_if_match(version), repeatable=version is None
         )
-        return Deployment.model_validate(response.json())
+        return Resource.model_validate(response.json())
 
-    def metrics(self, deployment_id: str) -> DeploymentMetrics:
+    def metrics(self, deployment_id: str) -> Resource:
         """Return the current metrics of its replicas. Totals only grow, so two calls give a rate."""
-        return self._transport.get(DeploymentMetrics, f"/deployments/{deployment_id}/metrics")
+        return self._transport.get(Resource, f"/deployments/{deployment_id}/metrics")
 
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
         """Generate with one deployment through the control plane, so that only that must be reachable. Yields pieces.
@@ -366,15 +354,15 @@ class Deployments:
         body = {"prompt": prompt, "stream": True, **parameters}
         return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
 
-    def list(self) -> list[Deployment]:
-        return self._transport.list(Deployment, "/deployments")
+    def list(self) -> list[Resource]:
+        return self._transport.list(Resource, "/deployments")
 
     def delete(self, deployment_id: str) -> None:
         """Delete a deployment. Deleting a missing one is not an error."""
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
 
-    def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
+    def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Resource:
         """Block until the deployment serves the version that was last requested.
 
         Raises:

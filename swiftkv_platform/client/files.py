@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftkv_platform.client.models import File
+from swiftkv_platform.client.models import Resource
 from swiftkv_platform.client.transport import Transport
 
 
@@ -14,7 +14,7 @@ class Files:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def upload(self, path: Path, *, expires_after_s: int | None = None) -> File:
+    def upload(self, path: Path, *, expires_after_s: int | None = None) -> Resource:
         """Upload a JSON Lines file of rows. Its id can be used as `name_or_path` in `data.sources` of a job.
 
         Args:
@@ -28,14 +28,14 @@ class Files:
             form |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
         with path.open("rb") as stream:
             answer = self._transport.request("POST", "/v1/files", form=form, file=(path.name, stream), repeatable=False)
-        return File.model_validate(answer.json())
+        return Resource.model_validate(answer.json())
 
-    def list(self, *, limit: int | None = None) -> list[File]:
+    def list(self, *, limit: int | None = None) -> list[Resource]:
         """List files, newest first; all of them without `limit`."""
-        return self._transport.list(File, "/v1/files", limit=limit)
+        return self._transport.list(Resource, "/v1/files", limit=limit)
 
-    def get(self, file_id: str) -> File:
-        return self._transport.get(File, f"/v1/files/{file_id}")
+    def get(self, file_id: str) -> Resource:
+        return self._transport.get(Resource, f"/v1/files/{file_id}")
 
     def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
         """Download the rows to `destination`, which is written completely or not at all, and return it.

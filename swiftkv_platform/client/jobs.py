@@ -18,16 +18,7 @@ from swiftkv_platform.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.models import (
-    ArtifactFile,
-    Checkpoint,
-    Estimate,
-    Job,
-    JobEvent,
-    MetricPoint,
-    Recipe,
-    TrackingFile,
-)
+from swiftkv_platform.client.models import Job, JobEvent, Resource
 from swiftkv_platform.client.transport import Patience, Transport, idempotent, iter_events, iter_lines
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
@@ -73,14 +64,14 @@ class Jobs:
         """
         return self.create(with_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
-    def validate(self, spec: JobSpec | dict[str, Any]) -> Estimate:
+    def validate(self, spec: JobSpec | dict[str, Any]) -> Resource:
         """Check a spec as `create` does and estimate its cost, without submitting it."""
         response = self._transport.request("POST", "/jobs/validate", json=_document(spec), repeatable=True)
-        return Estimate.model_validate(response.json())
+        return Resource.model_validate(response.json())
 
-    def recipes(self) -> builtins.list[Recipe]:
+    def recipes(self) -> builtins.list[Resource]:
         """List the example specs that ship with the platform."""
-        return self._transport.list(Recipe, "/recipes")
+        return self._transport.list(Resource, "/recipes")
 
     def get(self, job_id: str) -> Job:
         return self.adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
@@ -165,9 +156,9 @@ class Jobs:
                 return
             time.sleep(_RECONNECT_PAUSE_S)
 
-    def metrics(self, job_id: str) -> list[MetricPoint]:
+    def metrics(self, job_id: str) -> list[Resource]:
         """Return the metrics of all steps, by ascending step."""
-        return sorted(self._transport.list(MetricPoint, f"/jobs/{job_id}/metrics"), key=lambda point: point.step)
+        return sorted(self._transport.list(Resource, f"/jobs/{job_id}/metrics"), key=lambda point: point.step)
 
     def logs(self, job_id: str, follow: bool = False, *, tail_lines: int | None = None) -> Iterator[str]:
         """Yield the lines of the log; with `follow`, as they are written until the job has finished.
@@ -181,13 +172,13 @@ class Jobs:
         with self._transport.stream("GET", f"/jobs/{job_id}/logs", params=params) as response:
             yield from iter_lines(response.iter_bytes())
 
-    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+    def checkpoints(self, job_id: str) -> list[Resource]:
         """List the complete checkpoints of all attempts, by step."""
-        return self._transport.list(Checkpoint, f"/jobs/{job_id}/checkpoints")
+        return self._transport.list(Resource, f"/jobs/{job_id}/checkpoints")
 
-    def artifacts(self, job_id: str) -> list[ArtifactFile]:
+    def artifacts(self, job_id: str) -> list[Resource]:
         """List the files of the distilled model."""
-        return self._transport.list(ArtifactFile, f"/jobs/{job_id}/artifacts")
+        return self._transport.list(Resource, f"/jobs/{job_id}/artifacts")
 
     def download(self, job_id: str, path: str, destination: Path, *, sha256: str | None = None) -> Path:
         """Download one file of the artifact to `destination`, which is written completely or not at all, and return it.
@@ -199,9 +190,9 @@ class Jobs:
             f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
         )
 
-    def tracking_files(self, job_id: str) -> list[TrackingFile]:
+    def tracking_files(self, job_id: str) -> list[Resource]:
         """List files of W&B runs that have not been uploaded to W&B."""
-        return self._transport.list(TrackingFile, f"/jobs/{job_id}/tracking")
+        return self._transport.list(Resource, f"/jobs/{job_id}/tracking")
 
     def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
         """Download one file of a W&B run to `destination`, completely or not at all, and return it."""

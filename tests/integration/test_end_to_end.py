@@ -103,7 +103,7 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     assert whole.usage.prefill_layers_skipped_tokens == whole.usage.prompt_tokens - 1
     [replica] = client.deployments.metrics(deployment.id).replicas
     assert replica.replica
-    assert replica.values["generation_tokens_total"] == 2 * whole.usage.completion_tokens
+    assert replica["values"]["generation_tokens_total"] == 2 * whole.usage.completion_tokens
     client.deployments.delete(deployment.id)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from swiftkv_platform.client import MetricPoint
+from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.installing import install_command
 from swiftkv_platform.local.terminal import flops, size
@@ -99,12 +99,13 @@ def _cost(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot_loss(points: Sequence[MetricPoint], path: Path) -> str | None:
+def plot_loss(points: Sequence[Resource], path: Path) -> str | None:
     """Plot the logits loss over the tokens trained on to a PNG.
 
     Returns None, or the reason why there is no plot.
     """
-    measured = [(point.tokens, point.logits_loss) for point in points if point.tokens and point.logits_loss]
+    rows = [point.model_dump() for point in points]
+    measured = [(row["tokens"], row["logits_loss"]) for row in rows if row.get("tokens") and row.get("logits_loss")]
     if not measured:
         return "the job reported no loss"
     try:

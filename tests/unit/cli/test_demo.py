@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.client import MetricPoint
+from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo.llm import llm_spec
@@ -91,10 +91,10 @@ def test_the_report_is_printed_with_every_stage_and_no_empty_cell() -> None:
 
 def test_the_loss_curve_is_a_picture_or_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     required_module("matplotlib")
-    points = [MetricPoint(step=n, tokens=n * 100, logits_loss=1.0 / n) for n in range(1, 5)]
+    points = [Resource(step=n, tokens=n * 100, logits_loss=1.0 / n) for n in range(1, 5)]
     assert plot_loss(points, tmp_path / "loss.png") is None
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "no loss" in str(plot_loss([MetricPoint(step=1)], tmp_path / "none.png"))
+    assert "no loss" in str(plot_loss([Resource(step=1)], tmp_path / "none.png"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "matplotlib" in str(plot_loss(points, tmp_path / "none.png"))
     assert not (tmp_path / "none.png").exists()

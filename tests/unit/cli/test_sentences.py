@@ -14,7 +14,7 @@ from swiftkv_platform.cli import waiting
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.output import local_time
-from swiftkv_platform.client import Estimate
+from swiftkv_platform.client import Resource
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
@@ -60,7 +60,7 @@ def lines(result: Result) -> dict[str, str]:
 def described(
     machine_bytes: int | None = None, *, spec: dict[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    estimate = Estimate.model_validate({**ESTIMATE, **changes})
+    estimate = Resource.model_validate({**ESTIMATE, **changes})
     return describe_estimate(estimate, JobSpec.model_validate({**SPEC, **(spec or {})}), machine_bytes)
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_known_is_said_or_left_out() -> None:
     assert unmeasured["time"] == "unknown: no similar job has been measured"
     assert unmeasured["training"] == "36.1 MFLOPs a token; data and epochs decide the number of tokens"
     assert unmeasured["cost"] is None
-    of_hub = describe_estimate(Estimate.model_validate({"sources": []}), JobSpec.model_validate(SPEC), 16 * GIB)
+    of_hub = describe_estimate(Resource.model_validate({"sources": []}), JobSpec.model_validate(SPEC), 16 * GIB)
     assert set(of_hub.values()) == {None, ""}
 
 
@@ -239,6 +239,9 @@ def test_the_quota(run: Run, script: Script) -> None:
         "deployments": 2,
         "max_deployments": 100,
         "files": 3,
+        "imported_models": 0,
+        "aliases": 0,
+        "pending_deliveries": 0,
         "held_by_jobs": {"gpus": 8.0, "cpus": 4.5},
         "held_by_deployments": {"gpus": 1.0, "cpus": 0.0},
     }

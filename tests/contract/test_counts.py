@@ -235,25 +235,6 @@ def columns_of(database: Database) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in session.execute(select(*parts).order_by(table.id))]
 
 
-def test_deployments_from_before_the_columns_are_counted_as_now(
-    database: Database, registry: Registry, models: list[Model]
-) -> None:
-    engine = {"device": "cuda", "tensor_parallel_size": 2, "num_threads": 3}
-    candidate = {"model": models[1].id, "artifact_uri": models[1].artifact_uri}
-    own = served(registry, models[0], max_replicas=4, alias="production", engine=engine, candidate=candidate)
-    damaged = registry.create_deployment(make_deployment(models[0], "/damaged"))
-    with database.writing() as session:
-        session.execute(update(DeploymentRow).where(DeploymentRow.id == damaged.spec.id).values(spec=[]))
-    expected = [
-        (own.spec.id, "production", models[1].id, 4, 8.0, 24.0),
-        (damaged.spec.id, None, None, 1, 0.0, 1.0),
-    ]
-    assert columns_of(database) == expected
-    database.downgrade("0005")
-    database.upgrade()
-    assert columns_of(database) == [expected[0], (damaged.spec.id, None, None, 0, 0.0, 0.0)]
-
-
 def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round(
     database: Database, registry: Registry, models: list[Model]
 ) -> None:

@@ -252,13 +252,3 @@ def test_text_and_other_tenants_hold_nothing(database: Database, rows: RetainedR
     store(jobs, make_job(metadata={"about": model}))
     rows.delete_model(model, by="ann", now=400)
     rows.delete_job(job.id, by="ann", now=400)
-
-
-def test_jobs_that_ended_before_there_was_retention_are_found(
-    database: Database, rows: RetainedRows, jobs: JobRepository
-) -> None:
-    waiting, job = store(jobs, make_job()), ended(jobs)
-    database.downgrade("0005")
-    database.upgrade()
-    assert rows.ended_jobs(Kind.LOGS, before=100, limit=9, after=None) == [job.id]
-    assert jobs.get(waiting.id, tenant=TENANT) == waiting

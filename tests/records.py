@@ -1,6 +1,7 @@
 """Jobs, events and models for tests of the database."""
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from swiftkv_platform.control_plane.access.demand import Demand
@@ -55,3 +56,7 @@ def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
     placed = [job for job in live if job.status.holds_cluster]
     total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
     return Standing(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
+
+
+UNDISPUTED: Any = SimpleNamespace(fence=None, check=lambda: None)
+"""Lease of a process that runs alone."""

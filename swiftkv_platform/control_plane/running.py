@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.jobs.queue import nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
+from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
@@ -147,7 +147,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.import_parsers = import_parsers()
 
 
-def build_deployment_reconciler(settings: Settings, parts: Components, lease: Lease) -> DeploymentReconciler:
+def build_deployment_reconciler(settings: Settings, parts: Components, lease: Leadership) -> DeploymentReconciler:
     """Build the reconciler of deployments from the settings."""
     own = settings.serve_dashboard_url
     return DeploymentReconciler(

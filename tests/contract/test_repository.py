@@ -8,7 +8,6 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.events import Pace
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.session import Database
@@ -22,7 +21,6 @@ from swiftkv_platform.control_plane.jobs.job import (
     MetricPoint,
     Reason,
     start,
-    status_event,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.rows import JobFilter, JobRepository
@@ -30,7 +28,6 @@ from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,
     NotFoundError,
-    QuotaExceededError,
     StaleVersionError,
 )
 from tests.records import TENANT, make_job, make_model, message, store
@@ -152,24 +149,6 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
     assert [point.step for point in jobs.points(job.id, Page(after="1198", order="asc")).items] == [1199]
     with pytest.raises(InvalidInputError, match="after"):
         jobs.points(job.id, Page(after="x"))
-
-
-@pytest.mark.parametrize("field", ["max_queued_jobs", "max_unfinished_jobs", "max_stored_jobs"])
-def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(jobs: JobRepository, field: str) -> None:
-    policy = TenantPolicy.model_validate({field: 3})
-    store(jobs, make_job(tenant="other"))
-
-    def submit() -> Job:
-        job = make_job()
-        return jobs.create(job, status_event(job, now=100), policy=policy)
-
-    refused = [outcome for outcome in at_once([submit] * 8) if isinstance(outcome, QuotaExceededError)]
-    assert len(jobs.list(Page(), tenant=TENANT).items) == 3
-    assert [error.field for error in refused] == [field] * 5
-    [*_, job] = jobs.list(Page(), tenant=TENANT).items
-    jobs.update(replace(job, status=JobStatus.CANCELLED))
-    outcome = at_once([submit])[0]
-    assert isinstance(outcome, QuotaExceededError) == (field == "max_stored_jobs"), "ended jobs still count as stored"
 
 
 def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(

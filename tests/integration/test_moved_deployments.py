@@ -18,6 +18,7 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for
 from tests.integration.load import PROMPTS, Load, ask, greedy_answers, publish, replica_pids
 from tests.rays import free_port, ray_head
+from tests.records import UNDISPUTED
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts two heads")]
@@ -38,7 +39,7 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
     def bring_up(cluster: RayServe) -> None:
         """Reconcile as a control plane does that has just started with this cluster's address."""
         wait_for(lambda: cluster.status() == {})
-        reconciler = DeploymentReconciler(rows, cluster)
+        reconciler = DeploymentReconciler(rows, cluster, UNDISPUTED)
 
         def runs() -> bool:
             reconciler.tick()

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, open_to_deployments, plain, take
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -161,8 +161,8 @@ class DeploymentReconciler:
 
     deployments: DeploymentRepository
     cluster: RayServe
-    lease: Lease = UNDISPUTED
-    """Lease to hold for any change; the default is for the only control plane."""
+    lease: Leadership
+    """Lease to hold for any change."""
     _: KW_ONLY
     nodes: Callable[[], Sequence[Node] | None] = lambda: None
     """Nodes that replicas run on; None if they are unknown, and then all wanted replicas are applied."""

@@ -50,7 +50,7 @@ from swiftkv_platform.control_plane.jobs.parents import PublishRules
 from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom, driver_needs
 from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
 from swiftkv_platform.control_plane.jobs.rows import Placed
-from swiftkv_platform.control_plane.loops.leadership import Lease
+from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.loops.loop import Backoff
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
@@ -212,7 +212,7 @@ class Reconciler:
         self,
         parts: Components,
         settings: Settings,
-        lease: Lease,
+        lease: Leadership,
         instruments: Instruments,
         *,
         polls: PollSchedule,

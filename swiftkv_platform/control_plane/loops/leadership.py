@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from sqlalchemy import ColumnElement, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -86,33 +85,6 @@ _RENEWALS_PER_LEASE = 3
 _TAKES_PER_LEASE = 4
 
 
-class Lease(Protocol):
-    """Right to act, held until it is lost."""
-
-    @property
-    def fence(self) -> Fence | None:
-        """Fencing token for what is stored under the lease; None if no other process may hold it. Raises
-        `LeaseLostError`."""
-        ...
-
-    def check(self) -> None:
-        """Raise `LeaseLostError` unless the lease is held at this moment."""
-        ...
-
-
-class _Undisputed:
-    @property
-    def fence(self) -> None:
-        return None
-
-    def check(self) -> None:
-        """Do nothing: there is no other holder."""
-
-
-UNDISPUTED: Lease = _Undisputed()
-"""Lease of a process that runs alone."""
-
-
 class Leadership:
     """Leadership of the loop `name`, which the process `holder` has or waits for. `lease_s`: seconds that the lease
     lasts unless it is renewed."""
@@ -131,7 +103,7 @@ class Leadership:
 
     @property
     def fence(self) -> Fence:
-        """Fencing token of the lease. Raises `LeaseLostError` while another process leads."""
+        """Fencing token for what is stored under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
             raise self._lost()

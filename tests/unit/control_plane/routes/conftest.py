@@ -21,7 +21,6 @@ from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReco
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
-from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
@@ -30,6 +29,7 @@ from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.serve_cluster import FakeServeCluster
 from tests.model_configs import llama_config
+from tests.records import UNDISPUTED
 from tests.servers import serving
 
 URL = "http://127.0.0.1:8000"
@@ -70,7 +70,7 @@ class Server:
         settings = self.settings.model_copy(update={"max_running_jobs": self.max_running_jobs})
         polls = PollSchedule(PollIntervals(0.0, 0.0, 0.0))
         self._reconciler = Reconciler(self.parts, settings, UNDISPUTED, Instruments(), polls=polls, concurrency=1)
-        self._deployments = DeploymentReconciler(self.parts.deployments, self.serving)
+        self._deployments = DeploymentReconciler(self.parts.deployments, self.serving, UNDISPUTED)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def wait(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_e
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from tests.components import make_components
@@ -21,6 +21,7 @@ from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.fakes.serve_cluster import FakeServeCluster
+from tests.records import UNDISPUTED
 
 TENANT = "acme"
 STORE = "memory://test"
@@ -59,7 +60,7 @@ class Plane:
     def reconciler(
         self,
         *,
-        lease: Lease = UNDISPUTED,
+        lease: Leadership = UNDISPUTED,
         polls: PollSchedule | None = None,
         concurrency: int = 1,
         parts: Mapping[str, object] = {},

@@ -205,9 +205,3 @@ def test_times_and_reasons_follow_the_status() -> None:
     job, event = transition(job, JobStatus.FAILED, now=120, reason=REASON)
     assert (job.finished_at, job.error, event.level) == (120, REASON, "error")
     assert REASON.message in event.message
-
-
-def test_ids_sort_by_the_time_they_were_made() -> None:
-    ids = [new_id("job") for _ in range(1000)]
-    assert ids == sorted(ids)
-    assert len(set(ids)) == 1000

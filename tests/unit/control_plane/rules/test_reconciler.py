@@ -181,19 +181,6 @@ def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) ->
     assert (plane.reason(job).code, plane.get(job).attempt.number) == ("preempted", 3)
 
 
-def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
-    normal = [plane.submit() for _ in range(2)]
-    low = plane.submit(limits={"priority": "low"})
-    high = plane.submit(limits={"priority": "high"})
-    reconciler = plane.reconciler(max_running_jobs=2)
-    expected = [high, *normal, low]
-    for running in range(2, 5):
-        reconciler.tick()
-        assert plane.cluster.started == [f"{job.id}-1" for job in expected[:running]]
-        plane.worker(expected[running - 2]).artifact()
-        plane.cluster.finish(f"{expected[running - 2].id}-1", SubmissionStatus.SUCCEEDED)
-
-
 def test_while_ray_is_away_jobs_keep_their_status(plane: Plane) -> None:
     running = plane.submit()
     reconciler = plane.reconciler(max_running_jobs=2)

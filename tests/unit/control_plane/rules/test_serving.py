@@ -28,6 +28,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from tests.fakes.serve_cluster import FakeServeCluster
+from tests.records import UNDISPUTED
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -65,7 +66,7 @@ def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:
 def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     plane: Plane, model: Model, damage: str, restarted: bool
 ) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
     damaged, sound = deploy(plane, model.id), deploy(plane, model.id, "/sound")
     reconciler.tick()
     for deployment in (damaged, sound):
@@ -73,7 +74,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     with plane.database.writing() as session:
         session.execute(text(f"UPDATE deployments SET {damage}, version = 7 WHERE id = :id"), {"id": damaged.spec.id})
     if restarted:
-        reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+        reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
     third = deploy(plane, model.id, "/third")
     with capture_logs() as logs:
         reconciler.tick()
@@ -159,7 +160,7 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
 
 
 def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
     plane.serving.away = True
     reconciler.tick()  # Serve is left alone where nothing was ever deployed
     deployment = deploy(plane, model.id)
@@ -179,10 +180,12 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
     reconciler.tick()
     assert status(plane, deployment) is DeploymentStatus.RUNNING
-    DeploymentReconciler(plane.catalog, FakeServeCluster()).tick()  # restarted, with another cluster's address
+    DeploymentReconciler(
+        plane.catalog, FakeServeCluster(), UNDISPUTED
+    ).tick()  # restarted, with another cluster's address
     assert status(plane, deployment) is DeploymentStatus.PENDING, "it runs only on the cluster of before"
     delete(plane, deployment)
-    restarted = DeploymentReconciler(plane.catalog, plane.serving)
+    restarted = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
     restarted.tick()
     assert plane.serving.applied[-1] == [], "deletions made while the control plane was down are applied"
     plane.serving.forget()
@@ -193,7 +196,7 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
 def test_a_round_compares_each_of_many_deployments_with_itself_alone(
     plane: Plane, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reconciler, compared = DeploymentReconciler(plane.catalog, plane.serving), list[object]()
+    reconciler, compared = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED), list[object]()
     deployments = [deploy(plane, model.id, f"/route-{number}") for number in range(90)]
     reconciler.tick()
     equal = ResolvedDeployment.__eq__
@@ -217,7 +220,9 @@ def sharing(plane: Plane, *cpus: float, gpus: float = 0.0, **options: Any) -> De
     """A reconciler on nodes with these CPUs, of which the last also has `gpus`."""
     gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
     nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
-    return DeploymentReconciler(plane.catalog, plane.serving, nodes=lambda: nodes, clock=plane.clock, **options)
+    return DeploymentReconciler(
+        plane.catalog, plane.serving, UNDISPUTED, nodes=lambda: nodes, clock=plane.clock, **options
+    )
 
 
 def want(plane: Plane, model: Model, name: str, *, cpus: int = 1, fewest: int = 1, most: int = 0, **engine: Any) -> str:

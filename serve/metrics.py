@@ -126,7 +126,7 @@ class Metrics:
         if output.index == 0:
             counted["prompt_tokens"] = len(output.prompt_token_ids)
             counted["prefix_cache_hits"] = output.num_cached_tokens
-            counted["prefill_layer_tokens_skipped"] = output.num_prefill_layers_skipped_tokens
+            counted["prefill_layer_tokens_skipped"] = output.num_skipped_tokens
         for name, amount in counted.items():
             self._count(name, amount, of=model)
         self._count("request_success", of=model, finished_reason=str(output.finish_reason))

@@ -323,7 +323,7 @@ class Usage(BaseModel):
             prompt_tokens=sum(len(output.prompt_token_ids) for output in prompts),
             completion_tokens=sum(len(output.token_ids) for output in outputs),
             cached_tokens=sum(output.num_cached_tokens for output in prompts),
-            prefill_layers_skipped_tokens=sum(output.num_prefill_layers_skipped_tokens for output in prompts),
+            prefill_layers_skipped_tokens=sum(output.num_skipped_tokens for output in prompts),
             early_exit_tokens=sum(output.num_exited_tokens for output in outputs),
         )
 

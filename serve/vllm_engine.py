@@ -116,9 +116,7 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
 def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
     """Raise `InvalidInputError` for parameters that vLLM does not support, naming the field and the backend that does.
     `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
-    if params.early_exit.mode != "off":
-        mode = params.early_exit.mode
-        raise InvalidInputError(f"early_exit is {mode!r}; {_NATIVE}: 'off' is accepted", field="early_exit", value=mode)
+    params.refuse_exits(f"; {_NATIVE}: 'off' is accepted")
     if params.num_lookup_tokens:
         raise InvalidInputError(
             f"num_lookup_tokens is {params.num_lookup_tokens}; {_NATIVE}: 0 is accepted",

@@ -55,15 +55,17 @@ class StudentShape(FrozenModel):
 
     @classmethod
     def of(cls, config: Any) -> StudentShape:
-        """Read the shape from a student's configuration or from the keys of its `config.json`. Raises
+        """Read the shape from a configuration or from the keys of its `config.json`; a teacher's is dense. Raises
         `InvalidInputError` for an l, g or list of layers that is none."""
         found: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
         given = {name: found[name] for name in cls.model_fields if found.get(name) is not None}
-        for name in given.keys() & {"num_key_value_layers", "key_value_group_size"}:
-            _check_integer(name, given[name])
+        depth = found.get("num_hidden_layers")
         if "swiftkv_prefill_layers" in given:
             _check_prefill_layers(given["swiftkv_prefill_layers"])
-            given.setdefault("num_key_value_layers", given["swiftkv_prefill_layers"][-1] + 1)
+            depth = given["swiftkv_prefill_layers"][-1] + 1
+        given = {"num_key_value_layers": depth, "key_value_group_size": 1} | given
+        for name in ("num_key_value_layers", "key_value_group_size"):
+            _check_integer(name, given[name])
         return cls(**given)
 
     @classmethod
@@ -79,6 +81,10 @@ class StudentShape(FrozenModel):
     def has_gaps(self) -> bool:
         """Whether skipped prompt tokens bypass layers below l."""
         return bool(bypassed_layers(self.swiftkv_prefill_layers or ()))
+
+    def without_deep_leaders(self) -> StudentShape:
+        """Return the shape whose deep tokens share the prompts' K and V."""
+        return self.model_copy(update={"swiftkv_decode_key_value": "shared"})
 
     def to_config(self) -> dict[str, Any]:
         """Return the keys and values of `config.json`."""
@@ -247,6 +253,11 @@ class ShapeRequest:
     def given_layers(self) -> int | None:
         """The l that is given, directly or by `prefill_layers`; None if neither is."""
         return self.prefill_layers[-1] + 1 if self.prefill_layers else self.num_key_value_layers
+
+    @property
+    def has_deep_leaders(self) -> bool:
+        """Whether deep tokens have K and V of their own."""
+        return self.decode_key_value == "own"
 
     @property
     def has_gaps(self) -> bool:

@@ -167,7 +167,7 @@ def _prepare_rows(
             remote=remote,
             access=access,
             written=written,
-            splits=spec.swiftkv.decode_key_value == "own",
+            splits=spec.swiftkv.request.has_deep_leaders,
             steers=spec.training.validation is not None,
             progress=progress,
         )

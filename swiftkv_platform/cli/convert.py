@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from swiftkv_platform.model.streaming import Progress as Report
 
 _MIB = 1 << 20
-_DESCRIBED = (
-    "model_type",
-    "num_hidden_layers",
-    "num_key_value_layers",
-    "key_value_group_size",
-    "num_key_value_heads_swiftkv",
-    "early_exit",
-    "own_output_projection",
-    "swiftkv_decode_key_value",
-    "swiftkv_prefill_layers",
-)
-"""Fields of a student's configuration that `convert` prints."""
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
 Copy = Annotated[bool, typer.Option("--copy", help="Copy unchanged weight files; by default they are hard-linked.")]
 CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of the calibration text.")]
@@ -259,7 +247,9 @@ def _describe(converted: Converted) -> dict[str, Any]:
         )
     return {
         "output": str(converted.path),
-        **{name: getattr(config, name) for name in _DESCRIBED},
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        **config.shape.to_config(),
         "num_kv_cache_layers": layer_map.num_kv_cache_layers,
         "kv_bytes_ratio": sum(cached) / (config.num_hidden_layers * heads),
         "equal_cache_group_size": equal,

@@ -88,9 +88,7 @@ class SwiftKVConfigMixin:
     @property
     def layer_map(self) -> LayerMap:
         """Map from each layer to the KV-cache layer that it reads. No token of a prefill-only export is deep."""
-        shape = self.shape
-        if self.swiftkv_prefill_only:
-            shape = shape.model_copy(update={"swiftkv_decode_key_value": "shared"})
+        shape = self.shape.without_deep_leaders() if self.swiftkv_prefill_only else self.shape
         return LayerMap(cast("Any", self).num_hidden_layers, shape)
 
 

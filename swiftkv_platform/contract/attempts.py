@@ -32,7 +32,7 @@ from ulid import ULID
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.job import with_former_defaults
+from swiftkv_platform.specs.job import with_former_defaults, without_former_defaults
 
 MANIFEST = "manifest.json"
 ADAPTER_LINEAGE = "base_digest"
@@ -186,11 +186,7 @@ class AttemptRequest(FrozenModel):
         """Serialise the request without default values: workers of an older version refuse unknown fields. They know
         only the paper's form of student, so that form is left out instead."""
         document = self.model_dump(mode="json", exclude_defaults=True)
-        swiftkv = document["spec"].pop("swiftkv", {}) | {"decode_key_value": self.spec.swiftkv.decode_key_value}
-        if swiftkv["decode_key_value"] == "shared":
-            del swiftkv["decode_key_value"]
-        if swiftkv:
-            document["spec"]["swiftkv"] = swiftkv
+        document["spec"] = without_former_defaults(document["spec"], self.spec)
         return to_json(document)
 
 

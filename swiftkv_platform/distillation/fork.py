@@ -118,7 +118,7 @@ class Fork(nn.Module):
         weights = {"lm_loss": 1.0} if lm else {"logits_loss": self._spec.logits_loss_weight}
         if self._hidden_index is not None:
             weights["hidden_loss"] = self._spec.hidden_loss_weight
-        if self.student.config.early_exit:
+        if self.student.config.shape.has_exit_head:
             weights["exit_loss"] = self._spec.exit_loss_weight
         return weights
 
@@ -133,7 +133,7 @@ class Fork(nn.Module):
 
     def heads(self) -> list[nn.Module]:
         """Modules whose weights the losses use directly, without calling the modules."""
-        return [self.student.lm_head, *([self.student.exit_head] if self.student.config.early_exit else [])]
+        return [self.student.lm_head, *([self.student.exit_head] if self.student.config.shape.has_exit_head else [])]
 
     def forward(
         self,
@@ -209,7 +209,7 @@ class Fork(nn.Module):
             mine = student if last else of_student(student_states[self._hidden_index])
             theirs = teacher if last else _rows(teacher_states[self._hidden_index], counted)
             sums["hidden_loss"] = hidden_loss(mine, theirs)
-        if self.student.config.early_exit:
+        if self.student.config.shape.has_exit_head:
             # The head reads x, but sends no gradient into it.
             exit_hidden = self.student.exit_norm(of_student(entering.detach()))
             sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher)
@@ -245,7 +245,7 @@ class Fork(nn.Module):
     @property
     def _needs_teacher(self) -> bool:
         spec = self._spec
-        return spec.objective == "logits" or self._hidden_index is not None or self.student.config.early_exit
+        return spec.objective == "logits" or self._hidden_index is not None or self.student.config.shape.has_exit_head
 
 
 def sharding_units(decoder: Any) -> Iterator[nn.Module | list[nn.Module]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.specs.early_exit import EarlyExit
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.specs.sampling import SamplingParams
+from swiftkv_platform.specs.sampling import EarlyExit, SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:

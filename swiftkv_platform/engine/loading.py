@@ -45,6 +45,10 @@ class ModelDescription:
     context_length: int
     """Maximum tokens of prompt and answer together: `max_model_len`, or the model's number of positions."""
 
+    @property
+    def has_exit_head(self) -> bool:
+        return StudentShape.of(self.config).has_exit_head
+
 
 @dataclass(frozen=True)
 class LoadedModel(ModelDescription):

@@ -64,7 +64,7 @@ class RequestOutput:
     """Number of tokens that were drafted, by the exit head or from the text, and verified."""
     num_accepted_tokens: int = 0
     """Number of drafted tokens that became tokens of the answer."""
-    num_prefill_layers_skipped_tokens: int = 0
+    num_skipped_tokens: int = 0
     """Number of prompt tokens that were computed without layers >= l."""
     error: str | None = None
     """Error that ended the answer, if `finish_reason` is `error`."""

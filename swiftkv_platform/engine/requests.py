@@ -55,7 +55,7 @@ class RequestReader:
         self._eos_token_ids = model.eos_token_ids
         self._max_model_len = model.context_length
         self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._has_exit_head = bool(getattr(model.config, "early_exit", False))
+        self._has_exit_head = model.has_exit_head
         self._num_slots = num_slots
         self.vocabulary = Vocabulary(model.tokenizer)
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
@@ -167,13 +167,9 @@ class RequestReader:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        mode = params.early_exit.mode
-        if mode != "off" and not self._has_exit_head:
-            raise InvalidInputError(
-                f"early_exit is {mode!r}, but this model has no exit head; use 'off', or a model that was converted "
-                "with early_exit=True",
-                field="early_exit",
-                value=mode,
+        if not self._has_exit_head:
+            params.refuse_exits(
+                ", but this model has no exit head; use 'off', or a model that was converted with early_exit=True"
             )
         if params.structured_outputs is not None:
             params.structured_outputs.check_followed()

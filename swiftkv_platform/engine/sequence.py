@@ -80,7 +80,7 @@ class Sequence:
         """Positions of tokens that exited at layer l, and so have shared K and V in layers >= l."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.num_prefill_layers_skipped_tokens = 0
+        self.num_skipped_tokens = 0
         self.max_output_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
         self._num_cached_tokens: int | None = None
         self._error: str | None = None
@@ -158,11 +158,11 @@ class Sequence:
         self._become(SequenceStatus.WAITING)
         self.num_computed_tokens = 0
         if self.num_output_tokens == 0:
-            self.num_prefill_layers_skipped_tokens = 0
+            self.num_skipped_tokens = 0
 
     def take(self, result: StepResult) -> None:
         if self.num_output_tokens == 0:
-            self.num_prefill_layers_skipped_tokens += result.num_skipped_tokens
+            self.num_skipped_tokens += result.num_skipped_tokens
         self.prompt_logprobs += result.prompt_logprobs
         self.num_draft_tokens += result.num_draft_tokens
         if result.exited:
@@ -226,7 +226,7 @@ class Sequence:
             num_exited_tokens=self.num_exited_tokens,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
-            num_prefill_layers_skipped_tokens=self.num_prefill_layers_skipped_tokens,
+            num_skipped_tokens=self.num_skipped_tokens,
             error=self._error,
             error_field=self._error_field,
         )

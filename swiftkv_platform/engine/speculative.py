@@ -33,6 +33,7 @@ from swiftkv_platform.engine.sampler import SamplingRow, choose
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
 from swiftkv_platform.model.exits import exit_confidence
+from swiftkv_platform.student_shape import StudentShape
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 """Approximate number of tokens at which a step's arithmetic takes as long as reading the weights."""
@@ -60,11 +61,11 @@ class Drafting:
             if found:
                 drafts[sequence] = Draft(token_ids=found)
                 room -= len(found)
-            elif sequence.params.early_exit.mode == "lossless" and limit > 0:
+            elif sequence.params.num_exit_drafts and limit > 0:
                 others.append(sequence)
         for sequence in others:
             sequence.drafts.follow(self._reliability[sequence.params.temperature == 0.0])
-            limit = min(sequence.num_draftable_tokens, sequence.params.early_exit.num_draft_tokens, room)
+            limit = min(sequence.num_draftable_tokens, sequence.params.num_exit_drafts, room)
             if limit > 0 and exit_head_pays(sequence.drafts, self.costs, num_sequences, len(others)):
                 drafts[sequence] = Draft(num_exit_tokens=limit)
                 room -= limit
@@ -154,7 +155,7 @@ def draft_from_exit_head(
 
 def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
     """Return the exit head's confidence by row; 0 if it does not reach the request's threshold."""
-    thresholds = [sequence.params.early_exit.threshold for sequence in sequences]
+    thresholds = [sequence.params.exit_threshold for sequence in sequences]
     found: list[float] = exit_confidence(logits).tolist()
     return [one if one >= threshold else 0.0 for one, threshold in zip(found, thresholds, strict=True)]
 
@@ -203,7 +204,7 @@ def draft_costs(model: Any) -> DraftCosts:
     head = _num_weights(model.lm_head)
     whole = sum(map(_num_weights, layers)) + head
     max_step_tokens = MAX_STEP_TOKENS[model.device.type]
-    exit_head = head if getattr(model.config, "early_exit", False) else 0
+    exit_head = head if StudentShape.of(model.config).has_exit_head else 0
     return DraftCosts(lower / whole, exit_head / whole, 1 / max_step_tokens, max_step_tokens)
 
 
@@ -232,7 +233,7 @@ def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence],
     """Find the sequences in mode `threshold` for which the exit head is confident enough, given x [1, num_tokens,
     hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer, so exiting
     there costs later tokens nothing. Source: paper, appendix E."""
-    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.early_exit.mode == "threshold"]
+    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.exits_when_sure]
     if not asking:
         return Exits({}, x.new_empty(0))
     logits = model.exit_logits(take(x[0], [batch.next_token_rows[index][0] for index in asking])).float()

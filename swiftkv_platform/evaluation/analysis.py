@@ -28,15 +28,14 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, TEACHER_FINDS, needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate, evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.conversion import load_teacher
+from swiftkv_platform.model.conversion import load_teacher, make_student
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
-from swiftkv_platform.student_shape import format_layers
+from swiftkv_platform.student_shape import ShapeRequest, format_layers
 
 _PROMPTS_AT_ONCE = 20
 """Needle prompts per batch; they are about equally long."""
@@ -57,7 +56,7 @@ class Depth:
 
 def measure_starts(
     teacher: Any,
-    shapes: Iterable[Mapping[str, Any]],
+    shapes: Iterable[ShapeRequest],
     *,
     calibration: Sequence[Mapping[str, Tensor]],
     held_out: PackedRows,
@@ -69,32 +68,29 @@ def measure_starts(
 
     Args:
         teacher: a causal language model of a known family; its weights are shared with the students, never changed.
-        shapes: arguments of `convert`, such as `shape_at` and `shape_listed` make.
+        shapes: such as `shape_at` and `shape_listed` make.
         calibration: batches with `input_ids` and `position_ids` for the calibrated start.
         max_tokens: held-out tokens to measure.
     """
     for shape in shapes:
-        student = convert(teacher, **shape, calibration=calibration)
+        student = make_student(teacher, shape, calibration=calibration)
         totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
         found = None if needles is None else needles.share_found(student)
         layers = student.config.layer_map.prefill_layers
         yield Depth(layers[-1] + 1, totals.teacher, totals.student, found, layers)
 
 
-def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> dict[str, Any]:
-    """Return the arguments of `convert` for l = `depth` out of `num_layers` layers; if fewer than g layers are left,
-    they form one group."""
-    return {
-        "num_key_value_layers": depth,
-        "key_value_group_size": min(key_value_group_size, num_layers - depth),
-    }
+def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> ShapeRequest:
+    """Return the shape for l = `depth` out of `num_layers` layers; if fewer than g layers are left, they form one
+    group."""
+    group_size = min(key_value_group_size, num_layers - depth)
+    return ShapeRequest(num_key_value_layers=depth, key_value_group_size=group_size)
 
 
-def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> dict[str, Any]:
-    """Return the arguments of `convert` for prompts that run through `layers` and deep tokens that keep their own K and
-    V."""
-    upper = shape_at(layers[-1] + 1, num_layers, key_value_group_size)["key_value_group_size"]
-    return {"prefill_layers": layers, "key_value_group_size": upper, "decode_key_value": "own"}
+def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
+    """Return the shape for prompts that run through `layers` and deep tokens that keep their own K and V."""
+    group_size = min(key_value_group_size, num_layers - layers[-1] - 1)
+    return ShapeRequest(prefill_layers=layers, key_value_group_size=group_size, decode_key_value="own")
 
 
 def measure_bypasses(
@@ -108,9 +104,10 @@ def measure_bypasses(
     Args:
         num_layers: at most L - 2.
     """
-    every = range(teacher.config.num_hidden_layers - 1)
+    depth = teacher.config.num_hidden_layers
     for bypassed in range(num_layers):
-        student = convert(teacher, prefill_layers=[i for i in every if i != bypassed], decode_key_value="own")
+        listed = [i for i in range(depth - 1) if i != bypassed]
+        student = make_student(teacher, shape_listed(listed, depth, 1))
         yield bypassed, evaluate(student, held_out, max_tokens=max_tokens, batch_size=1).student.kl
 
 

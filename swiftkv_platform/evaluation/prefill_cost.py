@@ -32,7 +32,7 @@ class ModeCost:
     kv_bytes_per_token: float
     """Bytes in the cache, in the model's own dtype."""
     ttft_ms: float
-    """Median milliseconds from the prompts to their first tokens; here prompts run through bypassed layers too."""
+    """Median milliseconds from the prompts to their first tokens; here prompts run through the layers of gaps too."""
 
 
 @dataclass(frozen=True)

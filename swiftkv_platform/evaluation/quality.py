@@ -213,7 +213,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
     teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepTurns(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     student = _rows(decoder.student_upper(x, turns, deep=deep, hidden=entering), counted)
-    exits = _rows(entering, counted) if model.config.early_exit else None
+    exits = _rows(entering, counted) if model.config.shape.has_exit_head else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     chunks, totals = list[torch.Tensor](), Totals()

@@ -1,4 +1,4 @@
-"""Layers below l that skipped prompt tokens bypass (`swiftkv_prefill_layers`, `docs/model.md`): the hidden states after
+"""Layers below l that skipped prompt tokens bypass (`LayerMap.gaps`, `docs/model.md`): the hidden states after
 such a layer. `engine/deep_rows.py` does the same for the rows of an engine step.
 """
 

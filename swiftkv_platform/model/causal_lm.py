@@ -41,7 +41,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = self.decoder_class(config)
-        if config.early_exit:
+        if config.shape.has_exit_head:
             self.exit_norm = type(self.model.norm)(config.hidden_size, eps=config.rms_norm_eps)
             self.exit_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.num_key_value_layers == config.num_hidden_layers:
@@ -61,7 +61,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 
     def exit_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the exit head to x, the hidden state after layer l - 1: [..., hidden_size] -> [..., vocab_size]."""
-        if not self.config.early_exit:
+        if not self.config.shape.has_exit_head:
             raise ModelError("this model has no exit head; convert it with early_exit=True", field="early_exit")
         logits: torch.Tensor = self.exit_head(self.exit_norm(x))
         return logits
@@ -76,18 +76,18 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        early_exit: ThresholdExits | None = None,
+        exits: ThresholdExits | None = None,
         prompt_length: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits [batch, num_kept, vocab_size] at the positions `logits_to_keep` (0: all), as transformers.
 
         In student mode only the tokens at these positions run through layers >= l; if labels, hidden states or
-        attentions are asked for, all tokens do. With `early_exit`, which `generate()` passes, these are the logits of
+        attentions are asked for, all tokens do. With `exits`, which `generate()` passes, these are the logits of
         the last token, and rows may stop at layer l with those of the exit head.
 
-        If deep tokens keep their own K and V (`swiftkv_decode_key_value: own`), the prompt's last token and all later
-        ones are deep. `prompt_length`, including padding, is one number for all rows or one each, [batch]. Without it,
+        If deep tokens have K and V of their own (`LayerMap.deep_leaders`), the prompt's last token and all later ones
+        are deep. `prompt_length`, including padding, is one number for all rows or one each, [batch]. Without it,
         the first deep token is the one before the first counted label; without labels, a number `logits_to_keep` is the
         number of deep tokens, where 0 means the last one only.
         """
@@ -95,7 +95,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         if self.model.layer_map.deep_leaders and tokens is not None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             kwargs["first_deep"] = _first_deep(prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen))
-        step = None if early_exit is None else ExitStep(early_exit, self.exit_logits)
+        step = None if exits is None else ExitStep(exits, self.exit_logits)
         kept: Any = None
         if step is not None:
             kept, logits_to_keep = step.choose, 0

@@ -22,7 +22,7 @@ from swiftkv_platform.model.exits import ThresholdExits
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.quantization import payload_dtype
 from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.sampling import EarlyExit
 
 
 @dataclass
@@ -70,7 +70,7 @@ class SwiftKVGenerationMixin(nn.Module):
         refusal = None
         if mode == "lossless":
             refusal = "needs swiftkv_platform.engine, which drafts and verifies; generate() accepts off or threshold"
-        elif not self.config.early_exit:
+        elif not self.config.shape.has_exit_head:
             refusal = "needs an exit head, which this model lacks; convert it with early_exit=True"
         elif not self.model.swiftkv_enabled:
             refusal = "is the student's; call model.swiftkv(True)"
@@ -196,7 +196,7 @@ class SwiftKVGenerationMixin(nn.Module):
             logits_processor,
             exits.watch(stopping_criteria),
             generation_config,
-            early_exit=exits,
+            exits=exits,
             **model_kwargs,
         )
         if not generation_config.return_dict_in_generate:

@@ -92,6 +92,6 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
     first = layer_map.num_key_value_layers
     if first < layer_map.num_hidden_layers and config.family.normalises_inputs:
         yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
-    if config.early_exit:
+    if config.shape.has_exit_head:
         yield StartingTensor("exit_norm.weight", ("model.norm.weight",))
         yield StartingTensor("exit_head.weight", ("lm_head.weight",))

@@ -84,7 +84,7 @@ def lower_turns(
 ) -> tuple[Tensor, Tensor]:
     """Run layers < l of a student; returns x of all tokens as a prompt's, and of the `kept` ones (None: all) as deep.
 
-    The two differ if prompts bypass layers. From the first bypassed layer on, deep tokens run separately, over the K
+    The two differ if prompts bypass layers. From the first of these layers on, deep tokens run separately, over the K
     and V before their turn and their own, as they do in layers >= l. `turns`: result of `with_turns(context)`.
     """
     layer_map = decoder.layer_map

@@ -310,10 +310,10 @@ def _student(fields: Fields, num_layers: int) -> StudentShape | None:
     for name, (kind, default) in StudentShape.config_fields().items():
         if fields.given(name):
             given[name] = read[kind](name) if kind in read else fields.optional_count(name, least=default or 1)
-    if given.get("num_key_value_layers") is None and given.get("swiftkv_prefill_layers") is None:
+    if not given:
         return None
     try:
-        return LayerMap(num_layers, StudentShape.of({"key_value_group_size": 1} | given)).shape
+        return LayerMap(num_layers, StudentShape.of({"num_hidden_layers": num_layers} | given)).shape
     except InvalidInputError as error:
         raise ModelError(error.message, field=error.field, value=error.value) from error
 

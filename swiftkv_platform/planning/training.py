@@ -384,7 +384,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
             per_token += narrow * hidden
             continue
         per_token += _layer_bytes(model, layer, setup, narrow, has_gradient=i > begin)
-    if setup.trainable == "all":  # deep tokens run once more through the layers from the first bypassed one on
+    if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_gap, first):
             deep = _layer_bytes(model, model.layers[i], setup, narrow, has_gradient=True)
             per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached

@@ -15,6 +15,7 @@ from typing import Any
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, teacher_type
+from swiftkv_platform.student_shape import StudentShape
 
 Form = Callable[[Any], bool]
 """Whether a value has a form that names nothing outside of the file."""
@@ -180,7 +181,8 @@ _IMPLEMENTATIONS = tuple(
 _CONFIG = Rules(
     known={
         **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype"), is_word),
-        **dict.fromkeys(("topk_method", "scoring_func", "swiftkv_decode_key_value"), is_word),
+        **dict.fromkeys(("topk_method", "scoring_func"), is_word),
+        **{key: is_word for key, (kind, _) in StudentShape.config_fields().items() if kind is str},
         **dict.fromkeys(("architectures", "layer_types"), _words),
         **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope),
         "quantization_config": _is_object,  # cleaned as an object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,7 +29,7 @@ from swiftkv_platform.specs.limits import (
 )
 from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.resources import FaultToleranceSpec, ResourcesSpec, ShardingSpec
-from swiftkv_platform.specs.swiftkv import SwiftKVSpec, refused_list
+from swiftkv_platform.specs.swiftkv import SwiftKVSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -111,6 +112,16 @@ def with_former_defaults(document: Any) -> Any:
     if swiftkv.get("initialization") == "refitted":
         swiftkv["initialization"] = "calibrated"
     return {**document, "swiftkv": swiftkv}
+
+
+def without_former_defaults(document: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
+    """Return `document`, a spec without defaults, as `with_former_defaults` reads it."""
+    form = spec.swiftkv.decode_key_value
+    swiftkv = dict(document.get("swiftkv", {}), decode_key_value=form)
+    if form == "shared":
+        del swiftkv["decode_key_value"]
+    rest = {name: value for name, value in document.items() if name != "swiftkv"}
+    return {**rest, "swiftkv": swiftkv} if swiftkv else rest
 
 
 class JobSpec(Spec):
@@ -204,7 +215,7 @@ class JobSpec(Spec):
         )
 
     @model_validator(mode="after")
-    def _bypassed_layers_can_be_trained(self) -> Self:
+    def _gaps_can_be_trained(self) -> Self:
         size, strategy = self.sharding.sequence_parallel_size, self.sharding.strategy
         if not self.swiftkv.request.has_gaps:
             return self
@@ -221,7 +232,7 @@ class JobSpec(Spec):
             problem = "it cannot be combined with sweep.num_key_value_layers; leave out one of them"
         else:
             return self
-        raise refused_list(self.swiftkv.prefill_layers or [], problem)
+        raise self.swiftkv.refused_list(problem)
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:

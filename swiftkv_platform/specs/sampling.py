@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import (
@@ -21,7 +21,6 @@ from swiftkv_platform.specs.base import (
     MAX_TOP_K,
     MIN_TEMPERATURE,
 )
-from swiftkv_platform.specs.early_exit import EarlyExit
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -38,6 +37,56 @@ MAX_BIAS = 100.0
 _MIN_TOP_P = 1e-6
 """Lowest `top_p` that is passed on: vLLM does not accept 0, and with either value only the most probable token is
 kept."""
+
+EarlyExitMode = Literal["off", "threshold", "lossless"]
+_BY_MODE: Any = None
+"""Placeholder for the default threshold, which depends on the mode."""
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """Early exit of decode tokens after layer l - 1 (`threshold`: paper, appendix E). Raises `InvalidInputError` for a
+    value out of range."""
+
+    mode: EarlyExitMode = "off"
+    """`off`: every token goes through all layers. `threshold`: a token exits if the exit head is sure enough.
+    `lossless`: the exit head drafts and the upper layers verify; the text is the same as with `off`."""
+    threshold: float = _BY_MODE
+    """Least probability of the exit head's most likely token, at temperature 1, from 0 to 1: to exit with `threshold`
+    (default 0.95; 0 always exits), to go on drafting with `lossless` (default 0: drafts as long as it pays)."""
+    num_draft_tokens: int = 4
+    """Most tokens that `lossless` drafts before it verifies them."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(EarlyExitMode):
+            raise _refusal("early_exit.mode", self.mode, "off, threshold or lossless")
+        if self.threshold is _BY_MODE:
+            object.__setattr__(self, "threshold", 0.0 if self.mode == "lossless" else 0.95)
+        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
+        if not (number and 0.0 <= self.threshold <= 1.0):
+            raise _refusal("early_exit.threshold", self.threshold, "a number from 0 to 1")
+        whole = isinstance(self.num_draft_tokens, int) and not isinstance(self.num_draft_tokens, bool)
+        if not (whole and self.num_draft_tokens >= 1):
+            raise _refusal("early_exit.num_draft_tokens", self.num_draft_tokens, "a whole number of at least 1")
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
+        """Parse a mode's name, the fields by name, or the options themselves; None means off. Raises
+        `InvalidInputError`, which names the field and what it accepts."""
+        if isinstance(value, cls):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, str):
+            return cls(mode=value)  # type: ignore[arg-type]  # checked above
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not set(value) <= set(known):
+            raise InvalidInputError.of(
+                "early_exit", value, f"; it must be off, threshold, lossless, or some of {', '.join(known)} by name"
+            )
+        return cls(**value)
+
+
 _NO_EXIT = EarlyExit()
 
 
@@ -108,6 +157,25 @@ class SamplingParams:
     """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
     reaches `max_tokens` is cut off."""
 
+    @property
+    def num_exit_drafts(self) -> int:
+        """Most tokens that the exit head drafts at a time; 0 unless `early_exit` is `lossless`."""
+        return self.early_exit.num_draft_tokens if self.early_exit.mode == "lossless" else 0
+
+    @property
+    def exits_when_sure(self) -> bool:
+        """Whether the exit head may choose tokens, from `exit_threshold` on."""
+        return self.early_exit.mode == "threshold"
+
+    @property
+    def exit_threshold(self) -> float:
+        return self.early_exit.threshold
+
+    def refuse_exits(self, why: str) -> None:
+        """Raise `InvalidInputError`, with `why`, for a request that asks for early exit."""
+        if self.early_exit.mode != "off":
+            raise InvalidInputError.of("early_exit", self.early_exit.mode, why)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(
@@ -132,7 +200,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
-        if self.num_lookup_tokens and self.early_exit.mode == "threshold":
+        if self.num_lookup_tokens and self.exits_when_sure:
             raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 if early_exit is 'threshold'")
         if self.seed is not None:
             _check_int("seed", self.seed, ~MAX_SEED, MAX_SEED)

@@ -16,7 +16,7 @@ _LONGEST_SHOWN = 120
 """Characters of a refused list in a message."""
 
 
-def refused_list(layers: list[int] | str, problem: str) -> PydanticCustomError:
+def _refused_list(layers: list[int] | str, problem: str) -> PydanticCustomError:
     """An error about `swiftkv.prefill_layers`."""
     written = repr(layers)
     shown = written if len(written) <= _LONGEST_SHOWN else f"{written[:_LONGEST_SHOWN]}...{written[-1]}"
@@ -33,7 +33,7 @@ def _read_layers(value: Any) -> Any:
     try:
         return parse_layers(value)
     except InvalidInputError as error:
-        raise refused_list(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
+        raise _refused_list(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
 
 
 _LayerList = Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
@@ -101,12 +101,22 @@ class SwiftKVSpec(Spec):
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
             return self
-        raise refused_list(layers, problem)
+        raise _refused_list(layers, problem)
 
     @property
     def request(self) -> ShapeRequest:
         """The student's shape, as far as it is known without a teacher."""
         return ShapeRequest.of(self)
+
+    def continuing(self, parent: Self) -> Self:
+        """Return the section of a job that continues from `parent`, with its form of deep tokens by default."""
+        if "decode_key_value" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"decode_key_value": parent.decode_key_value})
+
+    def refused_list(self, problem: str) -> PydanticCustomError:
+        """Return an error about `prefill_layers`."""
+        return _refused_list(self.prefill_layers or [], problem)
 
     @property
     def is_calibrated(self) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's schedulers for students whose deep tokens keep their own K and V (`swiftkv_decode_key_value: own`).
+"""vLLM's schedulers for students whose deep tokens keep their own K and V (`LayerMap.deep_leaders`).
 
 A block that holds a deep token (a prompt's last token or a later one) is useful to its own request only: in another
 prompt with the same text these tokens have K and V from x. And since vLLM runs only the last token of a chunk through

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.sampling import EarlyExit
 from tests.numerics import test_generate as base
 from tests.numerics.test_generate import ARGUMENTS, CACHES, SAMPLING, generate, students, tokens_by_layer
 from tests.tiny_models import random_tokens

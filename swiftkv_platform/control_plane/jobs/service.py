@@ -93,9 +93,7 @@ class JobService:
         """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
         parent = self.parts.parents.parent_of(spec, caller.tenant)
         if parent is not None:
-            if "decode_key_value" not in spec.swiftkv.model_fields_set:
-                form = {"decode_key_value": parent.spec.swiftkv.decode_key_value}
-                spec = spec.model_copy(update={"swiftkv": spec.swiftkv.model_copy(update=form)})
+            spec = spec.model_copy(update={"swiftkv": spec.swiftkv.continuing(parent.spec.swiftkv)})
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
             training = spec.training.model_copy(update={"from_": parent.parent.name})
             spec = spec.model_copy(update={"training": training})

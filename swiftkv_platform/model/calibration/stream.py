@@ -178,7 +178,7 @@ class _Stream:
                     progress(i + 1, num_layers)
                 if regression is not None:
                     yield from self._fit(layer_map.group(leader), sums, regression)
-        if self._config.early_exit:
+        if self._config.shape.has_exit_head:
             yield from self._fit_exit_head()
 
     def _embed(self, batches: Iterable[TokenBatch]) -> int:

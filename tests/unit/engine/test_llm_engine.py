@@ -37,7 +37,7 @@ def test_greedy_tokens_are_those_of_transformers(model_dir: Path, engine: LLMEng
         assert list(output.token_ids) == reference(model_dir, prompt, 24)
         assert output.finish_reason == "length"
         skipped = len(prompt) - 1 if model_dir.name.startswith("swiftkv") else 0
-        assert output.num_prefill_layers_skipped_tokens == skipped
+        assert output.num_skipped_tokens == skipped
 
 
 def test_text_is_answered_as_its_tokens_are_and_streams(engine: LLMEngine, tokenizer: PreTrainedTokenizerFast) -> None:

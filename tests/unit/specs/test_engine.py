@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from swiftkv_platform.engine import EngineConfig, SamplingParams
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS, MAX_STOPS
-from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.sampling import EarlyExit
 
 REFUSED: dict[str, list[Any]] = {
     "max_tokens": [-1, 1.5, True],

@@ -1,16 +1,11 @@
-"""Resources that jobs and deployments hold, summed by the database, or ask for, compared with a tenant's limits."""
+"""Resources that jobs and deployments hold or ask for, compared with a tenant's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
-from swiftkv_platform.control_plane.database.tables import DeploymentRow, JobRow
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -58,23 +53,3 @@ class Demand:
         """Dominant share: the largest fraction of `total` among jobs, GPUs and CPUs."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
         return max((part / whole for part, whole in parts if whole), default=0.0)
-
-
-def held_by_jobs(
-    session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None
-) -> dict[str, Demand]:
-    """Return the summed demand of jobs in these statuses, by tenant. `tenants`: None for all."""
-    query = select(JobRow.tenant, func.count(), func.sum(JobRow.gpus), func.sum(JobRow.cpus))
-    query = query.where(JobRow.status.in_(statuses)).group_by(JobRow.tenant)
-    if tenants is not None:
-        query = query.where(JobRow.tenant.in_(tenants))
-    return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
-
-
-def held_by_deployments(session: Session, tenant: str, *, without: str = "") -> Demand:
-    """Return the summed demand of a tenant's deployments. Deployments being deleted count, since their replicas still
-    run. `without`: id of a deployment that does not count."""
-    sums = (func.sum(DeploymentRow.gpus), func.sum(DeploymentRow.cpus), func.sum(DeploymentRow.replicas))
-    query = select(*sums).where(DeploymentRow.tenant == tenant, DeploymentRow.id != without)
-    gpus, cpus, replicas = session.execute(query).one()
-    return Demand(0, gpus or 0.0, cpus or 0.0, replicas or 0)

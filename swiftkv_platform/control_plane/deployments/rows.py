@@ -11,7 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.access.demand import Demand, held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable

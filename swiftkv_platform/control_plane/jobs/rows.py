@@ -13,7 +13,8 @@ from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from swiftkv_platform.control_plane.access.demand import Demand, held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (

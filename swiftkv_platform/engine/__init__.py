@@ -16,9 +16,8 @@ from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     from swiftkv_platform.engine.async_engine import AsyncLLMEngine
     from swiftkv_platform.engine.llm_engine import LLMEngine
-    from swiftkv_platform.engine.outputs import RequestMetrics, RequestOutput
+    from swiftkv_platform.engine.outputs import RequestMetrics, RequestOutput, RequestStream
     from swiftkv_platform.engine.requests import Prompt
-    from swiftkv_platform.engine.streams import RequestStream
 
 __all__ = [
     "AsyncLLMEngine",
@@ -39,7 +38,7 @@ _NEEDS_TORCH = {
     "Prompt": "requests",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "RequestStream": "streams",
+    "RequestStream": "outputs",
 }
 
 

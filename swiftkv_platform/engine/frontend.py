@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from ulid import ULID
 
 from swiftkv_platform.engine import grammars as grammar_compiling
-from swiftkv_platform.engine.constraint import Allowance, Constraint
 from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
-from swiftkv_platform.engine.grammars import GrammarCompiler
+from swiftkv_platform.engine.grammars import Allowance, Constraint, GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
-from swiftkv_platform.engine.outputs import EngineState, RequestOutput
+from swiftkv_platform.engine.outputs import EngineState, EventPace, RequestOutput, RequestStream
 from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader
-from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.limits import COMPILING_GRAMMARS
 from swiftkv_platform.logs import get_logger

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ulid import ULID
 
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.grammars import GrammarCompiler
+from swiftkv_platform.engine.grammars import Constraint, GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks, worst_step

@@ -17,8 +17,19 @@ import torch
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.attention import PAGED
-from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
-from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
+from swiftkv_platform.engine.batch import (
+    Batch,
+    BypassRows,
+    DeepRows,
+    Layout,
+    Span,
+    begin_pass,
+    lay_out,
+    make_batch,
+    share,
+    take,
+    write_shared,
+)
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.native_layers import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult

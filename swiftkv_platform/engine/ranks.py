@@ -24,8 +24,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from swiftkv_platform.engine.batch import PagedAttention, begin_pass, place
-from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, share, write_shared
+from swiftkv_platform.engine.batch import BypassRows, DeepRows, PagedAttention, begin_pass, place, share, write_shared
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection

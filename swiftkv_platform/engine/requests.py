@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
 from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
+from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError, QueueFullError

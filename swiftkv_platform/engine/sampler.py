@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from swiftkv_platform.engine.batch import index_tensor, take, to_device
-from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
 

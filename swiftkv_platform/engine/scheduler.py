@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.constraint import Work
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.fairness import FairOrder
+from swiftkv_platform.engine.grammars import Work
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.places import Sender
 

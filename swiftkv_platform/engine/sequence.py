@@ -7,9 +7,9 @@ import time
 from functools import cached_property
 
 from swiftkv_platform.engine.block_manager import BlockTable
-from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import DraftHistory
+from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.web.places import Sender

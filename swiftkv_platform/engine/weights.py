@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.integer_weights import common_weights, integers_of
-from swiftkv_platform.engine.native_layers import NativeLayer, NativeLayers
-from swiftkv_platform.engine.native_modules import (
+from swiftkv_platform.engine.kernels.packing import Arena
+from swiftkv_platform.engine.native_layers import (
     NativeAttention,
     NativeEmbedding,
     NativeHead,
+    NativeLayer,
+    NativeLayers,
     NativeLinear,
     NativeMLP,
     NativeRMSNorm,

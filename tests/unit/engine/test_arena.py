@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftkv_platform.engine.arena import ALIGNMENT, PAGE, Arena
+from swiftkv_platform.engine.kernels.packing import ALIGNMENT, PAGE, Arena
 
 
 def test_tensors_are_moved_one_behind_the_other() -> None:

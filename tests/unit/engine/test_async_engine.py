@@ -20,10 +20,10 @@ from swiftkv_platform.engine import (
     Prompt,
     RequestOutput,
     SamplingParams,
-    streams,
 )
+from swiftkv_platform.engine import outputs as engine_outputs
 from swiftkv_platform.engine.frontend import Departures
-from swiftkv_platform.engine.streams import EventPace, RequestStream
+from swiftkv_platform.engine.outputs import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -123,8 +123,8 @@ async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
 
 
 async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_INTERVAL_S", 3600.0)
-    monkeypatch.setattr(streams, "EVENT_SHARE", 1e-9)
+    monkeypatch.setattr(engine_outputs, "MAX_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(engine_outputs, "EVENT_SHARE", 1e-9)
     may_step = paced(adaptive, monkeypatch)
     may_begin = threading.Event()
     held = asyncio.create_task(adaptive.between_steps(lambda: may_begin.wait(60)))  # so that one step reads all prompts
@@ -168,17 +168,17 @@ def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
             pace.sent()
 
     pace.joined(1)
-    send(streams.EVENTS_MEASURED + 1, 0.0002)
+    send(engine_outputs.EVENTS_MEASURED + 1, 0.0002)
     assert pace.interval_s == 0.0, "events of a single stream delay no other"
     intervals = []
     for _ in range(4):
         pace.joined(1)
         intervals.append(pace.interval_s)
-    assert intervals == pytest.approx([others * 0.0002 / streams.EVENT_SHARE for others in (1, 2, 3, 4)])
-    send(streams.EVENTS_MEASURED, 0.0001)
+    assert intervals == pytest.approx([others * 0.0002 / engine_outputs.EVENT_SHARE for others in (1, 2, 3, 4)])
+    send(engine_outputs.EVENTS_MEASURED, 0.0001)
     assert pace.interval_s == pytest.approx(intervals[-1] / 2)
     pace.joined(1000)
-    assert pace.interval_s == streams.MAX_INTERVAL_S
+    assert pace.interval_s == engine_outputs.MAX_INTERVAL_S
     pace.left(1004)
     assert pace.interval_s == 0.0
 

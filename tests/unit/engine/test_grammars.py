@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs, frontend
-from swiftkv_platform.engine import constraint as constraint_module
-from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.grammars import MAX_COMPILING
+from swiftkv_platform.engine import grammars as grammars_module
+from swiftkv_platform.engine.grammars import MAX_COMPILING, Constraint
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
@@ -130,8 +129,8 @@ def test_the_parsers_work_is_bounded(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, grammar: str, part: str
 ) -> None:
     """In an ambiguous grammar, each byte multiplies the derivations to follow."""
-    monkeypatch.setattr(constraint_module, "FIRST_S", 0.2)
-    monkeypatch.setattr(constraint_module, "TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars_module, "FIRST_S", 0.2)
+    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
     text = ids(part * 200)
     constraint, followed = compiled(engine, grammar=grammar), 0
     while constraint.failure is None and followed < len(text):
@@ -146,8 +145,8 @@ def test_the_parsers_work_is_bounded(
 def test_the_work_of_all_steps_is_bounded_for_a_request_with_all_its_answers(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    monkeypatch.setattr(constraint_module, "FIRST_S", 0.0)
-    monkeypatch.setattr(constraint_module, "TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars_module, "FIRST_S", 0.0)
+    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
     wanted = StructuredOutputs(regex="[a-f]+")
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=wanted)
     plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -229,10 +228,10 @@ async def test_compiling_keeps_no_other_request_waiting(dense_dir: Path) -> None
 async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
     dense_dir: Path, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    monkeypatch.setattr(constraint_module, "CALLER_TOKEN_S", 0.0)
-    monkeypatch.setattr(constraint_module, "CALLER_S", 1e-9)
-    monkeypatch.setattr(constraint_module, "SPARED_S", 0.0)
-    monkeypatch.setattr(constraint_module, "CALLER_S_PER_MINUTE", 1e-9)
+    monkeypatch.setattr(grammars_module, "CALLER_TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars_module, "CALLER_S", 1e-9)
+    monkeypatch.setattr(grammars_module, "SPARED_S", 0.0)
+    monkeypatch.setattr(grammars_module, "CALLER_S_PER_MINUTE", 1e-9)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=StructuredOutputs(regex="[a-f]+"))
     plain = SamplingParams(max_tokens=5, ignore_eos=True)

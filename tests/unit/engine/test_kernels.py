@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
-from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.kernels import packing
+from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.loading import load_model
-from swiftkv_platform.engine.native_modules import NativeEmbedding, NativeHead, NativeRMSNorm
+from swiftkv_platform.engine.native_layers import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
 from swiftkv_platform.model.quantization import pack, unpack

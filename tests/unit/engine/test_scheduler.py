@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.drafting import Draft
+from swiftkv_platform.engine.grammars import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, GrammarTurns, ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.places import Sender

@@ -92,7 +92,8 @@ class Database:
         """Bring the schema to the newest revision, in one transaction. A schema of a later version that this program
         can use is left as it is. Concurrent upgrades take turns. Raises as `check_schema`."""
         with self._migrating() as session:
-            config, known = alembic_config(session.connection()), known_revisions()
+            config = alembic_config(session.connection())
+            known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
             present = current_revision(session.connection())
             if present is not None and present > newest_revision():
                 _check_revision(present)
@@ -170,11 +171,6 @@ def _check_revision(present: str | None) -> None:
         way_out = "a later version has migrated it irreversibly; run that version"
     message = f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}"
     raise InvalidInputError(message, field="database_url", value=present)
-
-
-def known_revisions() -> set[str]:
-    """All Alembic revisions that this program knows, up to the newest."""
-    return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 
 def alembic_config(connection: Connection | None = None) -> Config:

@@ -79,7 +79,7 @@ def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
         _take(reading, item.event)
         cursor[item.writer] = item.sequence
     if stored:
-        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, cursor=cursor))
+        reading.job = reading.job.with_attempt(cursor=cursor)
     return reading
 
 
@@ -99,7 +99,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
         case ErrorEvent():
             error: ErrorData = _plain(event.data)
             failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
-            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, failure=failure))
+            reading.job = reading.job.with_attempt(failure=failure)
             _record(reading, event, "message", level="error")
         case TrackingEvent():
             reading.job = replace(reading.job, tracking=_plain(event.data))
@@ -117,7 +117,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
 def _advance(reading: Reading, status: AttemptStatus) -> None:
     """Follow the attempt from phase to phase; what it reports while it is being stopped changes nothing."""
     if status == "paused":
-        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
+        reading.job = reading.job.with_attempt(paused=True)
         return
     if reading.job.status is JobStatus.STARTING:
         reading.move(JobStatus.RUNNING)
@@ -145,7 +145,7 @@ def _enter(reading: Reading, phase: str) -> None:
     """Record the reported phase, and drop the parts of another one. Trials of a sweep alternate between phases."""
     attempt = reading.job.attempt
     if phase != attempt.phase:
-        reading.job = replace(reading.job, attempt=replace(attempt, phase=phase, parts={}))
+        reading.job = reading.job.with_attempt(phase=phase, parts={})
 
 
 def _part(reading: Reading, told: ProgressData) -> None:
@@ -156,13 +156,13 @@ def _part(reading: Reading, told: ProgressData) -> None:
     part = PhaseProgress(told["part"], told["done"], told["total"], seconds)
     parts = {**attempt.parts, part.part: part} if told["phase"] in _SIDE_BY_SIDE else {part.part: part}
     if len(parts) <= _MOST_PARTS:
-        reading.job = replace(reading.job, attempt=replace(attempt, parts=parts))
+        reading.job = reading.job.with_attempt(parts=parts)
 
 
 def _note_progress(reading: Reading) -> None:
     """Restart the wait for a place: one of several trials may wait as long as others make progress."""
     if reading.job.attempt.waiting:
-        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
+        reading.job = reading.job.with_attempt(waiting_since=reading.now)
 
 
 def _measure(reading: Reading, event: MetricsEvent) -> None:

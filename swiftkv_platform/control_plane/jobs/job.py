@@ -220,6 +220,10 @@ class Job:
     version: int = 0
     """Raised by every update; an update of an older version is refused."""
 
+    def with_attempt(self, **changes: Any) -> Job:
+        """Return the job with these changes of its present attempt."""
+        return replace(self, attempt=replace(self.attempt, **changes))
+
     @property
     def attempt_id(self) -> AttemptId:
         """Id of the present attempt."""

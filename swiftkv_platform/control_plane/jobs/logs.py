@@ -230,13 +230,9 @@ class LogFollowers:
         self.places = Places("followed logs", share)
         """Limit of followers; each holds a connection to Ray."""
 
-    async def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+    def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:
         """Yield the logs from byte `offset`, as they are written, until the job has ended."""
-        async with aclosing(self._pieces(job_id, tenant)) as pieces:
-            async for piece in pieces:
-                if len(piece) > offset:
-                    yield piece[offset:]
-                offset = max(offset - len(piece), 0)
+        return _after(self._pieces(job_id, tenant), offset)
 
     async def _pieces(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
         number, sent, is_out = 1, 0, False

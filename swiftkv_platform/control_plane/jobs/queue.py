@@ -184,7 +184,6 @@ def why_waiting(
     return Reason(code, "; ".join(parts), first.field)
 
 
-GIB = 1 << 30
 _LAG_S = 10.0
 """Seconds after which Ray's report includes what was taken; it is renewed every 5 s."""
 WHOLE = ("train", "evaluate")

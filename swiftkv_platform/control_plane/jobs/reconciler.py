@@ -19,7 +19,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -287,14 +287,14 @@ class Reconciler:
             self._admission.saw([self._attend(job, partial(step, reason))])
 
     def _end(self, reason: Reason, job: Job) -> Job:
-        ended = self._store_change(replace(job, attempt=replace(job.attempt, stopping=reason)))
+        ended = self._store_change(job.with_attempt(stopping=reason))
         self._stop(_submission_id(ended))
         return ended
 
     def _ask_to_end(self, reason: Reason, job: Job) -> Job:
         self._lease.check()
         self._store.announce_preemption(job.attempt_id)
-        return self._store_change(replace(job, attempt=replace(job.attempt, yields=reason, yields_at=self._clock())))
+        return self._store_change(job.with_attempt(yields=reason, yields_at=self._clock()))
 
     def _start(self, jobs: Sequence[Job]) -> int:
         """Claim places for the jobs that can be prepared, and submit them; returns how many got a place."""
@@ -466,7 +466,7 @@ class Reconciler:
         """Store what a running attempt has reported, and stop it if it must not go on."""
         reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock(), submission)
         if reason is not None:
-            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
+            reading.job = reading.job.with_attempt(stopping=reason)
         policy = self._parts.policies.policy(reading.job.tenant)
         over = over_cap(reading.job, policy, prices(self._settings), self._clock())
         if over is not None:
@@ -474,7 +474,7 @@ class Reconciler:
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
             self._lease.check()
             self._store.request_pause(reading.job.attempt_id)
-            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
+            reading.job = reading.job.with_attempt(pause_requested=True)
         job = reading.job
         if job != before:
             job = self._store_change(job, events=reading.events, points=reading.points)
@@ -483,7 +483,7 @@ class Reconciler:
         return job
 
     def _seen_by_ray(self, job: Job) -> Job:
-        return replace(job, attempt=replace(job.attempt, submitted_at=job.attempt.submitted_at or self._clock()))
+        return job.with_attempt(submitted_at=job.attempt.submitted_at or self._clock())
 
 
 def _is_to_end(job: Job) -> bool:

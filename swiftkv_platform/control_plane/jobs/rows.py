@@ -90,20 +90,6 @@ class Idempotency:
             )
 
 
-def check_stored(tenant: str, policy: TenantPolicy, count: Callable[[Sequence[str] | None], int]) -> None:
-    """Raise `QuotaExceededError` if the tenant has as many jobs as it may. `count`: counts its jobs in given statuses;
-    None: in any."""
-    kinds = (
-        ("max_queued_jobs", WAITING, "that wait or are paused", "when one has started, or cancel"),
-        ("max_unfinished_jobs", LIVE, "that have not ended", "when one has ended, or cancel"),
-        ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
-    )
-    for name, statuses, which, then in kinds:
-        if getattr(policy, name) is not None:
-            number, cure = count(statuses), f"submit again {then} one"
-            policy.check_number(name, number, tenant=tenant, kind=f"jobs {which}", cure=cure)
-
-
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Ranks of `limits.priority`; the lowest goes first."""
 
@@ -436,16 +422,22 @@ class JobRepository(Store):
             session.add_all(deliveries)
 
     def _check_room(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
-        """Raise as `check_stored`; concurrent submissions of the tenant wait."""
+        """Raise `QuotaExceededError` if the tenant has as many jobs or bytes as it may; concurrent submissions of the
+        tenant wait."""
         if policy is None:
             return
         self._database.take_turns(session, f"jobs of {tenant}")
-
-        def count(statuses: Sequence[str] | None) -> int:
-            query = select(func.count()).where(JobRow.tenant == tenant)
-            return session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
-
-        check_stored(tenant, policy, count)
+        kinds = (
+            ("max_queued_jobs", WAITING, "that wait or are paused", "when one has started, or cancel"),
+            ("max_unfinished_jobs", LIVE, "that have not ended", "when one has ended, or cancel"),
+            ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
+        )
+        for name, statuses, which, then in kinds:
+            if getattr(policy, name) is not None:
+                query = select(func.count()).where(JobRow.tenant == tenant)
+                query = query if statuses is None else query.where(JobRow.status.in_(statuses))
+                number, cure = session.scalar(query) or 0, f"submit again {then} one"
+                policy.check_number(name, number, tenant=tenant, kind=f"jobs {which}", cure=cure)
         check_bytes(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.queue import GIB, check_node_groups, outstanding
+from swiftkv_platform.control_plane.jobs.queue import check_node_groups, outstanding
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
@@ -22,6 +22,9 @@ from tests.unit.control_plane.rules.conftest import Clock, Plane
 
 RECORDED = Path(__file__).parents[3] / "fixtures" / "ray"
 """Answers of Ray 2.60's dashboard: one node of 2 CPUs with a task on one and a placement group on the other."""
+
+
+GIB = 1 << 30
 
 
 def workers(count: Any, **each: Any) -> dict[str, Any]:

@@ -360,18 +360,8 @@ class UploadedRows:
 
 
 def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> UploadedRows:
-    """Check every row of a file.
-
-    Args:
-        path: file with the content.
-        name: name of the file in messages.
-        field: field of the request that messages name.
-        max_rows: most rows that are accepted.
-
-    Raises:
-        DataError: a row is not an object or no format reads it (with its line), there are no rows or too many, or the
-            file is of another kind.
-    """
+    """Check every row of the file at `path`, which messages call `name`. Raises `DataError` if a row is not an object
+    or no format reads it (with its line), for no rows or too many, and for a file of another kind."""
     _check_kind(path, name, field)
     digest, size, rows = hashlib.sha256(), 0, 0
     format_, columns = "", tuple[str, ...]()

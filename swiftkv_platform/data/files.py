@@ -158,12 +158,7 @@ def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
 
 
 def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
-    """Return the row in a line of JSON Lines. Raises `DataError`.
-
-    Args:
-        file: name of the file in messages.
-        number: line number, from 1.
-    """
+    """Return the row in line `number`, from 1, of JSON Lines. Raises `DataError`, which names `file`."""
     try:
         row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:

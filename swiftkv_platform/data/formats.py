@@ -69,11 +69,8 @@ class RowReader:
 
 
 class Holdings:
-    """Tells which columns of a table are not empty, reading only as many rows as needed.
-
-    Args:
-        read: returns the rows from the beginning.
-    """
+    """Tells which columns of a table are not empty, reading only as many rows as needed. `read` returns the rows from
+    the beginning."""
 
     def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
         self._read = read

@@ -112,12 +112,8 @@ def _check_repository_cards(name: str, field: str) -> str | None:
 def _read(
     name: str, source: DataSourceSpec, path: str, is_own: Any, revision: str | None = None, *, cache: str | None = None
 ) -> Table:
-    """Read a split.
-
-    Args:
-        is_own: whether a file that `datasets` found may be opened; None allows all.
-        cache: directory for the rows that `datasets` prepares; None: its usual one.
-    """
+    """Read a split. `is_own`: whether a file that `datasets` found may be opened; None allows all. `cache`: directory
+    for the rows that `datasets` prepares; None: its usual one."""
     import datasets
 
     with _reported(name, source, path):

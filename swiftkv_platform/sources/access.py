@@ -155,12 +155,8 @@ class SourceRules:
     def access(
         self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
     ) -> Access:
-        """Return the access of one tenant under these rules.
-
-        Args:
-            hub_organizations: hub organisations that the tenant's policy allows; None allows all.
-            files: uploaded files that the tenant's spec names.
-        """
+        """Return a tenant's access under these rules, to the hub organisations of its policy (None: all) and the
+        uploaded files that its spec names."""
         return Access(
             roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
             hub_organizations=None if hub_organizations is None else tuple(hub_organizations),

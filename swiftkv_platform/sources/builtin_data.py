@@ -49,11 +49,7 @@ def is_held_out(module_name: str) -> bool:
 
 def standard_library_modules(*, include_tests: bool = False, root: Path | None = None) -> Iterator[Module]:
     """Yield the modules below `root` (default: the interpreter's standard library) in sorted order of path.
-
-    Args:
-        include_tests: also yield the interpreter's own test packages, which some distributions leave out.
-        root: directory to read in place of the standard library.
-    """
+    `include_tests`: also the interpreter's own test packages, which some distributions leave out."""
     directory = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(directory.rglob("*.py")):
         relative = path.relative_to(directory)

@@ -49,15 +49,8 @@ _TOKENS = "tokenizer.ggml.tokens"
 def read_gguf_config(
     path: Path, name: str | None = None, *, field: str, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
-    """Return the configuration of the model in a GGUF file.
-
-    Args:
-        name: name of the file in messages.
-        field: its place in the spec, for messages.
-
-    Raises:
-        ModelError: no such file, not a GGUF file, or a model of another architecture or with scaled rotary embeddings.
-    """
+    """Return the configuration of the model in a GGUF file; `name` and `field` are for messages. Raises `ModelError` if
+    there is no such file, or for another kind of file, another architecture, or scaled rotary embeddings."""
     name = str(path) if name is None else name
     try:
         file = boundary.check(path, field, error=ModelError)

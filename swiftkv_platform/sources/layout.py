@@ -98,15 +98,9 @@ def source_files(path: Path, source: DataSourceSpec, where: str) -> list[Path]:
 def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str]:
     """Return the names of readable files that belong to the source's split.
 
-    If no name has a word of `SPLITS`, all files belong to the split `train`.
-
-    Args:
-        names: files below a directory, relative to it.
-        where: the source's place in the spec.
-
-    Raises:
-        DataError: a data format that is not supported, files of no clear split next to files of one, a split that does
-            not exist, or a subset.
+    `names`: files below a directory, relative to it. If none has a word of `SPLITS`, all belong to the split `train`.
+    Raises `DataError` for a data format that is not supported, files of no clear split next to files of one, a split
+    that does not exist, or a subset.
     """
     check_subset(source, where)
     unread = [name for name in names if kind_of(name) is None and PurePosixPath(name.lower()).suffix in _UNREAD]

@@ -67,11 +67,8 @@ TOKENIZER_FILES = (
 
 @contextmanager
 def tokenizer_view(directory: Path) -> Iterator[Path]:
-    """Yield a view of a directory with what a tokenizer is made of, available within the context.
-
-    Raises:
-        ModelError: a file cannot be read, or asks for a file that is not in the directory.
-    """
+    """Yield a view of a directory with what a tokenizer is made of, available within the context. Raises `ModelError`
+    if a file cannot be read, or asks for a file that is not in the directory."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as view:
         _write(Path(view), _cleaned(directory, TOKENIZER_FILES), _linked(directory, weights=False))
         yield Path(view)
@@ -184,13 +181,9 @@ def local_directory(
 ) -> Path:
     """Return the directory `name`, or the cached directory of the hub model with this name, downloading missing files.
 
-    Args:
-        field: name of the field in messages.
-        subfolder: directory within the repository, the only one that is fetched.
-        pickles: whether to fetch pickles if there are no safetensors; otherwise such a model is refused.
-
-    Raises:
-        ModelError: neither a directory nor a hub model that can be fetched, or a model without usable weights.
+    Of a hub model with a `subfolder`, only that is fetched. `pickles`: whether to fetch pickles if there are no
+    safetensors; otherwise such a model is refused. Raises `ModelError` for neither a directory nor a hub model that can
+    be fetched, or a model without usable weights.
     """
     if Path(name).is_dir():
         return Path(name) / subfolder

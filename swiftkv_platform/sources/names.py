@@ -108,16 +108,12 @@ Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """Parse a name.
+    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have.
 
     Args:
-        field: its place in the spec, for messages.
         suffixes: endings that make a name a path even if nothing with this name exists.
         relative_paths: whether a name that could be a hub id is taken for a path if this machine has one with this
             name. False if sources are restricted: control plane and workers have different working directories.
-
-    Raises:
-        InvalidInputError: a name that no file system, store or hub could have.
     """
     check_name(name, field)
     if name.startswith(_BUILTIN):
@@ -246,11 +242,7 @@ def absolute_change(place: str, value: Any) -> Any:
 
 def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
     """Raise `InvalidInputError` for the first relative path, or path in another user's home: workers would resolve it
-    differently.
-
-    Args:
-        relative_paths: as for `parse_source`.
-    """
+    differently. `relative_paths`: as for `parse_source`."""
 
     def check(name: str, kind: Kind, field: str) -> str:
         path = _path(name, kind, field, relative_paths=relative_paths)

@@ -32,12 +32,7 @@ def read_teacher_config(
     name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
 ) -> dict[str, Any] | None:
     """Return the configuration of the teacher `name`; None for a hub id. Raises `ModelError` if there is none or it is
-    not a JSON object, and `StorageError` if an `s3://` address does not answer.
-
-    Args:
-        field: name of the field in messages.
-        access: what may be read.
-    """
+    not a JSON object, and `StorageError` if an `s3://` address does not answer."""
     match access.model(name, field):
         case S3Source() if name.endswith(SUFFIX):
             raise unusable(name, "GGUF files are read from a path; use a model directory here", field)

@@ -34,11 +34,7 @@ _LEFT_BEHIND_S = 24 * 3600.0
 
 
 class ArtifactCache:
-    """Copies below a directory.
-
-    Args:
-        most_bytes: most bytes of all copies together. An artifact larger than this is fetched for each use.
-    """
+    """Copies below a directory, together at most `most_bytes`. A larger artifact is fetched for each use."""
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         self._directory = directory

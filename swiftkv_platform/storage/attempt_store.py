@@ -82,11 +82,8 @@ class CheckpointName:
 
 
 class AttemptStore:
-    """Objects that attempts write, by job and attempt. Every method raises `StorageError` when the store fails.
-
-    Args:
-        max_log_bytes: most bytes kept of an attempt's log: its beginning and its end.
-    """
+    """Objects that attempts write, by job and attempt. Every method raises `StorageError` when the store fails. Of an
+    attempt's log, the beginning and the end are kept, together `max_log_bytes`."""
 
     def __init__(self, store: ObjectStore, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self._store = store
@@ -332,11 +329,8 @@ def _in_turn(parts: Sequence[_Part], turn: int) -> _Part:
 def _unread(
     store: ObjectStore, attempt: AttemptId, part: _Part, cursor: Mapping[str, int], listed: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (writer, key) of the part's events after the cursor, ascending for each writer, up to its first gap.
-
-    Args:
-        listed: most keys to list; None for all.
-    """
+    """Yield (writer, key) of the part's events after the cursor, ascending for each writer, up to its first gap. Lists
+    at most `listed` keys; None: all."""
     seen = dict(cursor)
     start = len(attempt.events_prefix) + 1
     for info in islice(store.list(attempt.events_prefix, start_after=part.after), listed):

@@ -72,12 +72,8 @@ def open_bucket(
     timeout_s: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a client of the objects below `prefix`. Does no I/O.
-
-    Raises:
-        InvalidInputError: the endpoint is not a URL.
-        StorageError: the environment lacks a setting that the client needs.
-    """
+    """Return a client of the objects below `prefix`. Does no I/O. Raises `InvalidInputError` for an endpoint that is
+    not a URL, and `StorageError` if the environment lacks a setting that the client needs."""
     options = {
         "allow_http": True,  # if the endpoint is http://
         "connect_timeout": timedelta(seconds=min(timeout_s, 10)),

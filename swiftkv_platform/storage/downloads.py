@@ -25,11 +25,8 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, Object
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
-    """Download the model below `uri` to `target`. If sources are restricted, check that it names only its own files.
-
-    Raises:
-        ModelError: there is no object, or the model asks for code or for files that may not be read.
-    """
+    """Download the model below `uri` to `target`. Raises `ModelError` if there is no object, or, if sources are
+    restricted, the model asks for code or for files other than its own."""
     download_below(uri, target, ModelError, field=field)
     if access.is_restricted:
         check_model_files(target, Boundary.of(target), field)

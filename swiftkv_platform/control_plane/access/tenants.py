@@ -87,13 +87,8 @@ class TenantPolicy(FiniteModel):
     """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
 
     def check_number(self, limit: str, number: int, *, tenant: str, kind: str, cure: str) -> None:
-        """Raise `QuotaExceededError` if a tenant that has `number` objects may not add one.
-
-        Args:
-            limit: field of the policy.
-            kind: the objects, e.g. "deployments".
-            cure: the way to make room, e.g. "delete one".
-        """
+        """Raise `QuotaExceededError` if a tenant that has `number` objects (`kind`, e.g. "deployments") may not add one
+        by the policy's field `limit`. `cure`: the way to make room, e.g. "delete one"."""
         most = getattr(self, limit)
         if most is not None and number >= most:
             message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"

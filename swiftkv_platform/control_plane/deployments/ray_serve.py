@@ -149,8 +149,7 @@ class RayServe:
             no keys.
         access: sources from which a tenant's deployments may read the base models of adapters.
 
-    Raises:
-        InvalidInputError: a `serve_url` that is no such address.
+    Raises `InvalidInputError` for a `serve_url` that is no such address.
     """
 
     def __init__(
@@ -174,15 +173,9 @@ class RayServe:
         self._revisions = ServedRevisions(serve_url)
 
     def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
-        """Make exactly these the served applications. Returns before they are ready.
-
-        Args:
-            keep: ids of applications that stay as they are, if they are served.
-
-        Raises:
-            UnreadableRowError: an application to keep is served, but Ray does not return its config; nothing is
-                changed.
-        """
+        """Make exactly these the served applications, and `keep` (ids) those that stay as they are, if they are served.
+        Returns before they are ready. Raises `UnreadableRowError`, and changes nothing, if an application to keep is
+        served but Ray does not return its config."""
         applications = [
             _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
             for deployment in deployments

@@ -101,13 +101,9 @@ async def read_replica_metrics(
 ) -> list[ReplicaMetricsAnswer]:
     """Return the metrics of the replicas that answered, ordered by replica name.
 
-    Args:
-        url: address of the deployment.
-        num_replicas: number of replicas; the proxy is asked until all have answered, or a limited number of times.
-        authorization: the caller's header; replicas with keys show their metrics to their tenant.
-
-    Raises:
-        ClusterUnavailableError: a request gets no answer.
+    The proxy at `url` is asked until `num_replicas` have answered, or a limited number of times. `authorization`: the
+    caller's header; replicas with keys show their metrics to their tenant. Raises `ClusterUnavailableError` if a
+    request gets no answer.
     """
     found: dict[str, ReplicaMetricsAnswer] = {}
     headers = {} if authorization is None else {"Authorization": authorization}

@@ -54,10 +54,7 @@ class DeploymentService:
     """Sources that a tenant may read, including base models of adapters."""
 
     def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
-        """Store a deployment; the reconciler starts it.
-
-        Args:
-            wanted: `model` is resolved by `RegistryService.resolve`; an alias is followed from then on.
+        """Store a deployment; the reconciler starts it. An alias as its `model` is followed from then on.
 
         Raises `InvalidInputError` for an unknown model, `QuotaExceededError` if the tenant has too many deployments,
         `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as `place_route`
@@ -149,10 +146,8 @@ class DeploymentService:
     def check_limits(
         self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
     ) -> None:
-        """Refuse a deployment that asks for more than `before`, if that exceeds a limit.
-
-        Args:
-            held: demand of the tenant's jobs and its other deployments.
+        """Refuse a deployment that asks for more than `before`, if that exceeds a limit. `held`: demand of the tenant's
+        jobs and its other deployments.
 
         Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
         `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does

@@ -71,10 +71,8 @@ class FileService:
     ) -> File:
         """Check every row by `run`, and store the file's object and row, or nothing.
 
-        Raises:
-            DataError: a row that no format reads, with its line.
-            InvalidInputError, QuotaExceededError: as `check_room`.
-            StorageError, DatabaseUnavailableError: not stored.
+        Raises `DataError` for a row that no format reads, with its line, `StorageError` and `DatabaseUnavailableError`
+        if it is not stored, and as `check_room`.
         """
         policy, now = self.policies.policy(caller.tenant), int(self.clock())
         max_rows = min(self.max_rows, policy.max_file_rows or self.max_rows)

@@ -41,6 +41,7 @@ from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Th
 from swiftkv_platform.control_plane.jobs.queue import Needs, driver_needs, why_waiting
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.control_plane.jobs.service import JobService
+from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.control_plane.parts import (
     RAY_ANSWERS_WITHIN_S,
     Components,
@@ -112,10 +113,11 @@ Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
 def _service(parts: Parts, settings: TheSettings, nodes: TheNodes) -> JobService:
-    return JobService(parts, settings, partial(nodes.within, RAY_ANSWERS_WITHIN_S, None))
+    return JobService(parts, settings, partial(nodes.within, RAY_ANSWERS_WITHIN_S, None), run=run_here)
 
 
 Service = Annotated[JobService, Depends(_service)]
+"""Service for changes of jobs, which read no file; see `CheckingService`."""
 
 
 def _checking_service(

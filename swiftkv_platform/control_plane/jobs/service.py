@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.jobs.parents import PublishRules, check_pare
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
-from swiftkv_platform.control_plane.parsing import Run, run_here
+from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
@@ -46,7 +46,7 @@ class JobService:
     settings: Settings
     nodes: Callable[[], Sequence[Node] | None]
     """Nodes that the jobs' cluster reports; None if it reports none."""
-    run: Run = run_here
+    run: Run
     """Runs checks that read files."""
 
     def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
@@ -85,8 +85,7 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        run = self.run if reads_files(spec) else run_here
-        found = run(check_spec, spec, access)
+        found = self.run(check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:

@@ -68,11 +68,9 @@ class ModelImports:
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
 
-        Raises:
-            InvalidInputError: a source that the tenant may not read, is too large, is no student, differs from its
-                manifest, or changes meanwhile.
-            QuotaExceededError: more models, or bytes, than the tenant may store.
-            StorageError, DatabaseUnavailableError: not stored.
+        Raises `InvalidInputError` for a source that the tenant may not read, is too large, is no student, differs from
+        its manifest, or changes meanwhile, `QuotaExceededError` for more models, or bytes, than the tenant may store,
+        and `StorageError` and `DatabaseUnavailableError` if it is not stored.
         """
         try:
             with self._listed(source, caller) as files, workspace() as directory:

@@ -140,10 +140,8 @@ class Registry(DeploymentRepository):
         """Store and return the promotion that `decide` returns, and change the deployments that follow the alias, in
         one transaction. If the alias's last promotion is that one, nothing changes.
 
-        Args:
-            decide: gets the alias's history, newest first, of which it should read no more than it needs.
-            policy: says how many aliases the tenant may have, and how long their histories are.
-
+        `decide` gets the alias's history, newest first, of which it should read no more than it needs; `policy` says
+        how many aliases the tenant may have, and how long their histories are.
         Raises `QuotaExceededError`, and what `decide` raises.
         """
         with self._database.writing() as session:

@@ -29,13 +29,8 @@ _LIVE_NODES = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicat
 
 
 class RayDashboard:
-    """One dashboard.
-
-    Args:
-        url: its address. No connection is made before the first request.
-        timeout_s: longest wait for an answer, seconds.
-        token_file: Ray's token, if it is not the one that the environment names.
-    """
+    """The dashboard at `url`, to which no connection is made before the first request. `timeout_s`: longest wait for an
+    answer. `token_file`: Ray's token, if it is not the one that the environment names."""
 
     def __init__(self, url: str, *, timeout_s: float, token_file: Path | None = None) -> None:
         self.url = url.rstrip("/")

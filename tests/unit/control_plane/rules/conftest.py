@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionS
 from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops.leadership import Leadership
+from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from tests.components import make_components
@@ -55,7 +56,7 @@ class Plane:
 
     @property
     def service(self) -> JobService:
-        return JobService(self.parts, Settings(_env_file=None), lambda: None)
+        return JobService(self.parts, Settings(_env_file=None), lambda: None, run=run_here)
 
     def reconciler(
         self,

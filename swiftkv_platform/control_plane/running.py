@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReco
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
-from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
 from swiftkv_platform.control_plane.jobs.queue import nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs

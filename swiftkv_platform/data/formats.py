@@ -179,12 +179,8 @@ def _parse_text(values: list[Any], _row: Row) -> Content:
     return _text(values[0], "text")
 
 
-def _chats(column: str) -> Callable[[list[Any], Row], Content]:
-    return lambda values, row: _conversation(read_messages(values[0], column), row)
-
-
-def _unanswered_chats(column: str) -> Callable[[list[Any], Row], Content]:
-    return lambda values, row: _conversation(read_prompt(values[0], column), row)
+def _chats(read: Callable[[Any, str], list[Message]], column: str) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(read(values[0], column), row)
 
 
 def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
@@ -250,8 +246,8 @@ _SHAREGPT = (("conversations",), ("conversation",))
 _OF_ALPACA = ("input", "context", "history", *_BESIDE)
 
 FORMATS = (
-    RowFormat("messages", (("messages",),), _chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", _SHAREGPT, _chats("conversations"), optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _chats(read_messages, "messages"), optional=_BESIDE),
+    RowFormat("sharegpt", _SHAREGPT, _chats(read_messages, "conversations"), optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -271,8 +267,8 @@ FORMATS = (
 """Row formats in the order in which `auto` tries them, the most specific first."""
 
 PROMPT_FORMATS = (
-    RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", _SHAREGPT, _unanswered_chats("conversations"), optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _chats(read_prompt, "messages"), optional=_BESIDE),
+    RowFormat("sharegpt", _SHAREGPT, _chats(read_prompt, "conversations"), optional=_BESIDE),
     RowFormat(
         "prompt_completion", (("prompt",), ("query",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE
     ),

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.control_plane.access.audit import record_of
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.turns import Kind, Turns
+from swiftkv_platform.control_plane.http.clients import Kind, Turns
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.places import Places, Sender

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
-from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import ClusterUnavailableError

@@ -15,7 +15,7 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.logs import Followers, Watches

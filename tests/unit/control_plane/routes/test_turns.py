@@ -18,8 +18,8 @@ from pydantic import BaseModel, field_validator
 from swiftkv_platform.control_plane.access import callers
 from swiftkv_platform.control_plane.access.callers import Reader, Submitter
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.http import turns
-from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.control_plane.http import clients
+from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.errors import OverloadedError
 from swiftkv_platform.settings import Settings
 
@@ -52,7 +52,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
         return SimpleNamespace(tenant=request.headers["tenant"])
 
     monkeypatch.setattr(callers, "get_caller", called)
-    monkeypatch.setattr(turns, "RESTS", 0.0)
+    monkeypatch.setattr(clients, "RESTS", 0.0)
     app, running, most = FastAPI(), Counter[str](), Counter[str]()
     app.state.turns = taken = Turns()
 
@@ -120,13 +120,13 @@ async def test_between_two_turns_of_a_tenant_others_have_twice_the_time() -> Non
         took = loop.time() - began
     ended = loop.time()
     async with taken.turn("a", "reading"):
-        assert loop.time() - ended >= (min(took, 0.03) - turns.SPARED_S) * 2 * 0.9
+        assert loop.time() - ended >= (min(took, 0.03) - clients.SPARED_S) * 2 * 0.9
 
 
 async def test_one_that_would_wait_behind_too_many_is_refused_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "MOST_WAITING", 2)
+    monkeypatch.setattr(clients, "MOST_WAITING", 2)
     taken, done = Turns(), asyncio.Event()
 
     async def ask(tenant: str) -> None:

@@ -12,7 +12,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
@@ -407,7 +407,7 @@ def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     return settled.model_copy(update={"training": settled.training.model_copy(update={"batch_size": size})})
 
 
-class _NoModules:
+class _NoModules(nullcontext[None]):
     """Replaces torch's module tracker, whose hooks around each module cost more than everything counted here."""
 
     is_bw = False
@@ -417,12 +417,6 @@ class _NoModules:
         """Do nothing."""
 
     def clear_user_hooks(self) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
 

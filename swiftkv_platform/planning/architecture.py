@@ -309,7 +309,8 @@ def _student(fields: Fields, num_layers: int) -> StudentShape | None:
     given: dict[str, Any] = {}
     for name, (kind, default) in StudentShape.config_fields().items():
         if fields.given(name):
-            given[name] = read[kind](name) if kind in read else fields.optional_count(name, least=default or 1)
+            least = 0 if default == 0 else 1
+            given[name] = read[kind](name) if kind in read else fields.optional_count(name, least=least)
     if not given:
         return None
     try:

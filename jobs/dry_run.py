@@ -55,7 +55,7 @@ from swiftkv_platform.planning.job import training_setup
 from swiftkv_platform.planning.training import LOGITS_PER_CHUNK
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
 
 T = TypeVar("T")
 

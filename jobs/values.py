@@ -21,7 +21,7 @@ class Plan:
     """Facts about the run ahead that the driver needs."""
 
     spec: JobSpec
-    """Spec with the defaults that depend on model and data, see `specs.defaults`."""
+    """Spec with the defaults that depend on model and data, see `specs.job`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]

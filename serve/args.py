@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.specs.base import Reserved
 from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
-from swiftkv_platform.specs.limits import Reserved
 
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""

@@ -37,8 +37,8 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
-from swiftkv_platform.specs.defaults import resolve_defaults
-from swiftkv_platform.specs.limits import STORED
+from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.job import resolve_defaults
 
 _TOKENS_PER_FORWARD = 8192
 _PROMPTS_PER_BATCH = 16

@@ -50,7 +50,7 @@ from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.serve.tools.parser import Reading, ToolCallParser, read_arguments, read_call, read_calls
-from swiftkv_platform.specs.json_schema import settled
-from swiftkv_platform.specs.structured_outputs import WHITESPACE
+from swiftkv_platform.specs.structured_outputs import WHITESPACE, settled
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
 """Placeholders in a layout."""

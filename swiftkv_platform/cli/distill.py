@@ -20,7 +20,7 @@ from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.changes import with_changes
+from swiftkv_platform.specs.documents import with_changes
 from swiftkv_platform.student_shape import parse_layers
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from swiftkv_platform.local.terminal import count, duration, follow
 from swiftkv_platform.sources.names import absolute_change
 from swiftkv_platform.sources.recipes import recipe
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.changes import with_changes
-from swiftkv_platform.specs.documents import load_yaml
+from swiftkv_platform.specs.documents import load_yaml, with_changes
 
 SpecChanges = Annotated[
     list[str] | None,

@@ -14,7 +14,7 @@ from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
 from swiftkv_platform.sources.names import absolute
-from swiftkv_platform.specs.changes import with_changes
+from swiftkv_platform.specs.documents import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")
 """Sections of a job's spec that may be changed for a model made from its checkpoint."""

@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from swiftkv_platform.specs.base import Range
 from swiftkv_platform.specs.documents import load_yaml
-from swiftkv_platform.specs.limits import Range
 
 _SCALARS = (str, int, float, bool)
 

@@ -21,7 +21,7 @@ from swiftkv_platform.client.errors import (
 from swiftkv_platform.client.models import Job, JobEvent, Resource
 from swiftkv_platform.client.transport import Patience, Transport, idempotent, iter_events, iter_lines
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.changes import with_changes
+from swiftkv_platform.specs.documents import with_changes
 
 _RECONNECT_PAUSE_S = 0.5
 

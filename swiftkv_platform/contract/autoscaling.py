@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from swiftkv_platform.specs.base import MAX_REPLICAS, RANKS, THREADS, Range
 from swiftkv_platform.specs.deployment import ScalingSpec
-from swiftkv_platform.specs.limits import MAX_REPLICAS, RANKS, THREADS, Range
 
 POLICY = "swiftkv_platform.contract.autoscaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"

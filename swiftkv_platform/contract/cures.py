@@ -30,7 +30,7 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.changes import is_index
+from swiftkv_platform.specs.documents import is_index
 
 Instead = Callable[[Any, JobSpec], str | None]
 """Takes a field's value and the spec; returns what to use instead, or None if another value does not help."""

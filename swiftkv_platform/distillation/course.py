@@ -287,7 +287,7 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Cour
     and warms up again.
     """
     peak = spec.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
-    assert peak is not None, "settled before training, see specs.defaults"
+    assert peak is not None, "settled before training, see specs.job.resolve_defaults"
     warmup_steps = course.warmup_steps
     if warmup_steps < 0:
         warmup_steps = math.ceil((WARMUP_RATIO if spec.warmup_ratio is None else spec.warmup_ratio) * total_steps)

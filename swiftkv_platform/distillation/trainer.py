@@ -176,7 +176,7 @@ class Trainer:
         """Search for the peak learning rate; in runs too short for a search, bound it by the size of the trained
         weights."""
         asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
-        assert asked is not None, "settled before training, see specs.defaults"
+        assert asked is not None, "settled before training, see specs.job.resolve_defaults"
         highest = highest_rate(self._parallel.matrices())
         rate, tried = first_rate(asked, highest, self._spec.distillation.trainable), list[TriedRate]()
         if num_steps is not None:
@@ -276,7 +276,7 @@ class Trainer:
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
         training = self._spec.training
-        assert training.batch_size is not None, "settled before training, see specs.defaults"
+        assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
         return micro_batches(self._parallel, self._rows, batch, training)
 
@@ -326,7 +326,7 @@ class HeldOut:
 
     def __init__(self, parallel: Parallel, rows: PackedRows, training: TrainingSpec, *, every_steps: int) -> None:
         assert training.validation is not None, "nothing is measured without"
-        assert training.batch_size is not None, "settled before training, see specs.defaults"
+        assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
         self._parallel, self._rows, self._training = parallel, rows, training
         self.chosen = measured_rows(rows, training.validation, training.batch_size * every_steps)
 

@@ -15,7 +15,7 @@ from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weight
 from swiftkv_platform.planning.steering import searches_rate
 from swiftkv_platform.planning.training import WIDE, TrainingSetup, worker_memory
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import BATCH_SIZE
+from swiftkv_platform.specs.job import BATCH_SIZE
 from swiftkv_platform.student_shape import LayerMap
 
 _MAX_WORKERS = 4096

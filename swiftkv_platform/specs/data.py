@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swiftkv_platform.specs.base import MAX_TEMPERATURE, Name, Spec, Word
-from swiftkv_platform.specs.limits import Count, Range, Seed, Size
+from swiftkv_platform.specs.base import MAX_TEMPERATURE, Count, Name, Range, Seed, Size, Spec, Word
 
 BUILTIN_DATA = "builtin:python-stdlib"
 """Source code of the interpreter's standard library, as training text."""

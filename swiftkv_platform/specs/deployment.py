@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.specs.limits import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range
+from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pydantic import ValidationInfo, field_validator
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import WAITING_SEQUENCES
-from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES, MAX_STREAM_INTERVAL_S
-from swiftkv_platform.specs.limits import (
+from swiftkv_platform.specs.base import (
+    MAX_GRAMMAR_BYTES,
+    MAX_STREAM_INTERVAL_S,
     BlockSize,
     CacheBytes,
     ContextLength,

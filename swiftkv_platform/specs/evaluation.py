@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from swiftkv_platform.specs.base import Name, Spec, Word
-from swiftkv_platform.specs.limits import Count, Layers, NonNegative, Positive, Range, Size
+from swiftkv_platform.specs.base import Count, Layers, Name, NonNegative, Positive, Range, Size, Spec, Word
 
 _MOST_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {

@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.specs.base import Spec, Word
-from swiftkv_platform.specs.limits import Cores, Gpus, HostMemory, Range, Rate, Workers
+from swiftkv_platform.specs.base import Cores, Gpus, HostMemory, Range, Rate, Spec, Word, Workers
 
 
 class ShardingSpec(Spec):

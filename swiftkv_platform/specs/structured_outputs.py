@@ -1,20 +1,21 @@
 """Constraint on the text of an answer: JSON, a regular expression, one of some choices, a grammar. Compiles nothing.
 
-Field names are those of vLLM's `StructuredOutputsParams`.
+Field names are those of vLLM's `StructuredOutputsParams`. In JSON Schema, unknown formats and keywords are annotations.
+The compiler, llguidance, ignores unknown keywords but refuses unknown formats, so annotations are dropped from schemas,
+and constraints that cannot be enforced are found with their place.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
-from swiftkv_platform.specs.json_schema import place_of, settled, unfollowed
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON: enough for indented text, but bounded."""
@@ -22,6 +23,39 @@ _LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 """Prefix of compiler messages that names the line of a schema in a grammar."""
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 """Start of the grammar's excerpt in compiler messages."""
+Schema = Mapping[str, Any]
+
+FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
+"""Formats that are enforced on an answer's strings; others are ignored."""
+_ONE = frozenset(
+    (
+        *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    )
+)
+"""Keywords whose value is a schema."""
+_LIST = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
+_NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
+_ANY: tuple[Any, ...] = ({}, True)
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "propertyNames": _ANY,
+    "unevaluatedItems": _ANY,
+    "unevaluatedProperties": _ANY,
+    "if": (),
+    "contains": (),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+}
+"""Constraining keywords that the compiler lacks, with the values that constrain nothing."""
+_NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+"""Keywords that have no effect without another one."""
+_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
+"""Words in compiler messages about a keyword, if they are not the keyword in quotes."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +243,61 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, Mapping):
         raise TypeError(f"it is a {type(schema).__name__}")
     return json.dumps(settled(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def settled(schema: Schema) -> dict[str, Any]:
+    """Return the schema without keywords that have no effect but would be refused. Names of properties and values stay
+    as they are."""
+    kept = {key: value for key, value in schema.items() if not _asks_for_nothing(schema, key, value)}
+    for key, value in kept.items():
+        if key in _ONE and isinstance(value, Mapping):
+            kept[key] = settled(value)
+        elif key in _LIST and isinstance(value, list | tuple):
+            kept[key] = [settled(one) if isinstance(one, Mapping) else one for one in value]
+        elif key in _NAMED and isinstance(value, Mapping):
+            kept[key] = {name: settled(one) if isinstance(one, Mapping) else one for name, one in value.items()}
+    return kept
+
+
+def unfollowed(schema: Schema) -> tuple[str, str] | None:
+    """Find the first constraint that cannot be enforced on an answer: (dotted place, keyword), or None. The place of
+    the schema itself is empty."""
+    return next(
+        ((place, key) for place, one in subschemas(settled(schema)) for key in one if key in _WITHOUT_EFFECT), None
+    )
+
+
+def place_of(schema: Schema, error: str) -> str:
+    """Find the dotted place that a compiler's message is about, if it quotes a value of the schema; otherwise empty."""
+    for place, one in subschemas(schema):
+        for key, value in one.items():
+            named = _WORDS.get(key, f"'{key}'") in error
+            if named and isinstance(value, str | int | float) and str(value).lstrip("#") in error:
+                return f"{place}.{key}" if place else key
+    return ""
+
+
+def subschemas(schema: Schema, place: str = "") -> Iterator[tuple[str, Schema]]:
+    """(dotted place, schema) of the schema and all within it."""
+    yield place, schema
+    for key, value in schema.items():
+        inside: list[tuple[str, Any]] = []
+        if key in _NAMED and isinstance(value, Mapping):
+            inside = [(f"{key}.{name}", one) for name, one in value.items()]
+        elif key in _LIST and isinstance(value, list | tuple):
+            inside = [(f"{key}.{number}", one) for number, one in enumerate(value)]
+        elif key in _ONE:
+            inside = [(key, value)]
+        for name, one in inside:
+            if isinstance(one, Mapping):
+                yield from subschemas(one, f"{place}.{name}" if place else name)
+
+
+def _asks_for_nothing(schema: Schema, key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in FORMATS
+    if key == "if":
+        return "then" not in schema and "else" not in schema
+    if key in _NEEDS:
+        return _NEEDS[key] not in schema
+    return any(type(value) is type(one) and value == one for one in _WITHOUT_EFFECT.get(key, ()))

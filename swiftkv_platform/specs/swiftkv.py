@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.base import Spec
-from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
+from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec
 from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _LONGEST_SHOWN = 120

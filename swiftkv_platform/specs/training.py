@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from swiftkv_platform.specs.base import Spec
-from swiftkv_platform.specs.limits import Count, Epochs, NonNegative, Positive, Range, SignedSeed, Size
+from swiftkv_platform.specs.base import Count, Epochs, NonNegative, Positive, Range, SignedSeed, Size, Spec
 
 _NAME = re.compile(
     r"(?P<model>mdl_[0-9A-Za-z]+)"

@@ -29,8 +29,8 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.specs.base import STORED
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.specs.limits import STORED
 
 _STATE = TypeAdapter(DeploymentState)
 _Parsed = tuple[int, Any, Deployment]

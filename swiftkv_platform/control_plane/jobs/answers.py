@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
 from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.limits import Positive
+from swiftkv_platform.specs.base import Positive
 from swiftkv_platform.storage.attempt_store import CheckpointName, StoredCheckpoint
 
 

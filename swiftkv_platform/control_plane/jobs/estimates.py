@@ -24,7 +24,7 @@ from swiftkv_platform.planning.prefill import plan_prefill, student_map
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import FULL_WIDTH, resolve_batch_size, resolve_defaults
 
 PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process in addition to its model, if none was measured: Linux, torch 2.13 for CPUs."""

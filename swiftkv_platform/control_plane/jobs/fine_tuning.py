@@ -24,9 +24,8 @@ from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import Label, LabelValue, Name, Word
+from swiftkv_platform.specs.base import Epochs, Label, LabelValue, Name, SignedSeed, Size, Word
 from swiftkv_platform.specs.job import JobName
-from swiftkv_platform.specs.limits import Epochs, SignedSeed, Size
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.limits import STORED
+from swiftkv_platform.specs.base import STORED
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint

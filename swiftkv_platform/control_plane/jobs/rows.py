@@ -57,7 +57,7 @@ from swiftkv_platform.errors import (
     StaleVersionError,
 )
 from swiftkv_platform.sources.access import file_ids
-from swiftkv_platform.specs.limits import STORED
+from swiftkv_platform.specs.base import STORED
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaE
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
+from swiftkv_platform.specs.base import MAX_SPEC_BYTES
 
 _UPDATE_TRIES = 5
 """Tries to store a change, since the reconciler may change the job between reading and writing."""

@@ -22,8 +22,8 @@ from swiftkv_platform.sources.names import refuse_relative_paths
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.specs import JobSpec, TaskSpec
+from swiftkv_platform.specs.base import MAX_LAYERS
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, name_and_data, names_task_file
-from swiftkv_platform.specs.limits import MAX_LAYERS
 from swiftkv_platform.storage.addresses import open_store
 
 __all__ = ["ReadObject", "check_spec", "read_object", "validate"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from swiftkv_platform.planning.steering import RunSchedule, measuring_interval, num_measured_rows, searches_rate
 from swiftkv_platform.specs import JobSpec, ValidationSpec
-from swiftkv_platform.specs.defaults import resolve_defaults
+from swiftkv_platform.specs.job import resolve_defaults
 
 
 def job(**sections: Any) -> JobSpec:

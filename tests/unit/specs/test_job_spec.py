@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.changes import with_changes
-from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
-from swiftkv_platform.specs.documents import load_yaml
-from swiftkv_platform.specs.limits import STORED
+from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.documents import load_yaml, with_changes
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
 
 
 def spec(**fields: Any) -> JobSpec:

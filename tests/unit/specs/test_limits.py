@@ -16,10 +16,10 @@ from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS,
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.base import MAX_REPLICAS, STORED, Range
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.job import CheckpointSpec
-from swiftkv_platform.specs.limits import MAX_REPLICAS, STORED, Range
 from swiftkv_platform.specs.resources import ResourcesSpec
 
 _ENDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})

@@ -33,9 +33,9 @@ from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.postgres import postgres_server
-from tests.servers import serving
+from tests.support.components import make_components
+from tests.support.postgres import postgres_server
+from tests.support.servers import serving
 
 SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
 TENANTS = 10

@@ -23,9 +23,9 @@ import pytest
 from hypothesis import settings
 
 from swiftkv_platform.control_plane.database.session import Database
-from tests.postgres import emptied, postgres_server
-from tests.rays import become_a_driver
-from tests.requirements import missing
+from tests.support.postgres import emptied, postgres_server
+from tests.support.rays import become_a_driver
+from tests.support.requirements import missing
 
 become_a_driver()
 multiprocessing.util.get_temp_dir()  # where parser processes are reached; tests replace the directory for such files
@@ -133,7 +133,7 @@ def native_kernels() -> None:
 @pytest.fixture(scope="session")
 def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random 6-layer Llama (grouped-query attention) and a byte-level tokenizer with BOS and EOS."""
-    from tests.tiny_models import save_teacher
+    from tests.support.tiny_models import save_teacher
 
     return save_teacher(tmp_path_factory.mktemp("tiny-teacher"))
 

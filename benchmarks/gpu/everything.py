@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-TESTS = "tests/gpu"
+TESTS = "tests/outside/gpu"
 VLLM_TESTS = [f"{TESTS}/test_vllm.py", f"{TESTS}/test_vllm_servers.py"]
 _PROBE = """
 from importlib.metadata import entry_points
@@ -55,11 +55,12 @@ class Part:
 def parts(vllm_python: Path) -> list[Part]:
     """Return the parts, each with what it lacks on this machine."""
     ours, missing = [sys.executable, "-m"], vllm_missing(vllm_python)
-    plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]  # the options in pyproject.toml deselect these tests
+    plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]
+    own = ["-c", "pyproject.toml", "--override-ini", "addopts="]  # whose options deselect these tests
     return [
         Part(
             "tests of engine and training",
-            [*ours, "pytest", "--override-ini", "addopts=", *plain, *(f"--ignore={one}" for one in VLLM_TESTS), TESTS],
+            [*ours, "pytest", *own, *plain, *(f"--ignore={one}" for one in VLLM_TESTS), TESTS],
         ),
         Part(
             "tests of vLLM with the plugin",

@@ -33,8 +33,8 @@ _PROGRAMS = """\
 ## Programs
 
 Requests of these programs, taken from their public sources, are sent in the tests of both engines
-(`tests/surface/recorded.py`); clients that run as programs are [outside judges](judges.md). Fields without effect are
-listed in the header.
+(`tests/contract/serving/recorded.py`); clients that run as programs are [outside judges](judges.md). Fields without
+effect are listed in the header.
 
 | program | routes | besides the usual fields | refused |
 |---|---|---|---|

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.scenes import busy_replica, control_plane
-from tests.browsers import browser, page
+from tests.support.browsers import browser, page
 from tests.unit.control_plane.routes.conftest import Server
 
 __all__ = ["browser", "page", "server"]

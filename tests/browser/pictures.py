@@ -25,7 +25,7 @@ from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.demo.run import PROMPT, job_spec, signals_as_exit
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
-from tests.browsers import CHROMIUM, FLAGS
+from tests.support.browsers import CHROMIUM, FLAGS
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = {1280: 900, 390: 844}

@@ -16,9 +16,9 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.browsers import playwright
-from tests.components import make_components
-from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve
+from tests.support.browsers import playwright
+from tests.support.components import make_components
+from tests.support.fakes.scripted_server import Answer, Request, Script, event_stream, serve
 from tests.unit.control_plane.routes.conftest import SPEC, Server, served_control_plane
 
 expect = playwright.expect

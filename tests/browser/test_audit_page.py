@@ -10,7 +10,7 @@ from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import Page, address, expect
-from tests.browsers import playwright
+from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, served_control_plane
 
 

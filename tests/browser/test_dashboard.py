@@ -20,7 +20,7 @@ from tests.browser.scenes import (
     sweep,
     trained,
 )
-from tests.browsers import playwright
+from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, served_control_plane
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.scenes import Page, address, editor, expect
-from tests.browsers import playwright
+from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
 
 CHATS = "".join(

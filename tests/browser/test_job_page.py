@@ -19,7 +19,7 @@ from tests.browser.scenes import (
     paste,
     trained,
 )
-from tests.browsers import playwright
+from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.browser.scenes import Page, address, deploy, expect, trained
-from tests.browsers import playwright
+from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
 
 

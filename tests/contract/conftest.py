@@ -15,10 +15,10 @@ from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.records import make_job, make_model
-from tests.records import store as store_job
-from tests.s3_servers import OTHERS, S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.records import make_job, make_model
+from tests.support.records import store as store_job
+from tests.support.s3_servers import OTHERS, S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
 
 
 @pytest.fixture(scope="session")

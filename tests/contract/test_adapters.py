@@ -16,9 +16,9 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
 from swiftkv_platform.storage.downloads import download_model
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.checkpoints import SHAPE, save
-from tests.s3_servers import S3Server, use
-from tests.tiny_models import disturb, family_teacher
+from tests.support.checkpoints import SHAPE, save
+from tests.support.s3_servers import S3Server, use
+from tests.support.tiny_models import disturb, family_teacher
 
 S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone_server", "moto_server")]
 

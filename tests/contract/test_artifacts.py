@@ -13,7 +13,7 @@ from swiftkv_platform.storage.artifacts import (
     publish_directory,
 )
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.s3_servers import run_rclone, use
+from tests.support.s3_servers import run_rclone, use
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.postgres import emptied
-from tests.records import TENANT, make_job, make_model, message, store
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.postgres import emptied
+from tests.support.records import TENANT, make_job, make_model, message, store
 
 
 @pytest.fixture

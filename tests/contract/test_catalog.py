@@ -30,8 +30,8 @@ from swiftkv_platform.errors import (
     UnreadableRowError,
 )
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from tests.records import TENANT, make_job, make_model, store
-from tests.threads import at_once
+from tests.support.records import TENANT, make_job, make_model, store
+from tests.support.threads import at_once
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.contract.test_catalog import make_deployment
-from tests.records import TENANT, make_job, store
-from tests.threads import at_once
+from tests.support.records import TENANT, make_job, store
+from tests.support.threads import at_once
 
 MANY = 3000
 FEW = 60

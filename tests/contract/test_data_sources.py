@@ -18,9 +18,9 @@ from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_below
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.requirements import required_module
-from tests.s3_servers import RcloneServer, S3Server
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.requirements import required_module
+from tests.support.s3_servers import RcloneServer, S3Server
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto")])

@@ -20,9 +20,9 @@ from swiftkv_platform.control_plane.database import postgresql
 from swiftkv_platform.control_plane.database.postgresql import Timeouts
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
-from tests.parameters import few
-from tests.rays import free_port
-from tests.requirements import required_module
+from tests.support.parameters import few
+from tests.support.rays import free_port
+from tests.support.requirements import required_module
 
 
 class Server:

@@ -36,9 +36,9 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError
-from tests.old_home import ARCHIVES
-from tests.postgres import emptied
-from tests.records import TENANT, make_job, make_model, store
+from tests.support.old_home import ARCHIVES
+from tests.support.postgres import emptied
+from tests.support.records import TENANT, make_job, make_model, store
 
 RELEASE = "0005"
 """Schema of the last release, 0.1.0."""

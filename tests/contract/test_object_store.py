@@ -18,8 +18,8 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
-from tests.rays import free_port
-from tests.s3_servers import OTHERS, S3, RcloneServer, S3Server, client_environment, use
+from tests.support.rays import free_port
+from tests.support.s3_servers import OTHERS, S3, RcloneServer, S3Server, client_environment, use
 
 MULTIPART_BYTES = (9 << 20) + 17  # uploads are split from 8 MiB on
 

@@ -24,9 +24,9 @@ from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.requirements import missing, required_module
-from tests.s3_servers import Front, client_environment, run_moto
+from tests.support.components import make_components
+from tests.support.requirements import missing, required_module
+from tests.support.s3_servers import Front, client_environment, run_moto
 from tests.unit.control_plane.routes.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0

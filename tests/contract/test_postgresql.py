@@ -18,8 +18,8 @@ from swiftkv_platform.control_plane.database.session import Database, current_re
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.postgres import emptied
+from tests.support.components import make_components
+from tests.support.postgres import emptied
 from tests.unit.control_plane.routes.conftest import SPEC, control_plane
 
 

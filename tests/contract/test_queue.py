@@ -24,8 +24,8 @@ from swiftkv_platform.control_plane.jobs.rows import Claim, JobRepository
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.loops.leadership import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
-from tests.records import TENANT, make_job, standing_of, store
-from tests.threads import at_once
+from tests.support.records import TENANT, make_job, standing_of, store
+from tests.support.threads import at_once
 
 
 def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:

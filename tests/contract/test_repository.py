@@ -30,8 +30,8 @@ from swiftkv_platform.errors import (
     NotFoundError,
     StaleVersionError,
 )
-from tests.records import TENANT, make_job, make_model, message, store
-from tests.threads import at_once
+from tests.support.records import TENANT, make_job, make_model, message, store
+from tests.support.threads import at_once
 
 
 def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: JobRepository) -> None:

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.publish import WebhookSpec
-from tests.records import TENANT, make_job, make_model, message, store
+from tests.support.records import TENANT, make_job, make_model, message, store
 
 
 @pytest.fixture

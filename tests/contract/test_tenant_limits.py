@@ -24,8 +24,8 @@ from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError, QuotaExceededError
 from swiftkv_platform.limits import SESSIONS, Scope, all_limits
 from tests.contract.test_catalog import HOOK, make_deployment, make_file
-from tests.records import TENANT, make_job, store
-from tests.threads import at_once
+from tests.support.records import TENANT, make_job, store
+from tests.support.threads import at_once
 
 
 def service(registry: Registry, **limits: int) -> RegistryService:

@@ -20,11 +20,11 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.cluster import FakeCluster
-from tests.postgres import emptied
-from tests.servers import serving
+from tests.support.components import make_components
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.postgres import emptied
+from tests.support.servers import serving
 
 JOBS, CLIENTS = (500, 50) if "SWIFTKV_SOAK" in os.environ else (60, 20)
 

@@ -12,8 +12,8 @@ import pytest
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from tests.integration.planes import RayCluster
-from tests.rays import free_port, ray_head
-from tests.s3_servers import S3Server, run_moto
+from tests.support.rays import free_port, ray_head
+from tests.support.s3_servers import S3Server, run_moto
 
 DEADLINE_S = 240.0
 

@@ -24,8 +24,8 @@ import httpx
 from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
-from tests.rays import free_port
-from tests.waiting import eventually
+from tests.support.rays import free_port
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ request = attempts.read_request(attempt)
 ATTEMPT = (
     READ_REQUEST
     + """
-from tests.fakes.attempt_store import FakeWorker
+from tests.support.fakes.attempt_store import FakeWorker
 gates = Path({gates!r})
 with (gates / "ledger").open("a") as ledger:
     ledger.write(f"{{given.job_id}} {{given.attempt}} {{os.getpid()}} {{request.resume_from}}\\n")

@@ -24,14 +24,14 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.control_plane.parts import build_components
 from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.settings import Settings
-from tests.infra_files import INFRA, documents
 from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import READ_REQUEST, ROOT, RayCluster
-from tests.prometheus import Prometheus, program, prometheus
-from tests.rays import HeadProcess, free_port
-from tests.requirements import required_module
-from tests.s3_servers import Front, client_environment, run_moto
-from tests.servers import serving
+from tests.support.infra_files import INFRA, documents
+from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.rays import HeadProcess, free_port
+from tests.support.requirements import required_module
+from tests.support.s3_servers import Front, client_environment, run_moto
+from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import SPEC
 
 pytestmark = [

@@ -15,10 +15,10 @@ import pytest
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs, SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
-from tests.fakes.cluster import FakeCluster
 from tests.integration.planes import Plane, RayCluster
-from tests.rays import free_port, ray_head
-from tests.waiting import eventually
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.rays import free_port, ray_head
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.local.state import marked
-from tests.requirements import missing
+from tests.support.requirements import missing
 
 pytestmark = [
     pytest.mark.integration,

@@ -11,8 +11,8 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.storage.addresses import open_store
-from tests.distill_jobs import JOB, ONE_WORKER, events, job_spec
-from tests.otlp_receiver import otlp_receiver
+from tests.support.distill_jobs import JOB, ONE_WORKER, events, job_spec
+from tests.support.otlp_receiver import otlp_receiver
 
 pytestmark = [pytest.mark.integration("whole attempts"), pytest.mark.timeout(600)]
 

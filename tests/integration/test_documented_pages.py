@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.local.state import RunDirectory, StackState, marked
-from tests.documented import Block, blocks
-from tests.surface.replicas import save_chat_model
+from tests.contract.serving.replicas import save_chat_model
+from tests.support.documented import Block, blocks
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(3600)]
 

@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from tests.distill_jobs import JOB, job_spec, start, starts, wait_for_starts, wait_for_step
 from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import ROOT
-from tests.rays import NodeProcess, ray_head, ray_node
+from tests.support.distill_jobs import JOB, job_spec, start, starts, wait_for_starts, wait_for_step
+from tests.support.rays import NodeProcess, ray_head, ray_node
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("drains nodes, minutes"), pytest.mark.timeout(900)]
 

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.storage.addresses import open_store
-from tests.distill_jobs import events, job_spec, start
 from tests.integration.conftest import environment, wait_for
-from tests.ledger import Ledger
-from tests.rays import NodeProcess, ray_head, ray_node
-from tests.s3_servers import S3Server
-from tests.tiny_models import save_teacher
+from tests.support.distill_jobs import events, job_spec, start
+from tests.support.ledger import Ledger
+from tests.support.rays import NodeProcess, ray_head, ray_node
+from tests.support.s3_servers import S3Server
+from tests.support.tiny_models import save_teacher
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("loses and gains nodes, minutes"), pytest.mark.timeout(900)]
 
@@ -79,7 +79,7 @@ def test_every_sample_is_trained_once_while_nodes_leave_and_come(
         resources={"num_workers": {"min": 1, "max": 2}},
         metadata={"ledger": str(ledger.directory), "hold": f"2:{BOTH} 1:{ALONE}"},
     )
-    job = start(store, spec, head.address, module="tests.ledger")
+    job = start(store, spec, head.address, module="tests.support.ledger")
 
     def done(step: int, world_size: int) -> bool:
         assert job.poll() is None, f"the job ended before step {step}"

@@ -18,9 +18,9 @@ from swiftkv_platform.local.state import marked
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
-from tests import browsers
 from tests.outside.judges.fine_tuning import tune_and_chat
-from tests.waiting import eventually
+from tests.support import browsers
+from tests.support.waiting import eventually
 
 browser, page = browsers.browser, browsers.page  # fixtures
 pytestmark = [pytest.mark.integration("a platform of its own, and whole jobs"), pytest.mark.timeout(600)]

@@ -18,7 +18,6 @@ from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.conftest import environment, wait_for
-from tests.rays import ray_head
 from tests.security.hostile_sources import (
     CANARY,
     DATA,
@@ -31,6 +30,7 @@ from tests.security.hostile_sources import (
     write_rows,
     write_task,
 )
+from tests.support.rays import ray_head
 
 pytestmark = [
     pytest.mark.integration,

@@ -17,7 +17,7 @@ from swiftkv_platform.local.state import marked
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.test_end_to_end import SPEC
-from tests.rays import free_port
+from tests.support.rays import free_port
 
 pytestmark = [
     pytest.mark.integration("a platform of its own"),

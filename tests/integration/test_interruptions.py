@@ -26,7 +26,9 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.distill_jobs import (
+from tests.integration.conftest import wait_for
+from tests.integration.planes import Plane, RayCluster
+from tests.support.distill_jobs import (
     JOB,
     TOTAL_STEPS,
     assert_equal_bit_for_bit,
@@ -40,10 +42,8 @@ from tests.distill_jobs import (
     wait_for_starts,
     wait_for_step,
 )
-from tests.integration.conftest import wait_for
-from tests.integration.planes import Plane, RayCluster
-from tests.ledger import Ledger
-from tests.s3_servers import S3Server
+from tests.support.ledger import Ledger
+from tests.support.s3_servers import S3Server
 
 pytestmark = [pytest.mark.integration("whole jobs, interrupted"), pytest.mark.timeout(600)]
 
@@ -295,7 +295,7 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
     ledger.directory.mkdir()
     holds = f"2:{unattended} 2:{widowed} 2:{orphaned}"
     spec = spec.model_copy(update={"metadata": {"ledger": str(ledger.directory), "hold": holds}})
-    plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "tests.ledger"))
+    plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "tests.support.ledger"))
     store = open_store(str(plane.home / "store"))
     plane.start()
     try:
@@ -331,6 +331,6 @@ def _driver(job_id: str) -> psutil.Process:
     """Return the entrypoint process of the job's attempt, which Ray started."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if {"tests.ledger", job_id} <= set(process.cmdline()):
+            if {"tests.support.ledger", job_id} <= set(process.cmdline()):
                 return process
     raise AssertionError("the driver is not there")

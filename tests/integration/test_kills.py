@@ -19,8 +19,8 @@ import pytest
 from swiftkv_platform.client import Job
 from swiftkv_platform.client.errors import ServerError, UnreachableError
 from tests.integration.planes import Plane, RayCluster, spec
-from tests.postgres import emptied
-from tests.waiting import eventually
+from tests.support.postgres import emptied
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("kills the control plane over and over")]
 

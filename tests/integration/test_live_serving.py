@@ -19,7 +19,6 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from tests.fakes.tokenizers import byte_tokenizer
 from tests.integration.conftest import wait_for
 from tests.integration.load import (
     GREEDY,
@@ -33,6 +32,7 @@ from tests.integration.load import (
     publish,
     replica_pids,
 )
+from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration("swaps under load")

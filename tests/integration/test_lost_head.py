@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.planes import ROOT, Plane, RayCluster
-from tests.rays import HeadProcess
-from tests.waiting import eventually
+from tests.support.rays import HeadProcess
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head")]
 

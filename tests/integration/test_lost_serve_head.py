@@ -24,8 +24,8 @@ from tests.integration.load import (
     replica_pids,
     wait_until_running,
 )
-from tests.rays import HeadProcess, NodeProcess, free_port, ray_node
-from tests.redis_server import redis_server
+from tests.support.rays import HeadProcess, NodeProcess, free_port, ray_node
+from tests.support.redis_server import redis_server
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head under load")]

@@ -17,8 +17,8 @@ from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for
 from tests.integration.load import PROMPTS, Load, ask, greedy_answers, publish, replica_pids
-from tests.rays import free_port, ray_head
-from tests.records import UNDISPUTED
+from tests.support.rays import free_port, ray_head
+from tests.support.records import UNDISPUTED
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts two heads")]

@@ -1,8 +1,8 @@
 """Home directories of earlier versions open: jobs are listed, a paused one resumes, a deployment and its artifact are
 served.
 
-`tests/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version 0.1.0), of
-d4594dd and of 325f057f: a tiny random teacher, a finished job, its model deployed, and a paused job.
+`tests/support/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version
+0.1.0), of d4594dd and of 325f057f: a tiny random teacher, a finished job, its model deployed, and a paused job.
 """
 
 import sqlite3
@@ -17,8 +17,8 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import ResourceNotFoundError, ServiceUnavailableError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
-from tests.old_home import ARCHIVES
-from tests.waiting import eventually
+from tests.support.old_home import ARCHIVES
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts a platform on each old home"), pytest.mark.timeout(600)]
 

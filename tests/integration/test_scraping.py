@@ -12,8 +12,8 @@ from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import environment, wait_for
 from tests.integration.load import publish, wait_until_running
-from tests.prometheus import Prometheus, program, prometheus
-from tests.rays import free_port, ray_head
+from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.rays import free_port, ray_head
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts Prometheus beside a Ray of its own")]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from swiftkv_platform.local.state import RunDirectory, StackState, marked
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.numerics.distillation_worker import group_of_one
-from tests.tiny_models import random_tokens
+from tests.support.tiny_models import random_tokens
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.student_shape import ShapeRequest
 from tests.numerics.spawning import run_in_group
-from tests.tiny_models import family_teacher, random_teacher
+from tests.support.tiny_models import family_teacher, random_teacher
 
 CHECKPOINTS = AttemptId("j", 1).checkpoints_prefix
 """Prefix of the checkpoints inside a run's store."""

@@ -16,9 +16,9 @@ from swiftkv_platform.errors import ConflictError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter, load_dense
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.checkpoint import Checkpoint
-from tests.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
-from tests.parameters import few
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
+from tests.support.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
+from tests.support.parameters import few
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 PROMPT = torch.arange(24)[None] * 7 % 250
 

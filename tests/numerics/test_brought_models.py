@@ -26,9 +26,9 @@ from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.student_shape import STUDENT_KEYS, ShapeRequest
-from tests.checkpoints import rewrite, save
-from tests.parameters import few
-from tests.tiny_models import family_teacher, random_teacher, random_tokens
+from tests.support.checkpoints import rewrite, save
+from tests.support.parameters import few
+from tests.support.tiny_models import family_teacher, random_teacher, random_tokens
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2}
 STUDENT = {"prefill_reduction": None, "key_value_group_size": 1, "early_exit": False, "sharing": "gqa"} | SHAPE

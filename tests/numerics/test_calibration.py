@@ -18,9 +18,9 @@ from swiftkv_platform.model.calibration.regression import RIDGE
 from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.student_shape import ShapeRequest
-from tests.checkpoints import ROWS, save, save_fp8
-from tests.parameters import KINDS, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
+from tests.support.checkpoints import ROWS, save, save_fp8
+from tests.support.parameters import KINDS, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
 SHAPE |= {"early_exit": True, "sharing": "gqa"}

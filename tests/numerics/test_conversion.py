@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.errors import ConflictError, ModelError
 from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export
 from swiftkv_platform.model.checkpoint import Checkpoint, stored_checkpoint
-from tests.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
-from tests.parameters import few
-from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
+from tests.support.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
+from tests.support.parameters import few
+from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
 
 
 def assert_equal(actual: Any, expected: Any) -> None:

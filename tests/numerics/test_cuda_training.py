@@ -16,9 +16,9 @@ from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.training import OptimizerSpec
 from swiftkv_platform.student_shape import StudentShape
-from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 from tests.numerics.test_evaluation import TEACHER, make_rows
-from tests.parameters import in_turn
+from tests.support.fakes.cuda import DEVICE, DeviceLog, fake_cuda
+from tests.support.parameters import in_turn
 from tests.unit.engine.test_cuda import model_of
 
 HAS_GPU = torch.cuda.is_available()

@@ -20,9 +20,9 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, load_dense
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
-from tests import reference
-from tests.parameters import KINDS, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
+from tests.support import reference
+from tests.support.parameters import KINDS, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
 
 PROMPT = random_tokens(40)
 LAYER_MAPS: tuple[dict[str, Any], ...] = (

@@ -25,7 +25,7 @@ from tests.numerics.distillation_worker import (
     tiny_rows,
     tiny_student,
 )
-from tests.parameters import pairwise
+from tests.support.parameters import pairwise
 
 
 def _gradients(fork: Fork) -> dict[str, torch.Tensor]:

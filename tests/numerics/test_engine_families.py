@@ -12,8 +12,8 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, Samp
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, export, load_dense
-from tests.parameters import KINDS, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
+from tests.support.parameters import KINDS, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)

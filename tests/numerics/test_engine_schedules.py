@@ -14,7 +14,7 @@ import pytest
 from swiftkv_platform.engine import LLMEngine, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert
-from tests.engine_schedules import (
+from tests.support.engine_schedules import (
     Subject,
     check_outputs,
     happened,
@@ -23,7 +23,7 @@ from tests.engine_schedules import (
     run,
     scattered_exits,
 )
-from tests.tiny_models import random_teacher
+from tests.support.tiny_models import random_teacher
 
 NUM_SCHEDULES = int(os.environ.get("SWIFTKV_SCHEDULES", "29"))
 FIRST = 35

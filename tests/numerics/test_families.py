@@ -14,9 +14,9 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
-from tests import reference
-from tests.parameters import KINDS, WIDE, few, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_tokens
+from tests.support import reference
+from tests.support.parameters import KINDS, WIDE, few, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_tokens
 
 LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
 """l and g for 5 layers; the first map ends with a group of one layer."""

@@ -16,7 +16,7 @@ from swiftkv_platform.model import causal_lm, convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache, stored_dtype
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
-from tests.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
+from tests.support.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
 ARGUMENTS = {"max_new_tokens": 10, "pad_token_id": 256, "eos_token_id": None, "do_sample": False}
 SAMPLING = {"do_sample": True, "temperature": 1.3, "top_k": 20}

@@ -11,7 +11,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.sampling import EarlyExit
 from tests.numerics import test_generate as base
 from tests.numerics.test_generate import ARGUMENTS, CACHES, SAMPLING, generate, students, tokens_by_layer
-from tests.tiny_models import random_tokens
+from tests.support.tiny_models import random_tokens
 
 
 def make_student(name: str = "llama", **arguments: Any) -> Any:

@@ -24,9 +24,9 @@ from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.specs import ModelSpec
-from tests.fakes.gguf import save_gguf
-from tests.parameters import WIDE
-from tests.tiny_models import SHAPE, TOKEN, family_teacher
+from tests.support.fakes.gguf import save_gguf
+from tests.support.parameters import WIDE
+from tests.support.tiny_models import SHAPE, TOKEN, family_teacher
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -24,11 +24,11 @@ from swiftkv_platform.evaluation.parts import NoParts
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
-from tests import reference
-from tests.checkpoints import save
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.parameters import WIDE
-from tests.tiny_models import disturb, random_teacher
+from tests.support import reference
+from tests.support.checkpoints import save
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.parameters import WIDE
+from tests.support.tiny_models import disturb, random_teacher
 
 QUESTIONS = [
     {"text": "The grass is", "choices": [" green", " loud", " seven"], "answer": 0},

@@ -21,9 +21,9 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.sampling import SamplingParams
-from tests.fakes.tokenizers import EOS, byte_tokenizer
-from tests.parameters import WIDE
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
+from tests.support.fakes.tokenizers import EOS, byte_tokenizer
+from tests.support.parameters import WIDE
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 SENTENCES = "The grass is green, fire is hot, and a day has 24 hours; two and two make four. "
 CONTEXTS = ["Q: how many?\nA:", "x", SENTENCES, SENTENCES + "Then", 5 * SENTENCES, SENTENCES + "And so on"]

@@ -18,8 +18,8 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.model.selection import TokenSelection
 from tests.numerics.test_families import make_student
-from tests.parameters import in_turn, pairwise
-from tests.tiny_models import random_tokens
+from tests.support.parameters import in_turn, pairwise
+from tests.support.tiny_models import random_tokens
 
 BUILT_IN_TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}

@@ -13,10 +13,10 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy
 from swiftkv_platform.student_shape import ShapeRequest
-from tests.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
-from tests.parameters import KINDS, few
-from tests.tiny_models import FAMILY_CONFIGS, family_teacher
+from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
+from tests.support.parameters import KINDS, few
+from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher
 
 WORKERS = 2
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}

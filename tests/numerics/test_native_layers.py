@@ -10,8 +10,8 @@ import torch
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.native_layers import NativeLayer, NativeLayers
 from swiftkv_platform.model import convert
-from tests.parameters import in_turn
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
+from tests.support.parameters import in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
 
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)

@@ -20,8 +20,8 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
 from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
 from swiftkv_platform.specs import DistillationSpec
-from tests.parameters import KINDS, few, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
+from tests.support.parameters import KINDS, few, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 
 LENGTHS = (40, 24, 30, 20, 9)
 MAX_LENGTH = 64

@@ -25,8 +25,6 @@ from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from tests.checkpoints import ROWS, save, save_fp8
-from tests.fakes.tokenizers import byte_tokenizer
 from tests.numerics.distillation_worker import group_of_one
 from tests.numerics.phases_worker import (
     Case,
@@ -39,7 +37,9 @@ from tests.numerics.phases_worker import (
     run_training,
     share_workspace,
 )
-from tests.tiny_models import family_teacher
+from tests.support.checkpoints import ROWS, save, save_fp8
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.tiny_models import family_teacher
 
 SOAK = "SWIFTKV_SOAK" in os.environ
 pytestmark = [pytest.mark.slow("processes that train and evaluate"), pytest.mark.timeout(1800)]

@@ -18,8 +18,8 @@ from swiftkv_platform.planning.parameters import dense_parameters, student_param
 from swiftkv_platform.planning.prefill import Components, Flops, forward_flops
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.student_shape import LayerMap
-from tests.parameters import in_turn, pairwise
-from tests.tiny_models import CONFIGS, SHAPE, WINDOW
+from tests.support.parameters import in_turn, pairwise
+from tests.support.tiny_models import CONFIGS, SHAPE, WINDOW
 
 PROMPT = 20
 

@@ -7,7 +7,7 @@ import torch
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import PAYLOAD_DTYPES, dequantize, pack, payload_dtype, quantize, unpack
-from tests.parameters import in_turn
+from tests.support.parameters import in_turn
 
 MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF_A_STEP = {torch.float8_e4m3fn: 16 / 448, torch.int8: 0.5 / 127}

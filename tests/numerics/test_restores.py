@@ -28,8 +28,8 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
 from tests.numerics.distillation_worker import job_spec
 from tests.numerics.spawning import run_in_group
-from tests.s3_servers import run_moto
-from tests.tiny_models import random_teacher
+from tests.support.s3_servers import run_moto
+from tests.support.tiny_models import random_teacher
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow("groups of processes")]
 in_soak = pytest.mark.soak("a restore more")

@@ -20,10 +20,10 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, stored_weights
 from swiftkv_platform.model.checkpoint import stored_checkpoint
 from swiftkv_platform.model.stored_weights import StoredWeights
-from tests.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
 from tests.numerics.distillation_worker import counted_reads
-from tests.parameters import KINDS, in_turn
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
+from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
+from tests.support.parameters import KINDS, in_turn
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
 
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
 SIZE = 2

@@ -13,9 +13,9 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.initialization import share_heads
 from swiftkv_platform.planning import equal_cache_group_size
-from tests import reference
-from tests.parameters import in_turn, pairwise
-from tests.tiny_models import disturb, family_teacher, random_teacher
+from tests.support import reference
+from tests.support.parameters import in_turn, pairwise
+from tests.support.tiny_models import disturb, family_teacher, random_teacher
 
 HEADS = {"gqa": 2, "mqa": 1, "mha": 8}
 GENERATE = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 256}

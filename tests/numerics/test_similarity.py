@@ -16,7 +16,7 @@ from swiftkv_platform.evaluation.quality import Quality, TeacherQuality
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
 from swiftkv_platform.planning import read_config
-from tests.tiny_models import byte_tokenizer, random_teacher, save_teacher
+from tests.support.tiny_models import byte_tokenizer, random_teacher, save_teacher
 
 
 def naive_scores(sequences: list[torch.Tensor]) -> list[float]:

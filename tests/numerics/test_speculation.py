@@ -13,9 +13,9 @@ import torch
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
-from tests.engine_schedules import agreeing_exits, free_drafts
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.tiny_models import family_teacher, random_teacher
+from tests.support.engine_schedules import agreeing_exits, free_drafts
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.tiny_models import family_teacher, random_teacher
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.5, "top_k": 2, "top_p": 0.95, "min_p": 0.01}

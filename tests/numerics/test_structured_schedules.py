@@ -16,7 +16,7 @@ import pytest
 
 from swiftkv_platform.engine import EarlyExit, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
 from swiftkv_platform.model import convert
-from tests.engine_schedules import (
+from tests.support.engine_schedules import (
     TIE,
     Arrival,
     Subject,
@@ -26,8 +26,8 @@ from tests.engine_schedules import (
     random_config,
     run,
 )
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.tiny_models import random_teacher
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.tiny_models import random_teacher
 
 NUM_SCHEDULES = max(int(os.environ.get("SWIFTKV_SCHEDULES", "50")) // 5, 1)
 PET = {

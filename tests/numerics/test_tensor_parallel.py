@@ -19,8 +19,16 @@ from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export, export_adapter
 from swiftkv_platform.model.adapters import check_base
-from tests.engine_schedules import Subject, check_outputs, free_drafts, happened, random_arrivals, run, scattered_exits
-from tests.tiny_models import disturb, family_teacher, random_teacher
+from tests.support.engine_schedules import (
+    Subject,
+    check_outputs,
+    free_drafts,
+    happened,
+    random_arrivals,
+    run,
+    scattered_exits,
+)
+from tests.support.tiny_models import disturb, family_teacher, random_teacher
 
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
 SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}

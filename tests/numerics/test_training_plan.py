@@ -20,8 +20,8 @@ from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 from tests.numerics.test_planning import countable, make_teacher
-from tests.parameters import WIDE, pairwise
-from tests.tiny_models import CONFIGS, random_teacher
+from tests.support.parameters import WIDE, pairwise
+from tests.support.tiny_models import CONFIGS, random_teacher
 
 SPECS: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -16,8 +16,8 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.export import Quantization
 from swiftkv_platform.model.stored_weights import StoredWeights
 from swiftkv_platform.model.weight_formats import WeightFormat, pack_int4, quantize_weight, unpack_int32
-from tests.checkpoints import ROWS, rewrite, save, save_fp8
-from tests.tiny_models import family_teacher, random_teacher, random_tokens
+from tests.support.checkpoints import ROWS, rewrite, save, save_fp8
+from tests.support.tiny_models import family_teacher, random_teacher, random_tokens
 
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
 OWN: dict[str, Any] = {"decode_key_value": "own"}

@@ -22,11 +22,11 @@ from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.fakes.oidc_issuer import Issuer, run_issuer, write_issuers
-from tests.records import make_job, make_model, store
-from tests.servers import serving
-from tests.threads import MOST_THREADS
+from tests.support.components import make_components
+from tests.support.fakes.oidc_issuer import Issuer, run_issuer, write_issuers
+from tests.support.records import make_job, make_model, store
+from tests.support.servers import serving
+from tests.support.threads import MOST_THREADS
 from tests.unit.control_plane.routes.conftest import StillClock, parts, short_logs, start
 
 __all__ = ["parts", "short_logs", "start"]

@@ -16,7 +16,7 @@ from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import hostile_json
 from swiftkv_platform.web.hostile_json import exceeds, load_json
-from tests.surface.replicas import asgi_client
+from tests.contract.serving.replicas import asgi_client
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start
 
 JSON = {"Content-Type": "application/json"}

@@ -14,7 +14,7 @@ from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import DataSourceSpec
-from tests.fakes.hub_server import Hub, go_online, run_hub
+from tests.support.fakes.hub_server import Hub, go_online, run_hub
 
 
 @pytest.fixture

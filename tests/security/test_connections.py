@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.web.server import ConnectionLimits, server_options
 from tests.security.test_slow_clients import connect, wait_for_end
-from tests.servers import serving
+from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import Start
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.conftest import DeploymentPlane
-from tests.threads import at_once
+from tests.support.threads import at_once
 from tests.unit.control_plane.routes.conftest import refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -12,9 +12,9 @@ import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
-from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.security.conftest import DeploymentPlane, deployment_plane
-from tests.threads import at_once
+from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
+from tests.support.threads import at_once
 from tests.unit.control_plane.routes.conftest import refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

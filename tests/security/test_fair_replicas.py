@@ -13,7 +13,7 @@ import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from tests.surface.replicas import application, save_chat_model, version_of
+from tests.contract.serving.replicas import application, save_chat_model, version_of
 
 CONTEXT = 2048
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

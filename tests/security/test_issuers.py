@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.tokens import REFETCH_INTERVAL_S, TokenVerifier
-from tests.fakes.oidc_issuer import Issuer, write_issuers
+from tests.support.fakes.oidc_issuer import Issuer, write_issuers
 from tests.unit.control_plane.routes.conftest import StillClock
 
 

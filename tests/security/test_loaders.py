@@ -26,9 +26,9 @@ from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
-from tests.checkpoints import SHAPE, save
-from tests.fakes.gguf import save_gguf
-from tests.tiny_models import random_teacher
+from tests.support.checkpoints import SHAPE, save
+from tests.support.fakes.gguf import save_gguf
+from tests.support.tiny_models import random_teacher
 
 CANARY = "CANARY-of-another-tenant"
 Write = Callable[[Path, Path], object]

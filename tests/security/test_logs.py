@@ -21,8 +21,8 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.fakes.ray_logs import FakeRayLogs, RayLog
-from tests.servers import serving
+from tests.support.fakes.ray_logs import FakeRayLogs, RayLog
+from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 
 MIB = 1 << 20
@@ -298,7 +298,7 @@ def test_a_credential_is_found_wherever_the_pieces_end(
     monkeypatch.setenv("SOME_API_KEY", "hush-hush-hush")
     monkeypatch.setenv("SIGNING_KEY", "-----BEGIN-----\nline-of-a-key-1\nline-of-a-key-2\n-----END-----")
     text = b"a hush-hush-hushed word, hush-hush-hush\rhush-hush-hus\r\nline-of-a-key-2\nl\xc3\xa4ine \xff hush-hush"
-    monkeypatch.setattr("tests.fakes.ray_logs.BLOCK", size)
+    monkeypatch.setattr("tests.support.fakes.ray_logs.BLOCK", size)
     ray.logs["job_1-1"] = RayLog(text, ended=True)
     found = b"".join(RayJobs(ray.url).logs("job_1-1")).decode()
     assert found == "a [redacted]ed word, [redacted]\nhush-hush-hus\n[redacted]\nl\xe4ine \ufffd hush-hush"

@@ -18,7 +18,7 @@ from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Current, SwapState
 from swiftkv_platform.serve.http import create_http_app
-from tests.surface.replicas import asgi_client, save_chat_model, version_of
+from tests.contract.serving.replicas import asgi_client, save_chat_model, version_of
 from tests.unit.engine.tiny_models import CONTEXT
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -16,7 +16,6 @@ from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import PAPER_TASKS, DataSourceSpec, EvaluationSpec, JobSpec
-from tests.fakes.tokenizers import byte_tokenizer
 from tests.security.hostile_sources import (
     CANARY,
     DATA,
@@ -30,6 +29,7 @@ from tests.security.hostile_sources import (
     write_rows,
     write_task,
 )
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 TENANT = "acme"
 

@@ -24,7 +24,7 @@ from swiftkv_platform.security.keys import create_key
 from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.serve.access import Gate
-from tests.fakes.oidc_issuer import Issuer, make_key, public_jwk, write_issuers
+from tests.support.fakes.oidc_issuer import Issuer, make_key, public_jwk, write_issuers
 from tests.unit.control_plane.routes.conftest import SPEC, Start
 
 Craft = Callable[[Issuer], str]

@@ -26,8 +26,16 @@ from swiftkv_platform.client import (
 from swiftkv_platform.client.transport import iter_events, iter_lines
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Answer, Script, event_stream, json_answer, list_answer, problem_answer, serve
-from tests.rays import free_port
+from tests.support.fakes.scripted_server import (
+    Answer,
+    Script,
+    event_stream,
+    json_answer,
+    list_answer,
+    problem_answer,
+    serve,
+)
+from tests.support.rays import free_port
 
 CUT = Answer(cut=True)
 

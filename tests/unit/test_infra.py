@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.deployments.ray_serve import http_address
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from tests.infra_files import (
+from tests.support.infra_files import (
     BASE_IMAGE,
     DOCKERFILES,
     INFRA,

@@ -23,8 +23,8 @@ from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
-from tests.infra_files import environments, kustomizations, named
-from tests.recipes import RECIPES
+from tests.support.infra_files import environments, kustomizations, named
+from tests.support.recipes import RECIPES
 
 Resources = dict[str, float]
 

@@ -18,8 +18,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.infra_files import INFRA, KUBERNETES, containers, documents, parsed, templates_of
-from tests.requirements import missing
+from tests.support.infra_files import INFRA, KUBERNETES, containers, documents, parsed, templates_of
+from tests.support.requirements import missing
 
 VALUES = {
     "STORAGE_URI": "s3://acme-models/swiftkv",
@@ -29,7 +29,7 @@ VALUES = {
     "GPU_SERVING_IMAGE": "registry.example.com/swiftkv-cluster-vllm:0.1.0",
 }
 
-SCHEMAS = Path(__file__).parents[1] / "fixtures" / "crds.tar.xz"
+SCHEMAS = Path(__file__).parents[1] / "support" / "fixtures" / "crds.tar.xz"
 """Schemas of the oldest versions that infra/README.md and docs/operations.md ask for, whose names its directories have:
 what is below `openAPIV3Schema` of the definitions in `ray-operator/config/crd/bases` of KubeRay and
 `config/components/crd/bases` of Kueue (Apache License 2.0), by version of the API, without descriptions."""

@@ -17,8 +17,8 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.settings import Settings
-from tests.infra_files import INFRA, documents, pod_templates
-from tests.prometheus import program
+from tests.support.infra_files import INFRA, documents, pod_templates
+from tests.support.prometheus import program
 from tests.unit.control_plane.routes.conftest import URL, make_parts
 from tests.unit.engine.tiny_models import save_swiftkv
 

@@ -18,9 +18,9 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
-from tests.components import make_components
-from tests.fakes.cluster import FakeCluster
-from tests.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.components import make_components
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.unit.control_plane.routes.conftest import SPEC, URL, control_plane
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -13,7 +13,7 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model.families import STUDENTS
 from swiftkv_platform.model.masks import FULL, layer_types
 from swiftkv_platform.vllm.versions import is_tested
-from tests.tiny_models import FAMILY_CONFIGS
+from tests.support.tiny_models import FAMILY_CONFIGS
 
 FOLLOWER = """
 import time

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.requirements import interpreter, missing
+from tests.support.requirements import interpreter, missing
 
 ROOT = Path(__file__).parents[3]
 NODE = Path(__file__).parent / "node"

@@ -26,9 +26,9 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
+from tests.contract.serving.replicas import save_chat_model
 from tests.integration.conftest import wait_for
-from tests.rays import become_a_driver, free_port, ray_head
-from tests.surface.replicas import save_chat_model
+from tests.support.rays import become_a_driver, free_port, ray_head
 
 CONTEXT = 4096
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")

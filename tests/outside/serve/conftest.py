@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from swiftkv_platform.engine import EngineConfig, SamplingParams
 from swiftkv_platform.serve.vllm_engine import VLLMEngine, load_vllm
-from tests.rays import become_a_driver
+from tests.support.rays import become_a_driver
 
 become_a_driver()
-pytest.register_assert_rewrite("tests.surface")
+pytest.register_assert_rewrite("tests.contract.serving")
 
 
 @pytest.fixture(scope="session")

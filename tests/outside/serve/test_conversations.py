@@ -1,3 +1,3 @@
 """Conversations in other forms than chat completions, on vLLM."""
 
-from tests.surface.conversations import *  # noqa: F403
+from tests.contract.serving.conversations import *  # noqa: F403

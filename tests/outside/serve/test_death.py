@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from swiftkv_platform.serve.vllm_engine import VLLMEngine
-from tests.surface.generate import app, check_death, client, ended, engine_config, model_dir, post
+from tests.contract.serving.generate import app, check_death, client, ended, engine_config, model_dir, post
 
 __all__ = ["app", "client", "ended", "engine_config", "model_dir"]
 

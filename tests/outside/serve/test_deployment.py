@@ -23,8 +23,8 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.versions import Swaps, load_version
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from tests.surface.generate import greedy
-from tests.surface.replicas import asgi_client
+from tests.contract.serving.generate import greedy
+from tests.contract.serving.replicas import asgi_client
 from tests.unit.engine.tiny_models import save_swiftkv
 
 ENGINE = {"backend": "vllm", "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_bytes": 4 << 20}

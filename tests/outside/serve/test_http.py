@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.surface.generate import *  # noqa: F403
-from tests.surface.generate import post
+from tests.contract.serving.generate import *  # noqa: F403
+from tests.contract.serving.generate import post
 
 
 @pytest.mark.parametrize(

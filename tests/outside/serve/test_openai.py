@@ -1,3 +1,3 @@
 """vLLM behind OpenAI's routes."""
 
-from tests.surface.openai_routes import *  # noqa: F403
+from tests.contract.serving.openai_routes import *  # noqa: F403

@@ -1,3 +1,3 @@
 """Tools over OpenAI's routes, on vLLM."""
 
-from tests.surface.openai_tools import *  # noqa: F403
+from tests.contract.serving.openai_tools import *  # noqa: F403

@@ -1,3 +1,3 @@
 """Requests of chat pages, editors and agents, on vLLM."""
 
-from tests.surface.programs import *  # noqa: F403
+from tests.contract.serving.programs import *  # noqa: F403

@@ -20,10 +20,10 @@ from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from tests.distill_jobs import JOB, ONE_WORKER, job_spec
 from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import GREEDY, PROMPTS
-from tests.requirements import interpreter
+from tests.support.distill_jobs import JOB, ONE_WORKER, job_spec
+from tests.support.requirements import interpreter
 from tests.unit.engine.tiny_models import save_dense
 
 __all__ = ["dashboard_url", "head", "serve_port"]

@@ -15,8 +15,8 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 
 from swiftkv_platform.model import convert
-from tests import reference
-from tests.tiny_models import disturb, family_teacher
+from tests.support import reference
+from tests.support.tiny_models import disturb, family_teacher
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.model import export_adapter
 from tests.outside.vllm.engines import OWN, SHAPE, make_student, prompts, serving
-from tests.tiny_models import family_teacher
+from tests.support.tiny_models import family_teacher
 
 SCORED = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
 

@@ -23,7 +23,7 @@ from tests.outside.vllm.engines import (
     serving,
 )
 from tests.outside.vllm.interpreted import SECOND_RUNNER
-from tests.tiny_models import FAMILY_CONFIGS
+from tests.support.tiny_models import FAMILY_CONFIGS
 
 SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0])]
 

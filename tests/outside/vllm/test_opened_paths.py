@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from swiftkv_platform.sources.model_directories import model_view
 from swiftkv_platform.vllm import register
-from tests.opened_paths import compare, opening_calls
+from tests.support.opened_paths import compare, opening_calls
 
 LISTED = "0.32"
 """Version that the list is of."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import OWN, SHAPE, expected, make_student, prompts
 from tests.outside.vllm.servers import LAYERS, UPPER_BYTES, WIDE, complete, connect, pair
-from tests.requirements import required_module
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.requirements import required_module
 
 required_module("nixl", otherwise="; `make vllm-env` has it")
 pytestmark = pytest.mark.integration

@@ -38,7 +38,7 @@ from tests.outside.vllm.engines import (
 from tests.outside.vllm.quantize import FORMATS, quantize
 from tests.outside.vllm.test_compiled import COMPILED, halves_are_compiled
 from tests.outside.vllm.test_precision import LENGTHS, last_logprobs, rms
-from tests.tiny_models import family_teacher
+from tests.support.tiny_models import family_teacher
 
 WIDE = {"head_dim": 32}
 """A head size that vLLM's own classes support on CPUs."""

@@ -16,7 +16,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.import_utils import has_arctic_inference
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import (
     DEFAULTS,
     GREEDY,
@@ -30,7 +29,8 @@ from tests.outside.vllm.engines import (
     serving,
 )
 from tests.outside.vllm.interpreted import SECOND_RUNNER
-from tests.parameters import pairwise
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.parameters import pairwise
 
 in_this_process = pytest.mark.skipif(SECOND_RUNNER, reason="vLLM's own processes do not have Triton's interpreter")
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.depths import POINTS, SPEC, main, name_of, point_spec, spread
 from swiftkv_platform.specs import load_spec
-from tests.tiny_models import save_teacher
+from tests.support.tiny_models import save_teacher
 
 
 def arguments(**changed: object) -> argparse.Namespace:

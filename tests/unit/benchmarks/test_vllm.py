@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import engine
 from benchmarks.engine_worker import EngineWorker, WorkerError, engine_arguments
 from benchmarks.gpu import weights
-from tests.fakes.vllm_package.vllm import DIES, SLEEPS
+from tests.support.fakes.vllm_package.vllm import DIES, SLEEPS
 
-FAKE = Path(__file__).parents[2] / "fakes" / "vllm_package"
+FAKE = Path(__file__).parents[2] / "support" / "fakes" / "vllm_package"
 REAL = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 REASON = "SWIFTKV_TEST_VLLM_PYTHON names no interpreter; vLLM's dependencies differ from ours"
 

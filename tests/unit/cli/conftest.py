@@ -8,7 +8,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from tests.fakes.scripted_server import Script, serve
+from tests.support.fakes.scripted_server import Script, serve
 from tests.unit.control_plane.routes.conftest import parts, start
 
 __all__ = ["parts", "start"]

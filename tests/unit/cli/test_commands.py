@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
-from tests.model_configs import llama_config
-from tests.rays import free_port
+from tests.support.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
+from tests.support.model_configs import llama_config
+from tests.support.rays import free_port
 from tests.unit.cli.conftest import Run
 
 

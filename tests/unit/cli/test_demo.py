@@ -18,7 +18,7 @@ from swiftkv_platform.local.demo.report import build_report, plot_loss, print_re
 from swiftkv_platform.local.demo.run import job_spec
 from swiftkv_platform.planning.machines import describe_processor, multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
-from tests.requirements import required_module
+from tests.support.requirements import required_module
 
 EVALUATION: dict[str, Any] = {
     "teacher": {"perplexity": 8.0},

@@ -29,10 +29,10 @@ from swiftkv_platform.cli.doctor import (
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.postgres import emptied, password_role
-from tests.rays import free_port
-from tests.s3_servers import S3Server, client_environment, run_moto, run_rclone
+from tests.support.fakes.scripted_server import Script, json_answer, serve
+from tests.support.postgres import emptied, password_role
+from tests.support.rays import free_port
+from tests.support.s3_servers import S3Server, client_environment, run_moto, run_rclone
 
 Findings = dict[str, Finding]
 

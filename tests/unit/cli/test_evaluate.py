@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.model import convert, export
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.tiny_models import random_teacher, save_teacher
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.tiny_models import random_teacher, save_teacher
 
 
 @pytest.fixture(scope="module")

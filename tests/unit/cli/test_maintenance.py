@@ -14,8 +14,8 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus, transition
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.fakes.attempt_store import FakeWorker
-from tests.records import make_job, message, store
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.records import make_job, message, store
 
 
 def run(home: Path, *arguments: str, **environment: str) -> Result:

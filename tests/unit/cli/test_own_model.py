@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import distill
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.specs import JobSpec
-from tests.rays import free_port
-from tests.surface.replicas import save_chat_model
+from tests.contract.serving.replicas import save_chat_model
+from tests.support.rays import free_port
 
 SWIFTKV = Path(sys.executable).parent / "swiftkv"
 

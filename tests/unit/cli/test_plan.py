@@ -12,7 +12,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.installing import install_command
 from swiftkv_platform.planning import plan
 from swiftkv_platform.student_shape import format_layers
-from tests.tiny_models import save_teacher
+from tests.support.tiny_models import save_teacher
 
 LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"
 

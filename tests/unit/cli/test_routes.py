@@ -16,8 +16,8 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.parts import Components
-from tests.fakes.scripted_server import Answer, Script, event_stream, serve
-from tests.servers import serving
+from tests.support.fakes.scripted_server import Answer, Script, event_stream, serve
+from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import SPEC, Start
 
 Call = Callable[[Client, dict[str, str]], Any]

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import context
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.specs.deployment import DeploymentSpec
-from tests.documented import blocks
-from tests.fakes.scripted_server import Script, list_answer, serve
+from tests.support.documented import blocks
+from tests.support.fakes.scripted_server import Script, list_answer, serve
 
 RECIPES = sorted(Path("jobs/recipes").glob("*.yaml"))
 

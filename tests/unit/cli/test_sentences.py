@@ -17,7 +17,7 @@ from swiftkv_platform.cli.output import local_time
 from swiftkv_platform.client import Resource
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
+from tests.support.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
 from tests.unit.cli.conftest import Run
 
 QUICKSTART = Path("docs/quickstart.md")

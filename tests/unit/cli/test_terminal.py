@@ -14,7 +14,7 @@ from swiftkv_platform.cli import output
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import JobEvent
 from swiftkv_platform.local.terminal import follow
-from tests.fakes.scripted_server import Script, json_answer, list_answer, serve
+from tests.support.fakes.scripted_server import Script, json_answer, list_answer, serve
 
 
 def event(kind: str, message: str, *, level: str = "info", at: int = 1, **data: Any) -> JobEvent:

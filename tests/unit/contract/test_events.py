@@ -17,7 +17,7 @@ from swiftkv_platform.contract.events import (
     ReasonCode,
     parse_event,
 )
-from tests.old_home import old_attempts
+from tests.support.old_home import old_attempts
 
 NOW = 1000.0
 

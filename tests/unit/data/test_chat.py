@@ -11,7 +11,7 @@ from swiftkv_platform.data.chat import ChatRenderer, Passage
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.messages import Message, RowError, template_messages
 from swiftkv_platform.errors import ModelError
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -19,7 +19,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
 from swiftkv_platform.jobs.worker.prepare import write_answers
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
-from tests.training_text import CHAT, Write, turns
+from tests.support.training_text import CHAT, Write, turns
 
 pytestmark = pytest.mark.slow("writes with models")
 

@@ -14,8 +14,8 @@ from swiftkv_platform.data import documents
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
-from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
-from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts, turns
+from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts, turns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -13,7 +13,7 @@ from swiftkv_platform.data.formats import FORMATS, find_format
 from swiftkv_platform.serve.chat import render_chat
 from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.tools.calling import Tool
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 LLAMA = (
     "{{ bos_token }}{% if tools is not none %}<|h|>ipython<|e|>{% endif %}"

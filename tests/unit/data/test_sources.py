@@ -20,7 +20,7 @@ from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec
-from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
+from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -13,8 +13,8 @@ from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.student_shape import ShapeRequest, Sharing
-from tests.parameters import few
-from tests.tiny_models import FAMILY_CONFIGS
+from tests.support.parameters import few
+from tests.support.tiny_models import FAMILY_CONFIGS
 
 DEEP = 24
 """Layers, of which two keep their own K and V: projections of 22 groups are larger than most layers."""

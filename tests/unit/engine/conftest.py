@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import LLMEngine
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
 

@@ -26,7 +26,7 @@ from swiftkv_platform.engine.varlen import (
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import pack, unpack
 from swiftkv_platform.model.selection import TokenSelection
-from tests.parameters import pairwise
+from tests.support.parameters import pairwise
 
 HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3
 KERNEL_CHUNK = 16

@@ -19,9 +19,17 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.student_shape import StudentShape
-from tests.engine_schedules import free_drafts
-from tests.fakes.cuda import ALLOCATED_MEMORY, DEVICE, FREE_MEMORY, PEAK_MEMORY, TOTAL_MEMORY, DeviceLog, fake_cuda
-from tests.tiny_models import FAMILY_CONFIGS
+from tests.support.engine_schedules import free_drafts
+from tests.support.fakes.cuda import (
+    ALLOCATED_MEMORY,
+    DEVICE,
+    FREE_MEMORY,
+    PEAK_MEMORY,
+    TOTAL_MEMORY,
+    DeviceLog,
+    fake_cuda,
+)
+from tests.support.tiny_models import FAMILY_CONFIGS
 
 pytestmark = pytest.mark.slow("runs models on fake devices")
 

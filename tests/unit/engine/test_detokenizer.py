@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Vocabulary
-from tests.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tokenizer
+from tests.support.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tokenizer
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:

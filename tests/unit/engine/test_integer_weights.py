@@ -14,7 +14,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.weight_formats import IntegerWeight, dequantize_weight
-from tests.tiny_models import disturb, random_teacher
+from tests.support.tiny_models import disturb, random_teacher
 
 BF16 = EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8)
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, prepare
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.student_shape import StudentShape
-from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
+from tests.support.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, ignore_eos=True)

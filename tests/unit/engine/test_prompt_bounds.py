@@ -15,7 +15,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 WORDS = ["the cat  sat", "the hat   and the cat", "å ǻ 각 €"]
 

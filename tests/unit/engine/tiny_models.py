@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.model import convert
-from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
 CONTEXT = 64
 

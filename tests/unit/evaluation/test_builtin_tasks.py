@@ -12,8 +12,8 @@ from swiftkv_platform.evaluation.harness import builtin
 from swiftkv_platform.evaluation.harness.builtin import found, needle_lengths, needle_prompt
 from swiftkv_platform.evaluation.harness.tasks import is_instruction_tuned, resolve_tasks
 from swiftkv_platform.specs import EvaluationSpec, TaskSpec
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.requirements import required_module
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.requirements import required_module
 
 TURNS = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
 

@@ -25,7 +25,7 @@ from swiftkv_platform.planning.gates import (
 )
 from swiftkv_platform.specs import EvaluationSpec, load_spec
 from swiftkv_platform.specs.evaluation import points_lost
-from tests.recipes import RECIPES
+from tests.support.recipes import RECIPES
 
 COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
 

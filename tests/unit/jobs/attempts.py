@@ -14,7 +14,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
+from tests.support.fakes.object_store import InMemoryObjectStore
 
 AWAY = StorageError("the store is away")
 COPIED = {"swiftkv": {"initialization": "copied"}}

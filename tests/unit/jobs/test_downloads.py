@@ -13,7 +13,7 @@ from swiftkv_platform.jobs.worker.setup import StoreFiles, access_of, teacher_pa
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.specs import JobSpec, ModelSpec
 from swiftkv_platform.storage.addresses import open_store
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.jobs.attempts import request
 
 ROWS = "".join(json.dumps({"text": f"row {i} of many"}) + "\n" for i in range(20)).encode()

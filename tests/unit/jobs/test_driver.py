@@ -25,7 +25,7 @@ from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from tests.requirements import required_module
+from tests.support.requirements import required_module
 from tests.unit.jobs.attempts import request, said
 
 

@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.specs import JobSpec, load_spec
-from tests.recipes import RECIPES, device_peak, teacher_config
+from tests.support.recipes import RECIPES, device_peak, teacher_config
 
 pytestmark = pytest.mark.slow("thousands of operators")
 in_soak = pytest.mark.soak("minutes of a core")

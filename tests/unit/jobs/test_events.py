@@ -18,7 +18,7 @@ from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, follow
 from swiftkv_platform.jobs.attempt.tracking import Curve, read_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.fakes.attempt_store import FakeWorker
+from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.jobs.attempts import AWAY, HangingStore, points, request, said
 
 FIRST, SECOND = AttemptId("job", 1), AttemptId("job", 2)

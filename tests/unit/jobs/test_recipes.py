@@ -19,7 +19,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
-from tests.recipes import RECIPES, TEACHERS, device_peak, teacher_config
+from tests.support.recipes import RECIPES, TEACHERS, device_peak, teacher_config
 from tests.unit.control_plane.routes.conftest import control_plane, make_parts
 
 pytestmark = pytest.mark.slow("reads and plans every recipe")

@@ -27,10 +27,10 @@ from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.checkpoints import ROWS, save_fp8
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.parameters import WIDE
-from tests.tiny_models import save_teacher
+from tests.support.checkpoints import ROWS, save_fp8
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.parameters import WIDE
+from tests.support.tiny_models import save_teacher
 from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 pytestmark = pytest.mark.slow("trains and measures")

@@ -22,9 +22,9 @@ from swiftkv_platform.jobs.worker.train import Telemetry, _RankZero
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
 from tests.numerics.distillation_worker import tiny_rows
-from tests.tiny_models import random_teacher
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.tiny_models import random_teacher
 from tests.unit.jobs.attempts import UNTRACKED, HangingStore, points, request, said
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from swiftkv_platform.planning import (
 from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.planning.prefill import attention_pairs
 from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, format_layers, parse_layers
-from tests.model_configs import llama_config
+from tests.support.model_configs import llama_config
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())

@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import ServingSetup, TrainingSetup, plan_serving, plan_training
 from swiftkv_platform.student_shape import ShapeRequest
-from tests.model_configs import llama_config
+from tests.support.model_configs import llama_config
 
 LLAMA_8B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json"
 LATENT = llama_config(4, model_type="deepseek_v2", first_k_dense_replace=4, q_lora_rank=None)

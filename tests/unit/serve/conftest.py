@@ -10,7 +10,7 @@ import pytest_asyncio
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from tests.unit.engine.tiny_models import save_swiftkv
 
-pytest.register_assert_rewrite("tests.surface")
+pytest.register_assert_rewrite("tests.contract.serving")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

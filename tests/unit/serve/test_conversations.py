@@ -8,8 +8,8 @@ from swiftkv_platform.serve.anthropic import MessagesRequest
 from swiftkv_platform.serve.openai.chat import Blocks
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest
-from tests.surface.conversations import *  # noqa: F403
-from tests.surface.conversations import BRIEF, RESULT, USE, said
+from tests.contract.serving.conversations import *  # noqa: F403
+from tests.contract.serving.conversations import BRIEF, RESULT, USE, said
 
 pytestmark = pytest.mark.slow("loads models")
 

@@ -33,8 +33,8 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from tests.checkpoints import rewrite
-from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.support.checkpoints import rewrite
+from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}

@@ -28,9 +28,9 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.fields import FIELDS
 from swiftkv_platform.serve.prefixes import PrefixHeader
 from swiftkv_platform.serve.tracing import Tracing
-from tests.fakes.oidc_issuer import run_issuer
-from tests.servers import serving
-from tests.surface.replicas import application, version_of
+from tests.contract.serving.replicas import application, version_of
+from tests.support.fakes.oidc_issuer import run_issuer
+from tests.support.servers import serving
 
 SOAK = "SWIFTKV_SOAK" in os.environ
 NUM_BODIES, NUM_FIELDS, NUM_HEADERS = (500, 2000, 5000) if SOAK else (8, 40, 40)

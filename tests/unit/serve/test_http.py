@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
-from tests.surface.generate import *  # noqa: F403
-from tests.surface.generate import check_death
-from tests.surface.replicas import application, asgi_client, version_of
+from tests.contract.serving.generate import *  # noqa: F403
+from tests.contract.serving.generate import check_death
+from tests.contract.serving.replicas import application, asgi_client, version_of
 
 
 async def test_a_dead_engine_is_unhealthy_and_says_so(

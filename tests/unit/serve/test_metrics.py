@@ -21,9 +21,9 @@ from swiftkv_platform.errors import ClusterUnavailableError, QueueFullError
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
 from swiftkv_platform.serve.tracing import Tracing, configured_tracing
-from tests.rays import free_port
-from tests.servers import serving
-from tests.surface.replicas import application, asgi_client, version_of
+from tests.contract.serving.replicas import application, asgi_client, version_of
+from tests.support.rays import free_port
+from tests.support.servers import serving
 
 Record = tuple[str, float, dict[str, str]]
 

@@ -11,8 +11,8 @@ from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import RequestMetrics
 from swiftkv_platform.engine.requests import RequestReader
 from swiftkv_platform.serve.openai.answers import CompletionChoices
-from tests.fakes.tokenizers import EOS, WORDS, sentence_tokenizer
-from tests.surface.openai_routes import *  # noqa: F403
+from tests.contract.serving.openai_routes import *  # noqa: F403
+from tests.support.fakes.tokenizers import EOS, WORDS, sentence_tokenizer
 
 
 def test_an_echo_of_sentencepiece_keeps_the_space_before_the_answer() -> None:

@@ -2,6 +2,6 @@
 
 import pytest
 
-from tests.surface.openai_tools import *  # noqa: F403
+from tests.contract.serving.openai_tools import *  # noqa: F403
 
 pytestmark = pytest.mark.slow("loads models")

@@ -12,7 +12,7 @@ from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key
 from swiftkv_platform.serve.access import Quota, Quotas
 from swiftkv_platform.serve.tracing import RequestLog
-from tests.surface.replicas import application, asgi_client, version_of
+from tests.contract.serving.replicas import application, asgi_client, version_of
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig
-from tests.surface.replicas import application, asgi_client, openai_client, save_chat_model, version_of
+from tests.contract.serving.replicas import application, asgi_client, openai_client, save_chat_model, version_of
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 400}

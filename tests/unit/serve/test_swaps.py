@@ -19,9 +19,9 @@ from swiftkv_platform.serve.chat import render_chat
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.versions import Swaps, load_version
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.parameters import few
-from tests.surface.replicas import asgi_client, version_of
+from tests.contract.serving.replicas import asgi_client, version_of
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.parameters import few
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.slow("loads models")

@@ -30,8 +30,8 @@ from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, Call
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
-from tests.fakes.tokenizers import EOS, byte_tokenizer
-from tests.surface.replicas import application, asgi_client, version_of
+from tests.contract.serving.replicas import application, asgi_client, version_of
+from tests.support.fakes.tokenizers import EOS, byte_tokenizer
 from tests.unit.engine.tiny_models import make_model
 
 NUM_EXAMPLES = 1000 if "SWIFTKV_SOAK" in os.environ else 60

@@ -15,8 +15,8 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
-from tests.fakes.gguf import save_gguf
-from tests.tiny_models import SHAPE, family_teacher
+from tests.support.fakes.gguf import save_gguf
+from tests.support.tiny_models import SHAPE, family_teacher
 
 FIELD = "model.name_or_path"
 LLAMA: dict[str, Any] = {

@@ -13,8 +13,8 @@ from swiftkv_platform.model.adapters import whole_model
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import local_directory
-from tests.distill_jobs import job_spec
-from tests.fakes.hub_server import Hub, run_hub
+from tests.support.distill_jobs import job_spec
+from tests.support.fakes.hub_server import Hub, run_hub
 
 MODEL = "acme/model"
 NOT_NEEDED = {"pytorch_model.bin", "pytorch_model.bin.index.json", "training_args.bin", "consolidated.safetensors"}

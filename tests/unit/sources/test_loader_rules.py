@@ -21,7 +21,7 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.sources import loader_rules
 from swiftkv_platform.sources.loader_rules import clean_config, clean_special_tokens, clean_tokenizer
 from swiftkv_platform.student_shape import STUDENT_KEYS
-from tests.opened_paths import compare, opening_calls
+from tests.support.opened_paths import compare, opening_calls
 
 ELSEWHERE = "/proc/self/environ"
 ROOT = Path(transformers.__path__[0])

@@ -23,7 +23,7 @@ from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, parse_object, read_small
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
-from tests.model_configs import llama_config
+from tests.support.model_configs import llama_config
 
 pytestmark = pytest.mark.slow("reads models")
 

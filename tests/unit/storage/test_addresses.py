@@ -6,8 +6,8 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
-from tests.rays import free_port
-from tests.s3_servers import client_environment
+from tests.support.rays import free_port
+from tests.support.s3_servers import client_environment
 
 
 @pytest.fixture(autouse=True)

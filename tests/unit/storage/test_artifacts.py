@@ -22,7 +22,7 @@ from swiftkv_platform.storage.artifacts import (
     write_manifest,
 )
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
+from tests.support.fakes.object_store import InMemoryObjectStore
 
 
 class FailingStore(InMemoryObjectStore):

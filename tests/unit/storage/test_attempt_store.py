@@ -17,8 +17,8 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.recipes import RECIPES
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.recipes import RECIPES
 
 JOB = "job_1"
 

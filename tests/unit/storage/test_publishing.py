@@ -13,9 +13,9 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 from swiftkv_platform.storage.publishing import publish
-from tests.fakes.hub_server import TOKEN, Hub, run_hub
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.s3_servers import run_moto
+from tests.support.fakes.hub_server import TOKEN, Hub, run_hub
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.s3_servers import run_moto
 
 pytestmark = pytest.mark.slow("writes models")
 

@@ -11,8 +11,8 @@ import pytest
 
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.storage.addresses import open_store
-from tests.requirements import required_module
-from tests.s3_servers import Front, client_environment, run_moto
+from tests.support.requirements import required_module
+from tests.support.s3_servers import Front, client_environment, run_moto
 
 pytestmark = pytest.mark.slow
 URI = "s3://swiftkv-test"

@@ -17,9 +17,9 @@ import pytest
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 from swiftkv_platform.tracking.tracker import BackgroundTracker, NullTracker, TrackingInfo
-from tests.requirements import required_module
+from tests.support.requirements import required_module
+from tests.support.wandb_server import WandbServer, wandb_server
 from tests.unit.control_plane.routes.conftest import SPEC, make_parts, served_control_plane
-from tests.wandb_server import WandbServer, wandb_server
 
 required_module("wandb")
 

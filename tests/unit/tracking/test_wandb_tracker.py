@@ -15,8 +15,8 @@ from PIL import Image
 
 from swiftkv_platform.specs import TrackingSpec, WandbSpec
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo, WandbTracker, create_tracker
-from tests.rays import free_port
-from tests.requirements import required_module
+from tests.support.rays import free_port
+from tests.support.requirements import required_module
 
 required_module("wandb")
 

@@ -24,13 +24,13 @@ from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollInte
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.components import make_components
-from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.cluster import FakeCluster
-from tests.fakes.serve_cluster import FakeServeCluster
-from tests.model_configs import llama_config
-from tests.records import UNDISPUTED
-from tests.servers import serving
+from tests.support.components import make_components
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.fakes.serve_cluster import FakeServeCluster
+from tests.support.model_configs import llama_config
+from tests.support.records import UNDISPUTED
+from tests.support.servers import serving
 
 URL = "http://127.0.0.1:8000"
 SPEC: dict[str, Any] = {"name": "test", "model": {"name_or_path": "org/teacher"}}

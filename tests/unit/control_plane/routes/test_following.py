@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.jobs.logs import Followers, Watches
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
-from tests.records import make_job, store
+from tests.support.records import make_job, store
 from tests.unit.control_plane.routes.conftest import SPEC, StillClock, make_parts, served_control_plane
 
 FOLLOWERS = 50

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.security.keys import Scope, create_key
-from tests.fakes.attempt_store import FakeWorker
+from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
 
 JOB_KEYS = {

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.jobs.routes import recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
-from tests.records import make_job, make_model, store
+from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, Start
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
-from tests.fakes.attempt_store import FakeWorker
+from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

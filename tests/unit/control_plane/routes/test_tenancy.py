@@ -15,7 +15,7 @@ from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.places import RateLimit
-from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, StillClock, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -12,8 +12,8 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.webhooks import verify
-from tests.fakes.scripted_server import Answer, Request, Script, serve
-from tests.rays import free_port
+from tests.support.fakes.scripted_server import Answer, Request, Script, serve
+from tests.support.rays import free_port
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

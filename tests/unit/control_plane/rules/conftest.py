@@ -17,12 +17,12 @@ from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from tests.components import make_components
-from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.cluster import FakeCluster
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.fakes.serve_cluster import FakeServeCluster
-from tests.records import UNDISPUTED
+from tests.support.components import make_components
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.fakes.object_store import InMemoryObjectStore
+from tests.support.fakes.serve_cluster import FakeServeCluster
+from tests.support.records import UNDISPUTED
 
 TENANT = "acme"
 STORE = "memory://test"

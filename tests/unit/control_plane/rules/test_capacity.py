@@ -16,11 +16,11 @@ from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconci
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup, Settings
-from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.records import make_job
+from tests.support.fakes.scripted_server import Script, json_answer, serve
+from tests.support.records import make_job
 from tests.unit.control_plane.rules.conftest import Clock, Plane
 
-RECORDED = Path(__file__).parents[3] / "fixtures" / "ray"
+RECORDED = Path(__file__).parents[3] / "support" / "fixtures" / "ray"
 """Answers of Ray 2.60's dashboard: one node of 2 CPUs with a task on one and a placement group on the other."""
 
 

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from tests.parameters import WIDE
+from tests.support.parameters import WIDE
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")

@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from tests.records import standing_of
+from tests.support.records import standing_of
 
 
 @dataclass

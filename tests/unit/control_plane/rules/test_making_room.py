@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from tests.fakes.attempt_store import FakeWorker
+from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.rules.conftest import Plane
 from tests.unit.control_plane.rules.test_orphans import DEADLINE_S, NEEDS, later
 

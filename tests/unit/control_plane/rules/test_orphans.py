@@ -13,8 +13,8 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.errors import ClusterUnavailableError
-from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.scripted_server import Answer, Script, json_answer, serve
+from tests.support.fakes.attempt_store import FakeWorker
+from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.unit.control_plane.rules.conftest import Plane
 
 STORE = "memory://test"

@@ -27,8 +27,8 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
-from tests.fakes.serve_cluster import FakeServeCluster
-from tests.records import UNDISPUTED
+from tests.support.fakes.serve_cluster import FakeServeCluster
+from tests.support.records import UNDISPUTED
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")

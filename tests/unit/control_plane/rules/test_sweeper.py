@@ -20,7 +20,7 @@ from swiftkv_platform.errors import StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
+from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 NOTHING = dict.fromkeys((name for name in Settings.model_fields if re.fullmatch("retention_.*_days", name)), 0.0)

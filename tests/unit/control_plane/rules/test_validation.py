@@ -18,8 +18,8 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.specs import JobSpec
-from tests.model_configs import llama_config
-from tests.requirements import required_module
+from tests.support.model_configs import llama_config
+from tests.support.requirements import required_module
 
 DATA = "data.sources[0].name_or_path"
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.rays import free_port
-from tests.requirements import missing
-from tests.waiting import wait_until_up
+from tests.support.rays import free_port
+from tests.support.requirements import missing
+from tests.support.waiting import wait_until_up
 
 
 def program(name: str) -> str:

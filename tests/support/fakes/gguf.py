@@ -9,7 +9,7 @@ import torch
 from gguf import GGUFWriter
 from transformers import PreTrainedModel
 
-from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

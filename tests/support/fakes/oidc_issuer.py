@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
-from tests.fakes.scripted_server import Answer, Request, json_answer, serve
+from tests.support.fakes.scripted_server import Answer, Request, json_answer, serve
 
 AUDIENCE = "swiftkv"
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.local.ray_head import free_ports
-from tests.rays import free_port
-from tests.requirements import missing
-from tests.waiting import wait_until_up
+from tests.support.rays import free_port
+from tests.support.requirements import missing
+from tests.support.waiting import wait_until_up
 
 S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto", "seaweedfs")]
 """Parameters of the fixtures `store` and `s3_store`."""

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.requirements import missing, required_module
+from tests.support.requirements import missing, required_module
 
 playwright = required_module("playwright.sync_api")
 

@@ -17,7 +17,7 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.answers import Answers
-from tests.surface.replicas import application, asgi_client, version_of
+from tests.contract.serving.replicas import application, asgi_client, version_of
 from tests.unit.engine.tiny_models import save_swiftkv
 
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}

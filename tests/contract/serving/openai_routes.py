@@ -15,8 +15,8 @@ from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
 from swiftkv_platform.specs.base import MAX_PRIORITY, MAX_SEED, MAX_TOP_K
 from swiftkv_platform.specs.sampling import RANGES
-from tests.fakes.tokenizers import BOS
-from tests.surface.replicas import application, asgi_client, openai_client, save_chat_model, version_of
+from tests.contract.serving.replicas import application, asgi_client, openai_client, save_chat_model, version_of
+from tests.support.fakes.tokenizers import BOS
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE = MESSAGES + "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -40,8 +40,8 @@ from swiftkv_platform.jobs.worker.setup import (
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from tests.gpu.device import ON_GPU, needs_gpu
-from tests.tiny_models import disturb, family_teacher
+from tests.outside.gpu.device import ON_GPU, needs_gpu
+from tests.support.tiny_models import disturb, family_teacher
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 pytestmark = needs_gpu

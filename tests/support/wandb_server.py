@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tests.fakes.scripted_server import Answer, Request, json_answer, serve
+from tests.support.fakes.scripted_server import Answer, Request, json_answer, serve
 
 Outage = Literal["hangs", "refuses", "fails"]
 """`hangs`: take a request and never answer; `refuses`: close the connection; `fails`: answer 500."""

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.tiny_models import random_teacher
+from tests.support.fakes.tokenizers import byte_tokenizer
+from tests.support.tiny_models import random_teacher
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}  # with 5 layers the last group is short
 

@@ -19,7 +19,7 @@ from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.model import load_dense
-from tests import reference
+from tests.support import reference
 
 TIE = 1e-4
 """Two logits, or a confidence and its threshold, may go either way if they are this close."""

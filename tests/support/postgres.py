@@ -12,7 +12,7 @@ from sqlalchemy import text
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import Base
 from swiftkv_platform.errors import InvalidInputError
-from tests.requirements import required_module
+from tests.support.requirements import required_module
 
 POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
 """Variable with the URL of a server, whose tables are dropped."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
-from tests.waiting import wait_until_up
+from tests.support.waiting import wait_until_up
 
 
 def become_a_driver() -> None:

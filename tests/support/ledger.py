@@ -1,7 +1,7 @@
 """An entrypoint of attempts that records the samples which every step of every worker trained on, as the losses receive
 them, and the node that prepared the job.
 
-    python -m tests.ledger --job-id ID --attempt N --store URI
+    python -m tests.support.ledger --job-id ID --attempt N --store URI
 
 It runs `jobs.distill` with two of the trainer's calls wrapped. The job's metadata names the ledger's directory
 (`ledger`) and the steps after which training waits until the test releases it (`hold`, by number of workers: `2:7
@@ -143,4 +143,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Ray finds functions by their module's name, which must not be `__main__`.
-    sys.exit(importlib.import_module("tests.ledger").main())
+    sys.exit(importlib.import_module("tests.support.ledger").main())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.scripted_server import Answer, Request, json_answer, serve
+from tests.support.fakes.scripted_server import Answer, Request, json_answer, serve
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"

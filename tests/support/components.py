@@ -17,8 +17,8 @@ from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.fakes.cluster import FakeCluster
-from tests.fakes.serve_cluster import FakeServeCluster
+from tests.support.fakes.cluster import FakeCluster
+from tests.support.fakes.serve_cluster import FakeServeCluster
 
 
 def _build_once(build: Any) -> Any:

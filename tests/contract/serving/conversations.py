@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
-from tests.surface import openai_tools
-from tests.surface.openai_tools import SCHEMAS, SPACES
-from tests.surface.replicas import application, asgi_client
+from tests.contract.serving import openai_tools
+from tests.contract.serving.openai_tools import SCHEMAS, SPACES
+from tests.contract.serving.replicas import application, asgi_client
 
 client = openai_tools.client
 engine_config = openai_tools.engine_config

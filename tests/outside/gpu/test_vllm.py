@@ -28,7 +28,7 @@ from vllm.exceptions import VLLMValidationError
 
 from benchmarks.gpu.agreement import Answer, judge
 from swiftkv_platform.families import is_served_by_vllm
-from tests.gpu.device import needs_gpu
+from tests.outside.gpu.device import needs_gpu
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,
@@ -45,7 +45,7 @@ from tests.outside.vllm.quantize import quantize
 from tests.outside.vllm.test_connectors import BLOCK
 from tests.outside.vllm.test_connectors import options as stored_in
 from tests.outside.vllm.test_quantized import BATCH, error
-from tests.tiny_models import FAMILY_CONFIGS, family_teacher
+from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher
 
 pytestmark = needs_gpu
 HEAD_DIM = {"head_dim": 32}

@@ -13,7 +13,8 @@ from benchmarks.gpu.agreement import answers_of, engine_answers, judge
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.varlen import FLASH_PAGE, reference_varlen_attn
 from swiftkv_platform.model import convert
-from tests.engine_schedules import (
+from tests.outside.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.support.engine_schedules import (
     Subject,
     check_outputs,
     free_drafts,
@@ -23,8 +24,7 @@ from tests.engine_schedules import (
     run,
     scattered_exits,
 )
-from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
+from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
 pytestmark = needs_gpu
 FORMS: dict[str, dict[str, Any]] = {

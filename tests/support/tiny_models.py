@@ -27,7 +27,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 SHAPE = {
     "vocab_size": 258,

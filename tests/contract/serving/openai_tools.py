@@ -17,8 +17,8 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.current import Version
 from swiftkv_platform.serve.tools.families import FAMILIES
-from tests.fakes.tokenizers import EOS
-from tests.surface.replicas import application, openai_client, save_chat_model, version_of
+from tests.contract.serving.replicas import application, openai_client, save_chat_model, version_of
+from tests.support.fakes.tokenizers import EOS
 
 CONTEXT = 2048
 TEMPLATE = Path(swiftkv_platform.sources.__file__).parent / "teacher" / "chat_template.jinja"

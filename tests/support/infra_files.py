@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 KUBERNETES = INFRA / "kubernetes"
 DOCKERFILES = sorted(path for path in (INFRA / "docker").iterdir() if path.suffix != ".dockerignore")

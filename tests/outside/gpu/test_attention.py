@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.engine.varlen import FLASH_PAGE, VarlenArguments, reference_varlen_attn
-from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.outside.gpu.device import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
 OPERATOR = varlen_attn if ON_GPU else reference_varlen_attn

@@ -12,11 +12,11 @@ import pytest
 if find_spec("vllm") is None or find_spec("nixl") is None:
     pytest.skip("this interpreter has no vLLM, or no NIXL", allow_module_level=True)
 
-from tests.fakes.tokenizers import byte_tokenizer
-from tests.gpu.device import needs_gpu
-from tests.gpu.test_vllm import FORMS
+from tests.outside.gpu.device import needs_gpu
+from tests.outside.gpu.test_vllm import FORMS
 from tests.outside.vllm.engines import expected, make_student, prompts
 from tests.outside.vllm.servers import LAYERS, UPPER_BYTES, WIDE, complete, connect, pair
+from tests.support.fakes.tokenizers import byte_tokenizer
 
 pytestmark = needs_gpu
 OPTIONS = ["--attention-backend=TRITON_ATTN", "--gpu-memory-utilization=0.05", f"--kv-cache-memory-bytes={64 << 20}"]

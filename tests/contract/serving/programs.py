@@ -12,10 +12,10 @@ import pytest
 
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
-from tests.surface import openai_tools
-from tests.surface.conversations import joined
-from tests.surface.recorded import CODEX, REQUESTS, Recorded
-from tests.surface.replicas import application, asgi_client
+from tests.contract.serving import openai_tools
+from tests.contract.serving.conversations import joined
+from tests.contract.serving.recorded import CODEX, REQUESTS, Recorded
+from tests.contract.serving.replicas import application, asgi_client
 
 engine_config = openai_tools.engine_config
 model_dir = openai_tools.model_dir

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.rays import free_port
-from tests.requirements import missing
-from tests.waiting import wait_until_up
+from tests.support.rays import free_port
+from tests.support.requirements import missing
+from tests.support.waiting import wait_until_up
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSpec
-from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"

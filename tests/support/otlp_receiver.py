@@ -7,7 +7,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.fakes.scripted_server import Answer, Request, serve
+from tests.support.fakes.scripted_server import Answer, Request, serve
 
 
 @dataclass(frozen=True)

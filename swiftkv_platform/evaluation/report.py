@@ -319,12 +319,28 @@ def _gates(
 
 def _held_out_gate(name: str, subject: str, value: float, limit: float, known: HeldOutIntervals | None) -> Gate:
     is_least = name == "top1_agreement"
-    interval: Interval | None = None if known is None else getattr(known, name)
+    interval, num_units = (None, 0) if known is None else (getattr(known, name), known.num_units)
+    field = f"{'min' if is_least else 'max'}_{name}"
+    return _gate(field, subject, value, limit, interval, num_units, is_least=is_least)
+
+
+def _gate(
+    field: str,
+    subject: str,
+    value: float,
+    limit: float,
+    interval: Interval | None,
+    num_samples: int,
+    *,
+    is_least: bool = False,
+    share: float | None = None,
+) -> Gate:
+    """Judge a value by its interval. `share`: see `samples_to_decide`."""
     outcome, needed = _outcome(value, limit, interval, is_least=is_least), None
-    if outcome == "undecided" and known is not None and interval is not None:
-        needed = samples_to_decide(interval, value, limit, known.num_units)
+    if outcome == "undecided" and interval is not None:
+        needed = samples_to_decide(interval, value, limit, num_samples, share=share)
     return Gate(
-        field=f"evaluation.{'min' if is_least else 'max'}_{name}",
+        field=f"evaluation.{field}",
         subject=subject,
         limit=limit,
         value=value,
@@ -361,18 +377,6 @@ def _task_gate(score: TaskScore, limits: Limits, num_gates: int) -> Gate | None:
         limit = default_needle_limit(score.num_samples)
     else:
         limit = default_limit(score.num_samples, num_gates=num_gates) if score.is_share else DROPS[0]
-    interval, needed = score.drop_interval, None
-    outcome = _outcome(score.drop, limit, interval)
-    if outcome == "undecided" and interval is not None:
-        share = 100.0 if score.is_share else None
-        needed = samples_to_decide(interval, score.drop, limit, score.num_samples, share=share)
-    return Gate(
-        field="evaluation.max_needle_drop" if is_needle else "evaluation.max_drop",
-        subject=f"points lost on {score.task}",
-        limit=limit,
-        value=score.drop,
-        passed=outcome == "passed",
-        outcome=outcome,
-        interval=interval,
-        samples_needed=needed,
-    )
+    field, share = "max_needle_drop" if is_needle else "max_drop", 100.0 if score.is_share else None
+    subject = f"points lost on {score.task}"
+    return _gate(field, subject, score.drop, limit, score.drop_interval, score.num_samples, share=share)

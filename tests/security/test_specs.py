@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
+from swiftkv_platform.control_plane.jobs.attempts import exceeded_limit
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
 from swiftkv_platform.data.opening import read_source
@@ -189,12 +189,12 @@ def test_a_job_above_a_limit_is_refused() -> None:
 
 @pytest.mark.parametrize(("own", "operators", "most"), [(None, 100, 100), (50, 100, 50), (None, None, None)])
 def test_the_lower_of_both_maximum_runtimes_counts(own: int | None, operators: int | None, most: int | None) -> None:
-    limits = AttemptLimits(placement_s=1e9, max_runtime_s=operators)
+    settings = Settings(placement_timeout_s=1e9, max_runtime_s=operators, _env_file=None)
     attempt = Attempt(submission_id="x", submitted_at=1000.0)
     job = Job("job_1", "acme", "ann", spec(limits={"max_runtime_s": own}), 1000, JobStatus.RUNNING, attempt=attempt)
-    assert limits.exceeded(job, 1000.0 + (most or 1e6)) is None
+    assert exceeded_limit(job, 1000.0 + (most or 1e6), None, settings) is None
     if most is not None:
-        reason = limits.exceeded(job, 1001.0 + most)
+        reason = exceeded_limit(job, 1001.0 + most, None, settings)
         assert reason is not None
         assert reason.code == "max_runtime_exceeded"
         assert str(most) in reason.message

@@ -47,6 +47,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.jobs.ray_jobs import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.models.model import Model, documents_fault
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
 
@@ -224,66 +225,59 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class AttemptLimits:
-    """The operator's time limits of every attempt."""
+def has_used_its_slot(job: Job, now: float, settings: Settings) -> bool:
+    """Whether the job's attempt has held its slot for `turn_s`, and should end for another tenant's job.
 
-    placement_s: float = 1800.0
-    """Seconds that an attempt that has not trained may hold a slot while its workers are not placed."""
-    max_runtime_s: int | None = None
-    """Seconds that an attempt may run, without waits for places, whatever its spec says; None leaves it to the spec."""
+    Work other than training starts over after that, so each further attempt gets twice the time for it, up to 16 times.
+    """
+    attempt = job.attempt
+    if settings.turn_s is None or attempt.submitted_at is None:
+        return False
+    trains = job.status is JobStatus.RUNNING and attempt.has_trained
+    longer = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
+    return now - attempt.submitted_at > settings.turn_s * longer
 
-    turn_s: float | None = None
-    """Seconds that an attempt may hold a slot for which another tenant's job waits; None is no limit."""
 
-    def has_had_its_turn(self, job: Job, now: float) -> bool:
-        """Whether the job's attempt should make room for others. Work other than training starts over after that, so
-        each further attempt gets twice the time for it, up to 16 times."""
-        attempt = job.attempt
-        if self.turn_s is None or attempt.submitted_at is None:
-            return False
-        trains = job.status is JobStatus.RUNNING and attempt.has_trained
-        longer = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
-        return now - attempt.submitted_at > self.turn_s * longer
+def exceeded_limit(job: Job, now: float, submission: Submission | None, settings: Settings) -> Reason | None:
+    """Return the reason why the job's attempt must end; None if it may go on."""
+    attempt = job.attempt
+    if attempt.yields is not None and now - attempt.yields_at > settings.placement_timeout_s:
+        return attempt.yields  # it was asked to end and has not
+    return _not_placed(job, now, submission, settings.placement_timeout_s) or _overdue(job, now, settings.max_runtime_s)
 
-    def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
-        """Why the job's attempt must end; None if it may go on."""
-        attempt = job.attempt
-        if attempt.yields is not None and now - attempt.yields_at > self.placement_s:
-            return attempt.yields  # it was asked to end and has not
-        return self._not_placed(job, now, submission) or self._overdue(job, now)
 
-    def _overdue(self, job: Job, now: float) -> Reason | None:
-        attempt, own = job.attempt, job.spec.limits.max_runtime_s
-        limits = [limit for limit in (own, self.max_runtime_s) if limit is not None]
-        if attempt.submitted_at is None or not limits:
-            return None
-        waited = attempt.waited_s + (0.0 if attempt.waiting_since is None else now - attempt.waiting_since)
-        if now - attempt.submitted_at - waited <= min(limits):
-            return None
-        whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
-        message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
-        return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
+def _overdue(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
+    attempt, own = job.attempt, job.spec.limits.max_runtime_s
+    limits = [limit for limit in (own, max_runtime_s) if limit is not None]
+    if attempt.submitted_at is None or not limits:
+        return None
+    waited = attempt.waited_s + (0.0 if attempt.waiting_since is None else now - attempt.waiting_since)
+    if now - attempt.submitted_at - waited <= min(limits):
+        return None
+    whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
+    message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
+    return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
-    def _not_placed(self, job: Job, now: float, submission: Submission | None) -> Reason | None:
-        """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
-        limit."""
-        attempt, code = job.attempt, ReasonCode.NOT_PLACED
-        waiting = f"has found no place on the cluster for {self.placement_s:g} s"
-        if attempt.has_trained or job.status is JobStatus.EVALUATING:
-            return None
-        if attempt.waiting:
-            since, what = attempt.waiting_since, f"{waiting}: {'; '.join(attempt.waiting.values())}"
-        elif job.status is not JobStatus.STARTING or attempt.placed:
-            return None
-        elif submission is not None and submission.status is SubmissionStatus.PENDING:
-            since, what = attempt.submitted_at, f"{waiting}: its own process waits"
-        else:
-            since, what = attempt.submitted_at, f"has reported nothing in {self.placement_s:g} s since it was submitted"
-            code = ReasonCode.WORKER_LOST
-        if since is None or now - since <= self.placement_s:
-            return None
-        return Reason(code, f"attempt {attempt.number} {what}", field="resources")
+
+def _not_placed(job: Job, now: float, submission: Submission | None, timeout_s: float) -> Reason | None:
+    """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
+    limit."""
+    attempt, code = job.attempt, ReasonCode.NOT_PLACED
+    waiting = f"has found no place on the cluster for {timeout_s:g} s"
+    if attempt.has_trained or job.status is JobStatus.EVALUATING:
+        return None
+    if attempt.waiting:
+        since, what = attempt.waiting_since, f"{waiting}: {'; '.join(attempt.waiting.values())}"
+    elif job.status is not JobStatus.STARTING or attempt.placed:
+        return None
+    elif submission is not None and submission.status is SubmissionStatus.PENDING:
+        since, what = attempt.submitted_at, f"{waiting}: its own process waits"
+    else:
+        since, what = attempt.submitted_at, f"has reported nothing in {timeout_s:g} s since it was submitted"
+        code = ReasonCode.WORKER_LOST
+    if since is None or now - since <= timeout_s:
+        return None
+    return Reason(code, f"attempt {attempt.number} {what}", field="resources")
 
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 60.0

@@ -17,6 +17,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import STORED
@@ -228,33 +229,28 @@ _LONGEST_PUBLISHED = 90
 """Characters of a model's name that are used in the name of a job that publishes it."""
 
 
-@dataclass(frozen=True)
-class PublishRules:
-    """Targets that the operator allows, since the platform writes there with its own credentials."""
+def publish_targets(settings: Settings, tenant: str) -> tuple[str, ...]:
+    """Return the prefixes of `publish.to` that the operator opens to a tenant, since the platform writes there with its
+    own credentials; its workers check their writes against them."""
+    return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in settings.publish_targets)
 
-    targets: Sequence[str] = ()
-    """Prefixes of `publish.to`, in which `{tenant}` is replaced by the caller's tenant."""
 
-    def opened(self, tenant: str) -> tuple[str, ...]:
-        """Return the targets that a tenant may publish to; its workers check their writes against them."""
-        return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in self.targets)
-
-    def check(self, publish: PublicationSpec, tenant: str) -> str:
-        """Return the target, a directory with its links resolved. Raises `InvalidInputError` for one that is not
-        allowed."""
-        opened = self.opened(tenant)
-        if publish.to.startswith("/"):  # a symbolic link may lead anywhere
-            real = os.path.realpath(publish.to)
-            if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
-                return real
-        elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
-            return publish.to
-        raise InvalidInputError(
-            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
-            f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
-            field=_FIELD,
-            value=publish.to,
-        )
+def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settings) -> str:
+    """Return the target, a directory with its links resolved. Raises `InvalidInputError` for one that is not
+    allowed."""
+    opened = publish_targets(settings, tenant)
+    if publish.to.startswith("/"):  # a symbolic link may lead anywhere
+        real = os.path.realpath(publish.to)
+        if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
+            return real
+    elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
+        return publish.to
+    raise InvalidInputError(
+        f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
+        f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
+        field=_FIELD,
+        value=publish.to,
+    )
 
 
 def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus, replica_needs
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.jobs.attempts import AttemptLimits
+from swiftkv_platform.control_plane.jobs.attempts import has_used_its_slot
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.rows import JobRepository, Standing, Waiting
@@ -409,12 +409,15 @@ class MakingRoom:
     jobs: JobRepository
     admission: Admission
     queue: FairQueue
-    limits: AttemptLimits
     deployments: DeploymentRepository
-    share: float
-    """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
+    settings: Settings
     _lacking: dict[str, float] = field(default_factory=dict, init=False)
     """Unix seconds since which an applied deployment has had no replica, by id."""
+
+    @property
+    def _share(self) -> float:
+        """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
+        return 1.0 if self.settings.serve_dashboard_url else self.settings.resolved_deployments_share
 
     def endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
         """Return the jobs whose attempts must end, and why: `not_placed` at once, `preempted` at a checkpoint.
@@ -428,7 +431,7 @@ class MakingRoom:
     ) -> list[tuple[Job, Reason]]:
         """Return the jobs in whose place another tenant's job would start."""
         staying = [job for job in going if job.attempt.yields is None]
-        over = [job for job in staying if not job.attempt.waiting and self.limits.has_had_its_turn(job, now)]
+        over = [job for job in staying if not job.attempt.waiting and has_used_its_slot(job, now, self.settings)]
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
@@ -447,7 +450,7 @@ class MakingRoom:
             return False
         told = nodes()
         if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
-            return waited > self.limits.placement_s
+            return waited > self.settings.placement_timeout_s
         phase = phase_of([*job.attempt.waiting][-1])
         needed = workers_of(job.spec)[: None if phase in WHOLE else 1]
         return not fit([node.free for node in told], needed)
@@ -457,7 +460,7 @@ class MakingRoom:
         within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
             item
-            for item in (self.deployments.all_deployments().items if going and self.share < 1.0 else ())
+            for item in (self.deployments.all_deployments().items if going and self._share < 1.0 else ())
             if item.state.status in _COMES_UP and not item.state.replicas and item.spec.min_replicas
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
@@ -480,7 +483,7 @@ class MakingRoom:
     def _hold_too_much(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
         held = sum(most_of(job.spec)[name] for job in jobs)
-        return held > total - open_to_deployments(total, self.share)
+        return held > total - open_to_deployments(total, self._share)
 
 
 def _not_placed(job: Job) -> Reason:

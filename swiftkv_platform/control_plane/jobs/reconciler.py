@@ -31,12 +31,7 @@ from swiftkv_platform.contract.events import (
 )
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import is_due
-from swiftkv_platform.control_plane.jobs.attempts import (
-    AttemptLimits,
-    Reading,
-    decide,
-    read,
-)
+from swiftkv_platform.control_plane.jobs.attempts import Reading, decide, exceeded_limit, read
 from swiftkv_platform.control_plane.jobs.estimates import over_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
@@ -46,7 +41,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.parents import PublishRules
+from swiftkv_platform.control_plane.jobs.parents import publish_targets
 from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom, driver_needs
 from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
 from swiftkv_platform.control_plane.jobs.rows import Placed
@@ -223,11 +218,9 @@ class Reconciler:
         self._parts, self._settings, self._lease, self._instruments = parts, settings, lease, instruments
         self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
         self._polls = polls
-        self._limits = AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s)
         self._queue = FairQueue(parts.policies)
         self._admission = Admission(parts.jobs, parts.cluster, driver_needs(settings))
-        share = 1.0 if settings.serve_dashboard_url else settings.resolved_deployments_share
-        self._room = MakingRoom(parts.jobs, self._admission, self._queue, self._limits, parts.deployments, share)
+        self._room = MakingRoom(parts.jobs, self._admission, self._queue, parts.deployments, settings)
         self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
@@ -410,7 +403,7 @@ class Reconciler:
         organizations = self._parts.policies.policy(job.tenant).hub_organizations
         files = self._parts.files_of(job.spec, job.tenant)
         access = source_rules(self._settings).access(job.tenant, organizations, files)
-        publishing = None if job.spec.publish.to is None else PublishRules(self._settings.publish_targets)
+        targets = None if job.spec.publish.to is None else publish_targets(self._settings, job.tenant)
         found = self._parts.parents.parent_of(job.spec, job.tenant)
         return AttemptRequest(
             job_id=job.id,
@@ -420,7 +413,7 @@ class Reconciler:
             run_id=job.id,
             allowed_roots=access.roots,
             hub_organizations=access.hub_organizations,
-            publish_targets=None if publishing is None else publishing.opened(job.tenant),
+            publish_targets=targets,
             code_tasks=access.code_tasks,
             files=dict(access.files or {}),
             parent=None if found is None else found.parent,
@@ -464,7 +457,7 @@ class Reconciler:
 
     def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
         """Store what a running attempt has reported, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock(), submission)
+        reason = reading.job.attempt.stopping or exceeded_limit(reading.job, self._clock(), submission, self._settings)
         if reason is not None:
             reading.job = reading.job.with_attempt(stopping=reason)
         policy = self._parts.policies.policy(reading.job.tenant)

@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, prices, speed_for, with_time
 from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
-from swiftkv_platform.control_plane.jobs.parents import PublishRules, check_parent
+from swiftkv_platform.control_plane.jobs.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
@@ -68,7 +68,7 @@ class JobService:
         self._check_entity(spec, caller.tenant)
         organizations = self.parts.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
-            to = PublishRules(self.settings.publish_targets).check(spec.publish.publication, caller.tenant)
+            to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
         if spec.only_publishes:
             self._check_demand(spec, caller.tenant)

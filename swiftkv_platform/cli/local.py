@@ -95,21 +95,20 @@ def demo(
     json: Json = False,
 ) -> None:
     """Distil a small model, deploy it, generate with it and write a report, on a temporary stack."""
-    from swiftkv_platform.local.demo.llm import NAMES, run_llm_demo
-    from swiftkv_platform.local.demo.run import DemoOptions, run_demo
+    from swiftkv_platform.local.demo import LLM_NAMES, DemoOptions, run_demo
 
-    is_llm = model in NAMES
+    is_llm = model in LLM_NAMES
     if short and not is_llm:
-        raise InvalidInputError(f"--short needs --model {NAMES[0]}; leave it out", field="short", value=True)
+        raise InvalidInputError(f"--short needs --model {LLM_NAMES[0]}; leave it out", field="short", value=True)
     name = "demo-llm" if is_llm else "demo"
     options = DemoOptions(
         output=(output or Path(f"{name}-report.json")).resolve(),
         home=home or Path(f".{name}"),
         model=model,
+        short=short,
         keep_running=keep_running,
     )
-    console = err() if json else out()
-    report = run_llm_demo(options, console, short=short) if is_llm else run_demo(options, console)
+    report = run_demo(options, err() if json else out())
     if json:
         print_json(report)
 

@@ -22,7 +22,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.local.demo.run import PROMPT, job_spec, signals_as_exit
+from swiftkv_platform.local.demo import PROMPT, job_spec, signals_as_exit
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.support.browsers import CHROMIUM, FLAGS

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.demo.run import demo_settings
+from swiftkv_platform.local.demo import demo_settings
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
 from swiftkv_platform.local.state import ProcessRef, RunDirectory
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.readme_table import BEGIN, END, PAGE, STORED, read_report, table, with_table
-from swiftkv_platform.local.demo.report import build_report
+from swiftkv_platform.local.demo import build_report
 from tests.unit.cli.test_demo import EVALUATION
 
 

@@ -13,9 +13,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
-from swiftkv_platform.local.demo.llm import llm_spec
-from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report
-from swiftkv_platform.local.demo.run import job_spec
+from swiftkv_platform.local.demo import build_report, job_spec, llm_spec, plot_loss, print_report
 from swiftkv_platform.planning.machines import describe_processor, multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.support.requirements import required_module

@@ -9,12 +9,12 @@ import typer
 
 from swiftkv_platform import __version__
 from swiftkv_platform.cli import access, convert, deployments, distill, local, plan
+from swiftkv_platform.cli.distill import recipes_app
 from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.models import models_app
 from swiftkv_platform.cli.output import ReportingGroup
-from swiftkv_platform.cli.recipes import recipes_app
 from swiftkv_platform.cli.serve import serve
 
 

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import DeploymentId, Json, ModelName, ServeUrl, Url, complete_deployment, connect
+from swiftkv_platform.cli.context import (
+    DeploymentId,
+    Json,
+    ModelName,
+    ServeUrl,
+    Url,
+    complete_deployment,
+    connect,
+    spec_options,
+)
 from swiftkv_platform.cli.output import (
     err,
     local_time,
@@ -19,7 +28,6 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.client import Generation
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import duration, plural

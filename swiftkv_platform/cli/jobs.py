@@ -1,40 +1,45 @@
-"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs."""
+"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs, and fetch their outputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import psutil
 import typer
 import yaml
+from rich.console import Console
 
 from swiftkv_platform.cli.context import JobId, Json, Limit, MaybeSpecFile, SpecFile, Url, checked, connect, read_spec
 from swiftkv_platform.cli.estimates import foresee, print_estimate
-from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
     err,
     local_time,
     out,
     print_json,
     print_schema,
+    print_table,
     say,
     tell,
     tell_deleted,
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.cli.waiting import describe_phase, describe_place, describe_queue, telling_of_waits
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.client.models import Resource
+from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError
+from swiftkv_platform.local.terminal import count, duration, follow, size
 from swiftkv_platform.sources.names import absolute_change
 from swiftkv_platform.sources.recipes import recipe
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import load_yaml, with_changes
+from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 
 SpecChanges = Annotated[
     list[str] | None,
@@ -44,8 +49,6 @@ SpecChanges = Annotated[
 IdempotencyKey = Annotated[str | None, typer.Option(help="The same key submits the same job only once.")]
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
-for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
-    jobs_app.command()(command)
 
 
 @jobs_app.command()
@@ -230,6 +233,156 @@ def schema() -> None:
     print_schema(JobSpec)
 
 
+_SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
+
+
+@jobs_app.command()
+def events(
+    job_id: JobId,
+    after: Annotated[str | None, typer.Option(metavar="EVENT", help="Only events after this one (evt_...).")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List the events of a job; `swiftkv jobs watch` follows them."""
+    with connect(url) as client:
+        found = list(client.jobs.events(job_id, follow=False, after=after))
+    tell_table(
+        found,
+        ("time", "type", "level", "message"),
+        lambda event: (local_time(event.created_at), event.type, event.level, event.message),
+        empty="No events yet.",
+        json=json,
+    )
+
+
+@jobs_app.command()
+def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the main metrics of each step; with --json all of them."""
+    with connect(url) as client:
+        points = client.jobs.metrics(job_id)
+    tell_table(
+        points,
+        _SHOWN,
+        lambda point: ["" if (value := getattr(point, name)) is None else f"{value:g}" for name in _SHOWN],
+        empty="No steps yet.",
+        json=json,
+    )
+
+
+@jobs_app.command()
+def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the complete checkpoints of all attempts, with held-out KL and the model made from one."""
+    with connect(url) as client:
+        found = client.jobs.checkpoints(job_id)
+    tell_table(
+        found,
+        ("checkpoint", "step", "attempt", "held-out KL", "model", "size", "key"),
+        lambda item: (
+            f"{job_id}:{item.step}",
+            item.step,
+            item.attempt,
+            None if item.held_out_kl is None else f"{item.held_out_kl:.4g}",
+            item.distilled_model,
+            size(item.size),
+            item.key,
+        ),
+        empty="No complete checkpoint.",
+        json=json,
+    )
+
+
+@jobs_app.command()
+def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the files of a job's model; `swiftkv jobs download` fetches them."""
+    with connect(url) as client:
+        found = client.jobs.artifacts(job_id)
+    tell_table(
+        found,
+        ("file", "size", "sha256"),
+        lambda item: (item.path, size(item.size), item.sha256),
+        empty="No files: only a job that succeeded has them.",
+        json=json,
+    )
+
+
+@jobs_app.command()
+def download(
+    job_id: JobId,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")],
+    file: Annotated[
+        list[str] | None, typer.Option("--file", metavar="PATH", help="Only this file; may be repeated. Default: all.")
+    ] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Download a job's model, or some of its files, and check their digests."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        message = f"{output} already exists; use a new or empty directory"
+        raise InvalidInputError(message, field="output", value=str(output))
+    with connect(url) as client:
+        present = {item.path: item for item in client.jobs.artifacts(job_id)}
+        unknown = next((path for path in file or () if path not in present), None)
+        if not present or unknown is not None:
+            raise NotFoundError(
+                f"{job_id} has no artifact file{'s' if unknown is None else f' {unknown!r}'}; "
+                f"`swiftkv jobs artifacts {job_id}` lists them, `swiftkv jobs get {job_id}` shows its status",
+                field="file",
+                value=unknown,
+            )
+        for path in file or present:
+            with err().status(f"Fetching {path}"):
+                client.jobs.download(job_id, path, output / path, sha256=present[path].sha256)
+    fetched = list(file or present)
+    tell({"output": str(output), "files": fetched}, f"{len(fetched)} files are in {output}.", json=json)
+
+
+@jobs_app.command()
+def wandb_sync(
+    job_id: JobId,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Upload runs to W&B that were recorded offline or while it did not answer.
+
+    Uses WANDB_API_KEY, and WANDB_BASE_URL for a server of your own. May be repeated: steps that W&B has are skipped.
+    """
+    with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
+        wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
+        files = client.jobs.tracking_files(job_id)
+        parts = _recorded_runs(files, Path(workspace))
+        pages: dict[str, str | None] = {}
+        if not dry_run:
+            for file in files:
+                with err().status(f"Fetching {file.path}"):
+                    client.jobs.download_tracking_file(job_id, file.path, Path(workspace) / file.path)
+            pages = _upload(parts, wandb["project"], wandb["entity"])
+    if json:
+        print_json({"runs": [{"run_id": part.run_id, "part": part.path.name} for part in parts], "pages": pages})
+        return
+    rows = [(part.run_id, part.path.name, pages.get(part.run_id) or "") for part in parts]
+    print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
+
+
+def _recorded_runs(files: Sequence[Resource], workspace: Path) -> list[RecordedRun]:
+    """Return the recorded parts in the order of their start."""
+    directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
+    return sorted((RecordedRun(workspace / directory) for directory in directories), key=lambda part: part.started)
+
+
+def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
+    """Upload the parts. Returns the pages of their runs, by run id."""
+    pages: dict[str, str | None] = {}
+    steps: dict[str, int] = {}
+    for part in parts:
+        if part.run_id not in steps:
+            steps[part.run_id] = last_step(project, entity, part.run_id)
+        steps[part.run_id] = drop_steps(part, steps[part.run_id])
+        with err().status(f"Uploading {part.path.name}"):
+            pages[part.run_id] = upload(part)
+    return pages
+
+
 def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
     """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
@@ -368,3 +521,65 @@ def _steps(job: Job) -> str:
     if job.progress is None or not job.progress.total_steps:
         return ""
     return f"{job.progress.step}/{job.progress.total_steps}"
+
+
+_ASKED_EVERY_S = 5.0
+_PASSING = re.compile(r"[\d.]+ s\b")
+"""Remaining seconds in a text, which change at each poll."""
+
+
+@contextmanager
+def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[None]:
+    """Print why `job` is queued, or its phase, now and at each change until the context ends."""
+    done = threading.Event()
+    told = _print(job, console, None)
+    thread = threading.Thread(target=_tell, args=(client, job.id, console, told, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _tell(client: Client, job_id: str, console: Console, told: str | None, done: threading.Event) -> None:
+    while not done.wait(_ASKED_EVERY_S):
+        try:
+            told = _print(client.jobs.get(job_id), console, told)
+        except SwiftKVError:  # following the events reports it
+            continue
+
+
+def _print(job: Job, console: Console, told: str | None) -> str | None:
+    """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
+    if job.status == "queued":
+        reason = job.status_reason.message if job.status_reason else "no reason given"
+        line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
+    elif job.phase is None or job.finished:
+        return None
+    else:
+        reason = line = f"phase: {job.phase}"
+    if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return reason
+
+
+def describe_phase(job: Job) -> str | None:
+    """Return the phase of a job and its progress: `calibrate, layers 3 of 32, 20 s left`; None without a phase."""
+    told = job.phase_progress
+    if job.phase is None or told is None:
+        return job.phase
+    show = size if told.part == "bytes" else count
+    left = f"{duration(told.seconds_remaining)} left" if told.seconds_remaining else None
+    return ", ".join(filter(None, (job.phase, f"{told.part} {show(told.done)} of {show(told.total)}", left)))
+
+
+def describe_queue(job: Job) -> str | None:
+    """Describe a queued job's place in its tenant's queue, and the time since which it waits for resources."""
+    since = local_time(job.waiting_since)
+    return ", ".join(filter(None, (describe_place(job), since and f"waiting for resources since {since}"))) or None
+
+
+def describe_place(job: Job) -> str | None:
+    """Describe a queued job's place in its tenant's queue; None if it is not known."""
+    return f"place {job.queue_place}" if job.queue_place else None

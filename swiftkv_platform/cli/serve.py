@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, checked, settings
+from swiftkv_platform.cli.context import Json, checked, settings, spec_options
 from swiftkv_platform.cli.output import err, needs_extra, tell
 from swiftkv_platform.cli.sources import model_path
-from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging

@@ -127,7 +127,11 @@ class Transport:
 
     def get(self, kind: type[Item], path: str, params: dict[str, Any] | None = None) -> Item:
         """Get the object at a path. Raises as `request`."""
-        return self.read(kind, self.request("GET", path, params=params, repeatable=True).json())
+        return self.send(kind, "GET", path, params=params, repeatable=True)
+
+    def send(self, kind: type[Item], method: str, path: str, **options: Any) -> Item:
+        """Send a request and parse its answer. Arguments and errors as those of `request`."""
+        return self.read(kind, self.request(method, path, **options).json())
 
     def read(self, kind: type[Item], document: Any) -> Item:
         """Parse an answer. Raises `UnreachableError` if it is not a `kind`, since it then comes from another server."""

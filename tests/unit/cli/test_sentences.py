@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli import waiting
+from swiftkv_platform.cli import jobs as jobs_module
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.output import local_time
@@ -173,7 +173,7 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
 def test_a_watched_job_says_when_what_it_waits_for_has_changed(
     run: Run, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_ASKED_EVERY_S", 0.001)
+    monkeypatch.setattr(jobs_module, "_ASKED_EVERY_S", 0.001)
     slot, away = "1 job runs, and there is 1 slot", "Ray at http://ray does not answer"
     reasons = [slot, slot, f"{slot}; starts in 9 s", f"{slot}; starts in 4.5 s", away, away, slot]
     rows = [{**JOB, "status": "queued", "status_reason": {"code": "", "message": reason}} for reason in reasons]

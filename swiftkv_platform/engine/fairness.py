@@ -14,13 +14,13 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.errors import QueueFullError, SwiftKVError
 from swiftkv_platform.web.places import Sender
 
 R = TypeVar("R")
@@ -55,6 +55,31 @@ def exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], most
 def _left(most: int, held_by_others: int) -> int:
     """Return what one may hold beside others."""
     return max(most - -(-held_by_others // 2), 0)
+
+
+class FairLimit:
+    """A limit on calls under way, of which each sender may have `most` alone, as in `exceeded_share`."""
+
+    def __init__(self, most: int, calls: str, state: str) -> None:
+        """Make a limit whose refusals say that a number of `calls` of a sender are in a `state`."""
+        self._most, self._calls, self._state = most, calls, state
+        self._held: Counter[Sender] = Counter()
+
+    @contextmanager
+    def hold(self, sender: Sender) -> Iterator[None]:
+        """Count a call until the block ends. Raises `QueueFullError`."""
+        share = exceeded_share(sender, 1, self._held, self._most)
+        if share is not None:
+            raise QueueFullError(
+                f"queue full: {share.held} of {share.most} {self._calls} of {share.name} {self._state}; try again later"
+            )
+        self._held[sender] += 1
+        try:
+            yield
+        finally:
+            self._held[sender] -= 1
+            if not self._held[sender]:
+                del self._held[sender]
 
 
 class _Service:

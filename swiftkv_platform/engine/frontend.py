@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from ulid import ULID
 
 from swiftkv_platform.engine import grammars as grammar_compiling
-from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
+from swiftkv_platform.engine.fairness import FairLimit, FairThreads, exceeded_share
 from swiftkv_platform.engine.grammars import Allowance, Constraint, GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, EventPace, RequestOutput, RequestStream
-from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader
+from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader, check_unused
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.limits import COMPILING_GRAMMARS
 from swiftkv_platform.logs import get_logger
@@ -65,7 +65,7 @@ class EngineFrontend(ABC):
         self.readers = Readers(self.max_sequences)
         """Threads for tokenizing and detokenizing for callers."""
         self._compilers = FairThreads(grammar_compiling.MAX_COMPILING, "grammars", of_one=1)
-        self._compiling: Counter[Sender] = Counter()
+        self._compiling = FairLimit(MAX_COMPILING, "grammars", "are being compiled")
         self._allowances: OrderedDict[Sender, Allowance] = OrderedDict()
         self._streams: dict[str, RequestStream] = {}
         self._pace = EventPace()
@@ -140,7 +140,7 @@ class EngineFrontend(ABC):
         sender = Sender(tenant, caller)
         if params.structured_outputs is not None and self._allowance(sender).is_spent:
             await asyncio.sleep(PATIENCE_S)
-        self._check_unused(request_id)
+        check_unused(request_id, self._streams)
         if checked:
             self.check_health()
             self._check_admission(params.n, sender)  # others may have been admitted since
@@ -234,23 +234,10 @@ class EngineFrontend(ABC):
         """Number of sequences of all requests, including those still being read."""
         return sum(stream.num_sequences for stream in self._streams.values())
 
-    def _held_sequences(self) -> Counter[Sender]:
-        """Return the number of sequences by their senders."""
-        held: Counter[Sender] = Counter()
+    def _check_admission(self, num_sequences: int, sender: Sender) -> None:
+        config, held = self.config, Counter[Sender]()
         for stream in self._streams.values():
             held[stream.sender] += stream.num_sequences
-        return held
-
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._streams:
-            raise InvalidInputError(
-                f"request_id {request_id!r} is in use; give each running request its own",
-                field="request_id",
-                value=request_id,
-            )
-
-    def _check_admission(self, num_sequences: int, sender: Sender) -> None:
-        config, held = self.config, self._held_sequences()
         share = exceeded_share(sender, num_sequences, held, self.max_sequences)
         if share is not None:
             raise QueueFullError(
@@ -290,11 +277,6 @@ class EngineFrontend(ABC):
 
     async def _compiled(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
         """Compile a grammar, and charge the sender for a slow one, even if it is refused."""
-        share = exceeded_share(sender, 1, self._compiling, MAX_COMPILING)
-        if share is not None:
-            raise QueueFullError(
-                f"queue full: {share.held} of {share.most} grammars of {share.name} are being compiled; try again later"
-            )
         allowance = self._allowance(sender)
 
         def compile_grammar() -> Constraint:
@@ -305,13 +287,8 @@ class EngineFrontend(ABC):
             finally:
                 allowance.spend(max(time.monotonic() - began - SPARED_COMPILING_S, 0.0))
 
-        self._compiling[sender] += 1
-        try:
+        with self._compiling.hold(sender):
             return await self._compilers.run(sender, compile_grammar)
-        finally:
-            self._compiling[sender] -= 1
-            if not self._compiling[sender]:
-                del self._compiling[sender]
 
     def _num_in_line(self, num_sequences: int) -> int:
         """Number of sequences that would wait if one more came to `num_sequences`, including that one."""

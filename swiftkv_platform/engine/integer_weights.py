@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from swiftkv_platform.engine.kernels import packing
-from swiftkv_platform.engine.sharding import Ranks, cut_of, whole_name
+from swiftkv_platform.engine.ranks import Ranks
+from swiftkv_platform.engine.sharding import cut_of, whole_name
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.stored_quantization import as_floats

@@ -22,7 +22,7 @@ from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks,
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput, StepResult
 from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
-from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
+from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader, check_unused
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
@@ -77,7 +77,7 @@ class LLMEngine:
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            draft_planner=self._drafting,
+            drafting=self._drafting,
             keeps_own=bool(loaded.config.layer_map.deep_leaders),
         )
         self.reader = RequestReader(loaded, config, num_slots=self.num_blocks * self.block_size)
@@ -151,7 +151,7 @@ class LLMEngine:
         """
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
-        self._check_unused(request_id)
+        check_unused(request_id, self._running)
         self.reader.check(prompt, params)
         request = self.reader.read(prompt, params)
         if constraint is None and params.structured_outputs is not None:
@@ -165,7 +165,7 @@ class LLMEngine:
         self, request: ReadRequest, request_id: str, *, priority: int, sender: Sender, constraint: Constraint | None
     ) -> None:
         """Queue a request from `reader`; `constraint` is compiled. Raises `InvalidInputError`: the id is in use."""
-        self._check_unused(request_id)
+        check_unused(request_id, self._running)
         sequences = self.reader.sequences(request_id, request, priority=priority, sender=sender, constraint=constraint)
         first, *others = sequences
         self._running[request_id] = [first]
@@ -246,14 +246,6 @@ class LLMEngine:
     def check(self) -> None:
         """Assert that every block of the KV cache is accounted for."""
         self._scheduler.check()
-
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._running:
-            raise InvalidInputError(
-                f"request_id {request_id!r} is in use; give each running request its own",
-                field="request_id",
-                value=request_id,
-            )
 
     def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
         """Add the step's results to the sequences, drop finished ones, and return the outputs."""

@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from swiftkv_platform.errors import EngineDeadError, GenerationError, InvalidInputError, SwiftKVError
+from swiftkv_platform.errors import GenerationError, InvalidInputError, SwiftKVError
 from swiftkv_platform.web.places import Sender
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 NOT_FINITE = "the model's logits are not a number; the request was ended, others are not affected"
 
@@ -148,13 +151,6 @@ FIRST_EVENT_S = 0.0005
 """Assumed cost of an event until it is measured."""
 
 
-class Source(Protocol):
-    """The interface of an engine that a stream needs."""
-
-    def forget(self, request_id: str, *, abort: bool) -> None: ...
-    def death(self) -> EngineDeadError: ...
-
-
 class EventPace:
     """Interval between a stream's events: zero for a single stream, longer the more streams there are.
 
@@ -208,7 +204,7 @@ class RequestStream:
 
     def __init__(
         self,
-        engine: Source,
+        engine: EngineFrontend,
         request_id: str,
         num_samples: int,
         interval_s: float | None,

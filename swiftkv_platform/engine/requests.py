@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
-from swiftkv_platform.engine.fairness import FairThreads, exceeded_share
+from swiftkv_platform.engine.fairness import FairLimit, FairThreads
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError, QueueFullError
+from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
@@ -159,11 +159,11 @@ class RequestReader:
     def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         wanted = 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * num_prompt_tokens
         if wanted > MAX_PROMPT_LOGPROBS:
-            raise InvalidInputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; at most "
+            raise InvalidInputError.of(
+                "prompt_logprobs",
+                params.prompt_logprobs,
+                f", for {num_prompt_tokens} tokens of the prompt; at most "
                 f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for a prompt of that length",
-                field="prompt_logprobs",
-                value=params.prompt_logprobs,
             )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -173,22 +173,9 @@ class RequestReader:
             )
         if params.structured_outputs is not None:
             params.structured_outputs.check_followed()
-        outside = next((token for token in params.logit_bias if token >= self._vocab_size), None)
-        if outside is not None:
-            raise InvalidInputError(
-                f"logit_bias has the token id {outside}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
-                field="logit_bias",
-                value=outside,
-            )
-        allowed = params.allowed_token_ids
-        outside = next((token for token in allowed or () if token >= self._vocab_size), None)
-        if outside is not None:
-            raise InvalidInputError(
-                f"allowed_token_ids has {outside}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
-                field="allowed_token_ids",
-                value=outside,
-            )
-        excluded = self._excluded(params)
+        allowed, excluded = params.allowed_token_ids, self._excluded(params)
+        self._check_token_ids("logit_bias", params.logit_bias)
+        self._check_token_ids("allowed_token_ids", allowed or ())
         if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
             raise InvalidInputError.of(
                 "min_tokens",
@@ -263,15 +250,18 @@ class RequestReader:
         if not token_ids:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         self._check_length(len(token_ids))
+        self._check_token_ids("prompt", token_ids)
+        return token_ids
+
+    def _check_token_ids(self, field: str, token_ids: abc.Iterable[int]) -> None:
         for token_id in token_ids:
             is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not (is_number and 0 <= token_id < self._vocab_size):
                 raise InvalidInputError(
-                    f"prompt has the token id {token_id!r}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
-                    field="prompt",
+                    f"{field} has the token id {token_id!r}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
+                    field=field,
                     value=token_id,
                 )
-        return token_ids
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
@@ -287,6 +277,15 @@ class RequestReader:
         assert self._tokenizer is not None, "checked before"
         token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
         return token_ids
+
+
+def check_unused(request_id: str, used: abc.Container[str]) -> None:
+    if request_id in used:
+        raise InvalidInputError(
+            f"request_id {request_id!r} is in use; give each running request its own",
+            field="request_id",
+            value=request_id,
+        )
 
 
 def _sample_seed(seed: int, index: int) -> int:
@@ -307,8 +306,7 @@ class Readers:
     def __init__(self, max_waiting: int) -> None:
         self._short = FairThreads(NUM_SHORT, "reader")
         self._long = FairThreads(1, "reader-long")
-        self._max_waiting = max_waiting
-        self._waiting: Counter[Sender] = Counter()
+        self._waiting = FairLimit(max_waiting, "texts", "wait to be tokenized")
 
     async def run(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: it
@@ -317,18 +315,8 @@ class Readers:
 
     async def run_unadmitted(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""
-        share = exceeded_share(sender, 1, self._waiting, self._max_waiting)
-        if share is not None:
-            raise QueueFullError(
-                f"queue full: {share.held} of {share.most} texts of {share.name} wait to be tokenized; try again later"
-            )
-        self._waiting[sender] += 1
-        try:
+        with self._waiting.hold(sender):
             return await self.run(call, num_bytes, sender)
-        finally:
-            self._waiting[sender] -= 1
-            if not self._waiting[sender]:
-                del self._waiting[sender]
 
     def close(self) -> None:
         """Refuse new calls, without waiting for running ones."""

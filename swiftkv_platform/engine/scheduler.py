@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
@@ -27,6 +27,9 @@ from swiftkv_platform.engine.fairness import FairOrder
 from swiftkv_platform.engine.grammars import Work
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.places import Sender
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine.speculative import Drafting
 
 TURN_S = 0.005
 """Maximum expected CPU seconds of a step's turns, if there are several."""
@@ -53,15 +56,6 @@ class ScheduledSequence:
         return at_end and sequence.generates
 
 
-class DraftPlanner(Protocol):
-    """Planner of the drafts that are worth their cost."""
-
-    def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
-        """Return drafts for the decoding sequences of a step that runs `num_tokens` tokens without them and gives
-        `num_sequences` sequences a token."""
-        ...
-
-
 class Scheduler:
     """The queue of waiting sequences and the set of running ones."""
 
@@ -71,14 +65,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        draft_planner: DraftPlanner | None = None,
+        drafting: Drafting | None = None,
         keeps_own: bool = False,
     ) -> None:
         """Make an empty scheduler. `keeps_own`: tokens from a prompt's last one on keep their own K and V, which a
         sequence with the same tokens in its prompt cannot use; so their blocks are not shared."""
         self._keeps_own = keeps_own
         self._blocks = blocks
-        self._draft_planner = draft_planner
+        self._drafting = drafting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[Sequence] = []  # sorted by rank
@@ -218,12 +212,12 @@ class Scheduler:
 
     def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
         """Plan drafts and allocate their blocks, within the step's tokens and free blocks; nothing is preempted."""
-        if self._draft_planner is None:
+        if self._drafting is None:
             return {}
         num_tokens = sum(scheduled.values())
         decoding = [sequence for sequence in scheduled if sequence.is_decoding]
         num_sequences = sum(s.num_computed_tokens + count == s.num_tokens for s, count in scheduled.items())
-        wanted = self._draft_planner.plan(decoding, num_sequences=num_sequences, num_tokens=num_tokens)
+        wanted = self._drafting.plan(decoding, num_sequences=num_sequences, num_tokens=num_tokens)
         granted: dict[Sequence, Draft] = {}
         for sequence, draft in wanted.items():
             size = min(draft.size, self._max_num_batched_tokens - num_tokens)

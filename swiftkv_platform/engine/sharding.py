@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,23 +20,15 @@ from torch import nn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.stored_weights import StoredWeights
 
+if TYPE_CHECKING:
+    from swiftkv_platform.engine.ranks import Ranks
+
 INTO_PARTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
 """Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv` or `_decode_swiftkv` may follow."""
 OUT_OF_PARTS = {"o_proj", "down_proj"}
 """Names of linear modules of which a rank keeps a part of the inputs."""
 NORMS_OF_HEADS = {"q_norm", "k_norm"}
 """Names of norms of which a rank keeps a part, if they are over all heads."""
-
-
-class Ranks(Protocol):
-    """The interface of a rank that sharded modules need."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' `x`, computed in place."""
-        ...
 
 
 def check_divides(config: Any, size: int) -> None:

@@ -40,7 +40,7 @@ MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 
 
 class Drafting:
-    """A `DraftPlanner` that weighs the cost of drafts against how many were accepted."""
+    """Planner of drafts, which weighs their cost against how many were accepted."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
@@ -50,8 +50,9 @@ class Drafting:
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """Plan drafts from the text if its end occurred before and such drafts pay, or if the grammar leaves no choice;
-        else from the exit head, if it pays."""
+        """Plan drafts for the decoding sequences of a step that runs `num_tokens` tokens without them and gives
+        `num_sequences` sequences a token. Drafts come from the text if its end occurred before and such drafts pay, or
+        if the grammar leaves no choice; else from the exit head, if it pays."""
         room = self.costs.max_step_tokens - num_tokens
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +28,9 @@ from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weight_formats import IntegerWeight
 from swiftkv_platform.private_directories import is_private, private_directory
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine.native_layers import NativeRMSNorm
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
@@ -157,14 +160,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return y
 
 
-class Norm(Protocol):
-    """An RMSNorm."""
-
-    weight: torch.Tensor
-    """Made by `padded`."""
-    variance_epsilon: float
-
-
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
     """x [..., size_in] times a packed weight, plus a bias as `padded` makes it -> [..., size_out].
 
@@ -175,7 +170,7 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out:
 
 
 def linear_rows(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int, *, norm: Norm | None = None
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int, *, norm: NativeRMSNorm | None = None
 ) -> torch.Tensor:
     """`linear` of x [num_tokens, size_in], which `norm` normalises."""
     weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
@@ -213,7 +208,7 @@ def write_projected(
     slots: torch.Tensor,
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
     *,
-    norms: Sequence[Norm],
+    norms: Sequence[NativeRMSNorm],
     rotation: Sequence[torch.Tensor] | None,
     payload: torch.dtype | None,
 ) -> None:

@@ -40,7 +40,7 @@ class Line:
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            draft_planner=Six() if drafts else None,
+            drafting=Six() if drafts else None,
         )
         self.budget = max_num_batched_tokens
         self.arrivals = itertools.count()
@@ -309,7 +309,7 @@ def test_drafts_never_push_anyone_out_nor_lose_a_block(seed: int) -> None:
         line.add(name, draw.randrange(1, 16), max_tokens=draw.randrange(1, 20))
     while line.scheduler.num_running or line.scheduler.num_waiting:
         without = copy.deepcopy(line)
-        without.scheduler._draft_planner = None
+        without.scheduler._drafting = None
         assert line.step() == without.step()
         assert line.scheduler.num_preemptions == without.scheduler.num_preemptions
     assert line.blocks.num_free_blocks == 12

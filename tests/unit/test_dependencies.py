@@ -6,11 +6,9 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Mapping
-from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-import grimp
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -42,25 +40,6 @@ def closure(requirements: list[str]) -> set[str]:
     return {name for name, _ in found}
 
 
-@cache
-def graph_of_imports() -> grimp.ImportGraph:
-    return grimp.build_graph("swiftkv_platform", include_external_packages=True, exclude_type_checking_imports=True)
-
-
-def upstream(*packages: str) -> set[str]:
-    """External packages that modules of these packages import, directly or through other modules of ours."""
-    graph = graph_of_imports()
-    todo = [module for module in graph.modules if module.startswith(packages)]
-    seen: set[str] = set()
-    while todo:
-        module = todo.pop()
-        if module and module not in seen:
-            seen.add(module)
-            if module.startswith("swiftkv_platform"):
-                todo += [*graph.find_modules_directly_imported_by(module), module.rpartition(".")[0]]
-    return {module for module in seen if not module.startswith("swiftkv_platform")} - sys.stdlib_module_names
-
-
 @pytest.fixture(scope="module")
 def owners() -> Mapping[str, set[str]]:
     """Distributions by the top-level modules that they provide."""
@@ -70,18 +49,6 @@ def owners() -> Mapping[str, set[str]]:
 def test_a_light_installation_brings_no_service() -> None:
     assert closure(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"]) & SERVICES == set()
     assert SERVICES - closure(PROJECT["optional-dependencies"]["platform"]) == {"psycopg", "torch"}
-
-
-def test_the_plugin_and_the_client_import_what_they_bring(owners: Mapping[str, set[str]]) -> None:
-    modules = upstream("swiftkv_platform.vllm", "swiftkv_platform.configs")
-    assert {"vllm", "torch", "transformers", "pydantic"} <= modules
-    light = closure(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"])
-    assert {name for name in modules if not owners.get(name, set()) & light} == {"vllm", "torch"}
-
-    modules = upstream("swiftkv_platform.client")
-    assert "httpx" in modules
-    light = closure(PROJECT["dependencies"])
-    assert {name for name in modules if not owners.get(name, set()) & light} == set()
 
 
 PROGRAM = """

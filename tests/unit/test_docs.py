@@ -1,4 +1,4 @@
-"""The documentation: the site builds, its pages name files and programs that exist, and defaults that the code has."""
+"""The documentation: the site builds, and its pages name files and programs that exist."""
 
 import os
 import re
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.deployment import DeploymentSpec
 
 DOCS = Path("docs")
 MADE_BY_THE_READER = {"infra/.env", "infra/kubernetes/production/values.env", "jobs/recipes/NAME.yaml"}
@@ -62,40 +60,3 @@ def test_pages_name_files_and_programs_that_exist() -> None:
         found = {path for path in named if Path(path).exists() or Path(f"{path}.py").exists()}
         missing += [f"{page}: {path}" for path in named if path not in found | MADE_BY_THE_READER]
     assert missing == []
-
-
-PAGES = {
-    str(page).removeprefix("docs/"): page
-    for page in (Path("README.md"), Path("SECURITY.md"), Path("infra/README.md"), *DOCS.glob("*.md"))
-}
-
-
-def plain(page: str) -> str:
-    """Text of a page without bold marks, and without commas in numbers."""
-    return re.sub(r"(?<=\d),(?=\d{3})", "", PAGES[page].read_text(encoding="utf-8").replace("**", ""))
-
-
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "hours": 3600, "days": 86400}
-DEFAULT = re.compile(r"`([A-Za-z_.-]+)` \((\d[\d.]*)(?: (KiB|MiB|GiB|hours|days|s))?[;,)]")
-"""Pattern of a name followed by its default, as in `max_rollbacks` (3)."""
-
-
-def test_a_default_is_the_same_on_every_page_and_in_the_code() -> None:
-    accepted: dict[str, set[float]] = {}
-    objects = [JobSpec.model_json_schema(), DeploymentSpec.model_json_schema()]
-    schemas = [each for document in objects for each in (document, *document["$defs"].values())]
-    fields = [
-        (name, field.get("default")) for schema in schemas for name, field in schema.get("properties", {}).items()
-    ]
-    fields += [(f"SWIFTKV_{name.upper()}", field.default) for name, field in Settings.model_fields.items()]
-    for name, default in fields:
-        if isinstance(default, int | float):
-            accepted.setdefault(name, set()).add(float(default))
-    differing = []
-    stated = [(page, *found) for page in PAGES for found in DEFAULT.findall(plain(page))]
-    assert len(stated) > 10
-    for page, name, number, unit in stated:
-        value = float(number) * UNITS.get(unit, 1)
-        if value not in accepted.setdefault(name, {value}):
-            differing.append(f"{page}: {name} is {value}, elsewhere {accepted[name]}")
-    assert differing == []

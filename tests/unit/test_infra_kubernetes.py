@@ -142,24 +142,6 @@ def test_references_lead_somewhere() -> None:
         assert int(port) in {entry["port"] for entry in named("Service", host)["spec"]["ports"]}
 
 
-def test_pods_have_a_priority_and_jobs_are_not_moved_but_preempted_first() -> None:
-    classes = {each["metadata"]["name"]: each for each in objects("PriorityClass")}
-    control, serving, training = (classes[f"swiftkv-{name}"] for name in ("control", "serving", "training"))
-    assert 1_000_000_000 > control["value"] > serving["value"] > training["value"] > 0
-    assert training["preemptionPolicy"] == "Never"
-    for name, template in pod_templates().items():
-        of_jobs, of_replicas = name in pods_of("swiftkv-ray"), name in pods_of("swiftkv-serve", "swiftkv-model")
-        kind = training if of_jobs else serving if of_replicas else control
-        assert template["spec"]["priorityClassName"] == kind["metadata"]["name"], name
-        kept = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-        assert template.get("metadata", {}).get("annotations", {}) == (kept if of_jobs else {}), name
-        for container in containers(template):
-            assert container["resources"]["requests"]["ephemeral-storage"], name
-        ours = any("registry.invalid" in container["image"] for container in containers(template))
-        assert template["spec"].get("imagePullSecrets") == ([{"name": "swiftkv-registry"}] if ours else None), name
-    assert "secret docker-registry swiftkv-registry" in (INFRA / "README.md").read_text()
-
-
 def test_quotas_are_a_file_that_changes_under_the_control_plane() -> None:
     """Its name has no hash, and it is not mounted by `subPath`, which would never see a change."""
     [generator] = [each for each in kustomizations()["base"]["configMapGenerator"] if "files" in each]
@@ -181,31 +163,6 @@ def test_an_ingress_leads_to_services_that_exist() -> None:
     for service in services:
         assert service["port"]["name"] in {port["name"] for port in named("Service", service["name"])["spec"]["ports"]}
     assert [rule["host"] for rule in ingress["spec"]["rules"]] == ingress["spec"]["tls"][0]["hosts"]
-
-
-def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
-    volumes = pod_templates()["swiftkv-control-plane"]["spec"]["volumes"]
-    assert {volume["name"]: sorted({*volume} - {"name"}) for volume in volumes} == {
-        "home": ["emptyDir"],
-        "tmp": ["emptyDir"],
-        "api-keys": ["secret"],
-        "tenants": ["configMap"],
-    }
-    assert named("Deployment", "swiftkv-control-plane")["spec"]["strategy"]["type"] == "RollingUpdate"
-
-
-def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
-    """Kubernetes does not know how many pods a RayCluster wants, so maxUnavailable and percentages fail."""
-    labels = {
-        "swiftkv-control-plane": pod_templates()["swiftkv-control-plane"]["metadata"]["labels"],
-        "swiftkv-serve-workers": {"ray.io/node-type": "worker"},  # KubeRay sets it
-    }
-    budgets = {each["metadata"]["name"]: each for each in objects("PodDisruptionBudget")}
-    assert budgets.keys() == labels.keys()
-    for name, budget in budgets.items():
-        assert budget["spec"]["selector"]["matchLabels"] == labels[name]
-        assert isinstance(budget["spec"]["minAvailable"], int)
-        assert "maxUnavailable" not in budget["spec"]
 
 
 def test_selectors_find_pods() -> None:

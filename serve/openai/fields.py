@@ -5,7 +5,7 @@ This is the single source: the routes follow it, and `docs/compatibility.md` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -19,6 +19,7 @@ from swiftkv_platform.web.problems import short_value
 
 Route = Literal["completions", "chat/completions", "responses", "messages"]
 """Routes below `/v1`."""
+Origin = Literal["OpenAI", "Anthropic", "vLLM", "SwiftKV"]
 
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 CHAT: tuple[Route, ...] = ("chat/completions",)
@@ -51,29 +52,28 @@ class RequestField:
 
     name: str
     treatment: Treatment
-    note: str = ""
+    note: str
     """Remark on what is served, or the reason for a refusal."""
-    routes: tuple[Route, ...] = ALL
-    origin: Literal["OpenAI", "Anthropic", "vLLM", "SwiftKV"] = "OpenAI"
+    routes: tuple[Route, ...]
+    origin: Origin
     """API that the field comes from."""
-    accepts: Callable[[Any, int], bool] = lambda _value, _n: False
-    """(value, the request's `n`) -> whether an otherwise refused field is accepted because this value has no effect."""
+    accepted: tuple[Any, ...]
+    """Values of a refused field that are accepted because they have no effect, or functions that tell so from (value,
+    the request's `n`)."""
+
+    def accepts(self, value: Any, n: int) -> bool:
+        """Whether an otherwise refused field is accepted, because this value has no effect."""
+        return any(
+            one(value, n) if callable(one) else type(value) is type(one) and value == one for one in self.accepted
+        )
 
 
-def _served(name: str, note: str = "", **more: Any) -> RequestField:
-    return RequestField(name, Treatment.SERVED, note, **more)
+_WITH_N = COMPLETIONS + CHAT
+_NO_LOGPROBS = "log-probabilities are available from /v1/chat/completions only"
 
 
-def _without_effect(name: str, note: str = "", **more: Any) -> RequestField:
-    return RequestField(name, Treatment.WITHOUT_EFFECT, note, **more)
-
-
-def _refused(name: str, note: str, **more: Any) -> RequestField:
-    return RequestField(name, Treatment.REFUSED, note, **more)
-
-
-def _is(*values: Any) -> Callable[[Any, int], bool]:
-    return lambda value, _n: any(type(value) is type(one) and value == one for one in values)
+def _is_n(value: Any, n: int) -> bool:
+    return type(value) is int and value == n
 
 
 def _no_logprobs(include: Any, _n: int) -> bool:
@@ -90,201 +90,153 @@ def _clears_nothing(management: Any, _n: int) -> bool:
     return isinstance(edits, list) and all(edit in kept for edit in edits)
 
 
-FIELDS: tuple[RequestField, ...] = (
-    _served("model", "the served model's id, or one of its deployment's names"),
-    _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
-    _served(
-        "messages",
-        "parts of type `text`, `input_text`, `output_text` and `refusal`; image, audio and file parts are refused",
-        routes=CHAT,
-    ),
-    _served(
-        "messages",
-        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no effect, and "
-        "images and documents are refused",
-        routes=MESSAGES,
-        origin="Anthropic",
-    ),
-    _served(
-        "input",
-        "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; images and files "
-        "are refused",
-        routes=RESPONSES,
-    ),
-    _served("instructions", routes=RESPONSES),
-    _served("system", "text, or blocks of type `text`", routes=MESSAGES, origin="Anthropic"),
-    _served("max_tokens", "0 with `echo` only scores the prompt", routes=COMPLETIONS),
-    _served("max_tokens", "`max_completion_tokens` takes precedence", routes=CHAT),
-    _served("max_tokens", "required", routes=MESSAGES, origin="Anthropic"),
-    _served("max_completion_tokens", "default: the rest of the context", routes=CHAT),
-    _served("max_output_tokens", "default: the rest of the context", routes=RESPONSES),
-    _served("temperature"),
-    _served("top_p"),
-    _served("n", routes=COMPLETIONS + CHAT),
-    _served("stop", routes=OPENAI),
-    _served("stop_sequences", routes=MESSAGES, origin="Anthropic"),
-    _served("seed", "repeats an answer within one engine"),
-    _served("presence_penalty"),
-    _served("frequency_penalty"),
-    _served("logit_bias"),
-    _served("logprobs", "a number of tokens", routes=COMPLETIONS),
-    _served("logprobs", "true or false", routes=CHAT),
-    _served("top_logprobs", routes=CHAT),
-    _served("echo", "with `logprobs`, includes those of the prompt", routes=COMPLETIONS),
-    _served("stream"),
-    _served("stream_options", routes=COMPLETIONS + CHAT),
-    _served("stream_options.include_usage", "a last event with the usage", routes=COMPLETIONS + CHAT),
-    _served(
-        "stream_options.continuous_usage_stats",
-        "the usage so far, in every event",
-        routes=COMPLETIONS + CHAT,
-        origin="vLLM",
-    ),
-    _without_effect("stream_options.include_obfuscation", "like all unknown nested keys", routes=COMPLETIONS + CHAT),
-    _without_effect("stream_options", "the last event has the usage", routes=RESPONSES),
-    _served("response_format", routes=COMPLETIONS + CHAT),
-    _served("text", "`format`; `verbosity` has no effect", routes=RESPONSES),
-    _served("output_config", "`format`; `effort` has no effect", routes=MESSAGES, origin="Anthropic"),
-    _served("output_format", "the older name of `output_config.format`", routes=MESSAGES, origin="Anthropic"),
-    _served("tools", routes=CHAT),
-    _served("tools", "of type `function`", routes=RESPONSES),
-    _served(
-        "tools", "with an `input_schema`; tools that a server runs are refused", routes=MESSAGES, origin="Anthropic"
-    ),
-    _served("tool_choice", routes=CHAT + RESPONSES),
-    _served("tool_choice", "`auto`, `any`, `tool`, `none`", routes=MESSAGES, origin="Anthropic"),
-    _served("parallel_tool_calls", "no effect without `tools`", routes=CHAT + RESPONSES),
-    _without_effect("user", routes=OPENAI),
-    _without_effect("store", "nothing is stored", routes=OPENAI),
-    _without_effect("metadata"),
-    _without_effect("client_metadata", routes=RESPONSES),
-    _without_effect("service_tier"),
-    _without_effect("safety_identifier", routes=OPENAI),
-    _without_effect("prompt_cache_key", "prefix caching needs no key", routes=OPENAI),
-    _without_effect("prompt_cache_options", routes=OPENAI),
-    _without_effect("prompt_cache_retention", routes=OPENAI),
-    _without_effect("prediction", "`num_lookup_tokens` drafts from the prompt", routes=CHAT),
-    _without_effect("reasoning_effort", "not passed to the model", routes=CHAT),
-    _without_effect("reasoning", "not passed to the model", routes=CHAT + RESPONSES),
-    _without_effect("thinking", "not passed to the model", routes=CHAT + MESSAGES, origin="Anthropic"),
-    _without_effect("verbosity", routes=CHAT),
-    _without_effect("max_tool_calls", "it limits server-side tools, which are refused", routes=RESPONSES),
-    _without_effect("image", routes=RESPONSES),
-    _without_effect("access_programs", routes=RESPONSES),
-    *(
-        _without_effect(name, routes=MESSAGES, origin="Anthropic")
-        for name in ("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
-    ),
-    _without_effect("cache_control", "prefix caching needs no markers", routes=MESSAGES, origin="Anthropic"),
-    _refused(
-        "best_of",
-        "only the value of `n` is accepted",
-        routes=COMPLETIONS + CHAT,
-        accepts=lambda value, n: type(value) is int and value == n,
-    ),
-    _refused("suffix", "fill-in-the-middle is not supported", routes=COMPLETIONS, accepts=_is("")),
-    _refused("audio", "answers are text", routes=CHAT),
-    _refused("modalities", 'answers are text; `["text"]` is accepted', routes=CHAT, accepts=_is(["text"], [])),
-    _refused("web_search_options", "web search is not supported", routes=CHAT),
-    _refused("moderation", "moderation is not supported", routes=CHAT + RESPONSES),
-    _refused("functions", "`tools` have replaced them", routes=CHAT, accepts=_is([])),
-    _refused("function_call", "`tool_choice` has replaced it", routes=CHAT, accepts=_is("none", "auto")),
-    *(
-        _refused(name, "nothing is stored; send the whole conversation as `input`", routes=RESPONSES)
-        for name in ("previous_response_id", "conversation")
-    ),
-    _refused("prompt", "no prompt is stored; send it as `instructions` and `input`", routes=RESPONSES),
-    _refused(
-        "background", "nothing is stored; wait for the answer, or `stream` it", routes=RESPONSES, accepts=_is(False)
-    ),
-    _refused(
-        "include",
-        "log-probabilities are available from /v1/chat/completions only",
-        routes=RESPONSES,
-        accepts=_no_logprobs,
-    ),
-    _refused(
-        "top_logprobs",
-        "log-probabilities are available from /v1/chat/completions only",
-        routes=RESPONSES,
-        accepts=_is(0),
-    ),
-    _refused(
-        "truncation", "`truncate_prompt_tokens` keeps the end of the prompt", routes=RESPONSES, accepts=_is("disabled")
-    ),
-    _refused("context_management", "conversations are not shortened", routes=RESPONSES, accepts=_is([])),
-    _refused(
-        "context_management",
-        "conversations are not shortened",
-        routes=MESSAGES,
-        origin="Anthropic",
-        accepts=_clears_nothing,
-    ),
-    _refused("container", "code execution is not supported", routes=MESSAGES, origin="Anthropic"),
-    _refused(
-        "mcp_servers",
-        "MCP servers are not supported; give `tools`",
-        routes=MESSAGES,
-        origin="Anthropic",
-        accepts=_is([]),
-    ),
-    _served("top_k", origin="vLLM"),
-    _served("min_p", origin="vLLM"),
-    _served("repetition_penalty", origin="vLLM"),
-    _served("min_tokens", origin="vLLM"),
-    _served("stop_token_ids", origin="vLLM"),
-    _served("include_stop_str_in_output", origin="vLLM"),
-    _served("ignore_eos", origin="vLLM"),
-    _served("skip_special_tokens", origin="vLLM"),
-    _served("allowed_token_ids", "not with a constraint", origin="vLLM"),
-    _refused("bad_words", "logit_bias of -100 forbids tokens", origin="vLLM", accepts=_is([])),
-    _refused(
-        "use_beam_search", "beam search is not supported", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)
-    ),
-    _refused(
-        "length_penalty", "beam search is not supported", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(1, 1.0)
-    ),
-    _refused("echo", "only /v1/completions supports it", routes=CHAT, origin="vLLM", accepts=_is(False)),
-    _refused(
-        "return_token_ids", "only /generate returns them", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)
-    ),
-    _refused(
-        "return_tokens_as_token_ids",
-        "only /generate returns them",
-        routes=COMPLETIONS + CHAT,
-        origin="vLLM",
-        accepts=_is(False),
-    ),
-    _refused(
-        "add_special_tokens",
-        "send token ids to control special tokens",
-        routes=COMPLETIONS,
-        origin="vLLM",
-        accepts=_is(True),
-    ),
-    _refused("add_special_tokens", "the chat template adds them", routes=CHAT, origin="vLLM", accepts=_is(False)),
-    _refused("include_reasoning", "reasoning is part of the text", routes=CHAT, origin="vLLM", accepts=_is(True)),
-    _refused("enable_thinking", "it belongs in `chat_template_kwargs`", routes=TURNS, origin="vLLM"),
-    _without_effect(
-        "spaces_between_special_tokens", "no spaces are added between them", routes=COMPLETIONS + CHAT, origin="vLLM"
-    ),
-    _without_effect("request_id", routes=COMPLETIONS + CHAT, origin="vLLM"),
-    _served("prompt_logprobs", "not in a stream", routes=COMPLETIONS + CHAT, origin="vLLM"),
-    _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
-    _served("structured_outputs", origin="vLLM"),
-    _served("priority", "lower goes first", origin="vLLM"),
-    _served("add_generation_prompt", routes=CHAT, origin="vLLM"),
-    _served("continue_final_message", routes=CHAT, origin="vLLM"),
-    _served(
-        "chat_template_kwargs",
-        "variables of the template, such as `enable_thinking`; those that it does not use have no effect",
-        routes=TURNS,
-        origin="vLLM",
-    ),
-    _served("early_exit", origin="SwiftKV"),
-    _served("num_lookup_tokens", origin="SwiftKV"),
-    _served("timeout_s", origin="SwiftKV"),
-)
+Rows = Mapping[str, str | tuple[Any, ...]]
+"""Names of fields, separated by spaces -> their note, or for refused fields (note, what is accepted...)."""
+_TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
+    Treatment.SERVED: {
+        ("OpenAI", ALL): {
+            "model": "the served model's id, or one of its deployment's names",
+            "temperature top_p presence_penalty frequency_penalty logit_bias stream": "",
+            "seed": "repeats an answer within one engine",
+        },
+        ("OpenAI", OPENAI): {"stop": ""},
+        ("OpenAI", _WITH_N): {
+            "n stream_options response_format": "",
+            "stream_options.include_usage": "a last event with the usage",
+        },
+        ("OpenAI", COMPLETIONS): {
+            "prompt": "text, token ids, or a list of either",
+            "max_tokens": "0 with `echo` only scores the prompt",
+            "logprobs": "a number of tokens",
+            "echo": "with `logprobs`, includes those of the prompt",
+        },
+        ("OpenAI", CHAT): {
+            "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; image, audio and file parts "
+            "are refused",
+            "max_tokens": "`max_completion_tokens` takes precedence",
+            "max_completion_tokens": "default: the rest of the context",
+            "logprobs": "true or false",
+            "top_logprobs tools": "",
+        },
+        ("OpenAI", RESPONSES): {
+            "input": "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; "
+            "images and files are refused",
+            "instructions": "",
+            "max_output_tokens": "default: the rest of the context",
+            "text": "`format`; `verbosity` has no effect",
+            "tools": "of type `function`",
+        },
+        ("OpenAI", CHAT + RESPONSES): {"tool_choice": "", "parallel_tool_calls": "no effect without `tools`"},
+        ("Anthropic", MESSAGES): {
+            "messages": "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no "
+            "effect, and images and documents are refused",
+            "system": "text, or blocks of type `text`",
+            "max_tokens": "required",
+            "stop_sequences": "",
+            "output_config": "`format`; `effort` has no effect",
+            "output_format": "the older name of `output_config.format`",
+            "tools": "with an `input_schema`; tools that a server runs are refused",
+            "tool_choice": "`auto`, `any`, `tool`, `none`",
+        },
+        ("vLLM", ALL): {
+            "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos "
+            "skip_special_tokens structured_outputs": "",
+            "allowed_token_ids": "not with a constraint",
+            "truncate_prompt_tokens": "keeps the end of the prompt",
+            "priority": "lower goes first",
+        },
+        ("vLLM", _WITH_N): {
+            "prompt_logprobs": "not in a stream",
+            "stream_options.continuous_usage_stats": "the usage so far, in every event",
+        },
+        ("vLLM", CHAT): {"add_generation_prompt continue_final_message": ""},
+        ("vLLM", TURNS): {
+            "chat_template_kwargs": "variables of the template, such as `enable_thinking`; those that it does not use "
+            "have no effect",
+        },
+        ("SwiftKV", ALL): {"early_exit num_lookup_tokens timeout_s": ""},
+    },
+    Treatment.WITHOUT_EFFECT: {
+        ("OpenAI", ALL): {"metadata service_tier": ""},
+        ("OpenAI", OPENAI): {
+            "user safety_identifier prompt_cache_options prompt_cache_retention": "",
+            "store": "nothing is stored",
+            "prompt_cache_key": "prefix caching needs no key",
+        },
+        ("OpenAI", _WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
+        ("OpenAI", CHAT): {
+            "prediction": "`num_lookup_tokens` drafts from the prompt",
+            "reasoning_effort": "not passed to the model",
+            "verbosity": "",
+        },
+        ("OpenAI", RESPONSES): {
+            "stream_options": "the last event has the usage",
+            "client_metadata image access_programs": "",
+            "max_tool_calls": "it limits server-side tools, which are refused",
+        },
+        ("OpenAI", CHAT + RESPONSES): {"reasoning": "not passed to the model"},
+        ("Anthropic", CHAT + MESSAGES): {"thinking": "not passed to the model"},
+        ("Anthropic", MESSAGES): {
+            "diagnostics inference_geo speed user_profile_id workspace_id": "",
+            "cache_control": "prefix caching needs no markers",
+        },
+        ("vLLM", _WITH_N): {
+            "spaces_between_special_tokens": "no spaces are added between them",
+            "request_id": "",
+        },
+    },
+    Treatment.REFUSED: {
+        ("OpenAI", _WITH_N): {"best_of": ("only the value of `n` is accepted", _is_n)},
+        ("OpenAI", COMPLETIONS): {"suffix": ("fill-in-the-middle is not supported", "")},
+        ("OpenAI", CHAT): {
+            "audio": "answers are text",
+            "modalities": ('answers are text; `["text"]` is accepted', ["text"], []),
+            "web_search_options": "web search is not supported",
+            "functions": ("`tools` have replaced them", []),
+            "function_call": ("`tool_choice` has replaced it", "none", "auto"),
+        },
+        ("OpenAI", CHAT + RESPONSES): {"moderation": "moderation is not supported"},
+        ("OpenAI", RESPONSES): {
+            "previous_response_id conversation": "nothing is stored; send the whole conversation as `input`",
+            "prompt": "no prompt is stored; send it as `instructions` and `input`",
+            "background": ("nothing is stored; wait for the answer, or `stream` it", False),
+            "include": (_NO_LOGPROBS, _no_logprobs),
+            "top_logprobs": (_NO_LOGPROBS, 0),
+            "truncation": ("`truncate_prompt_tokens` keeps the end of the prompt", "disabled"),
+            "context_management": ("conversations are not shortened", []),
+        },
+        ("Anthropic", MESSAGES): {
+            "context_management": ("conversations are not shortened", _clears_nothing),
+            "container": "code execution is not supported",
+            "mcp_servers": ("MCP servers are not supported; give `tools`", []),
+        },
+        ("vLLM", ALL): {"bad_words": ("logit_bias of -100 forbids tokens", [])},
+        ("vLLM", _WITH_N): {
+            "use_beam_search": ("beam search is not supported", False),
+            "length_penalty": ("beam search is not supported", 1, 1.0),
+            "return_token_ids return_tokens_as_token_ids": ("only /generate returns them", False),
+        },
+        ("vLLM", COMPLETIONS): {"add_special_tokens": ("send token ids to control special tokens", True)},
+        ("vLLM", CHAT): {
+            "add_special_tokens": ("the chat template adds them", False),
+            "echo": ("only /v1/completions supports it", False),
+            "include_reasoning": ("reasoning is part of the text", True),
+        },
+        ("vLLM", TURNS): {"enable_thinking": "it belongs in `chat_template_kwargs`"},
+    },
+}
+
+
+def _fields() -> Iterator[RequestField]:
+    for treatment, groups in _TABLE.items():
+        for (origin, routes), rows in groups.items():
+            for names, row in rows.items():
+                note, *accepted = (row,) if isinstance(row, str) else row
+                for name in names.split():
+                    yield RequestField(name, treatment, note, routes, origin, tuple(accepted))
+
+
+FIELDS = tuple(_fields())
 
 
 def fields_of(route: Route) -> dict[str, RequestField]:

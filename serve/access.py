@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security
@@ -25,7 +25,7 @@ from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host
 from swiftkv_platform.web.places import Clock, Sender, TokenBucket
-from swiftkv_platform.web.problems import is_anthropics
+from swiftkv_platform.web.problems import is_anthropics, response_to
 
 REPLICA_HEADER = "x-replica"
 """Header of every response: Serve's name of the replica that answered."""
@@ -35,8 +35,6 @@ API_KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key, accepted on the routes of Anthropic's API."""
 
 
-Limits = tuple[int | None, int | None]
-"""Requests and tokens per minute."""
 _MOST_QUOTAS = 10_000
 """Most callers whose quotas are kept; the least recent one is dropped."""
 _SLASHES = re.compile("/{2,}")
@@ -94,7 +92,8 @@ class Gate:
     def __init__(self, authenticator: Authenticator | None, tenant: str | None = None) -> None:
         self._authenticator = authenticator
         self._tenant = tenant
-        self._quotas = Quotas()
+        # All keys of one caller share a quota, until their limits change.
+        self._quota_of = lru_cache(_MOST_QUOTAS)(lambda _tenant, *limits: Quota(*limits))
 
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
@@ -118,7 +117,8 @@ class Gate:
         key = self._authenticator.authenticate(_credential(request))
         key.require(Scope.GENERATE)
         self._check_tenant(key)
-        request.state.quota = quota = self._quotas.of(key)
+        limits = (key.requests_per_minute, key.tokens_per_minute)
+        request.state.quota = quota = None if limits == (None, None) else self._quota_of(key.tenant, key.name, *limits)
         if quota is not None and request.method == "POST":
             quota.count_request()
         return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent, address)
@@ -131,13 +131,11 @@ class Gate:
 
 
 class Door(Middleware):
-    """Authenticates and counts POST requests before any of the body is read. `refuse`: (error, path) -> the response to
-    a refused request."""
+    """Authenticates and counts POST requests before any of the body is read."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
         super().__init__(app)
         self._gate = gate
-        self._refuse = refuse
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
@@ -145,7 +143,7 @@ class Door(Middleware):
             try:
                 request.state.caller = await self._gate.let_in(request)
             except SwiftKVError as error:
-                await self._refuse(error, request.url.path)(scope, receive, send)
+                await response_to(error, request.url.path)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -154,10 +152,9 @@ class HostGuard(Middleware):
     """Refuses requests for unknown hosts, for replicas without keys: guards against DNS rebinding by web pages.
     `allowed`: hosts accepted in addition to addresses and local names."""
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str], refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         super().__init__(app)
         self._allowed = frozenset(host.lower() for host in allowed)
-        self._refuse = refuse
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         detail = foreign_host(Headers(scope=scope), self._allowed, local_names=True)
@@ -165,7 +162,7 @@ class HostGuard(Middleware):
             await self._app(scope, receive, send)
             return
         error = ForbiddenError(f"{detail}; a deployment without keys lists its names in allowed_hosts", field="Host")
-        await self._refuse(error, scope["path"])(scope, receive, send)
+        await response_to(error, scope["path"])(scope, receive, send)
 
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
@@ -269,10 +266,10 @@ class Quota:
     several replicas may use the limit at each of them.
     """
 
-    def __init__(self, principal: Principal, clock: Clock = time.monotonic) -> None:
-        limits = (principal.requests_per_minute, principal.tokens_per_minute)
-        self._name = principal.name
-        self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in limits)
+    def __init__(self, name: str, requests: int | None, tokens: int | None, clock: Clock = time.monotonic) -> None:
+        self._name = name
+        self._requests = None if requests is None else TokenBucket(requests, clock)
+        self._tokens = None if tokens is None else TokenBucket(tokens, clock)
 
     def count_request(self) -> None:
         """Count a request. Raises `RateLimitedError` above the limit; refused requests are not counted."""
@@ -321,26 +318,3 @@ class Reservation:
         if self._bucket is not None:
             self._bucket.take(used - self._amount)
             self._bucket = None
-
-
-class Quotas:
-    """Quotas of callers, kept while their limits stay the same; all keys of one caller share one."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._by_caller: dict[tuple[str, str, Limits], Quota] = {}
-        """Quotas, least recently used first."""
-        self._lock = threading.Lock()
-
-    def of(self, principal: Principal) -> Quota | None:
-        """Return the quota of a caller; None for one without limits."""
-        limits = (principal.requests_per_minute, principal.tokens_per_minute)
-        if limits == (None, None):
-            return None
-        caller = (principal.tenant, principal.name, limits)
-        with self._lock:
-            quota = self._by_caller.pop(caller, None) or Quota(principal, self._clock)
-            self._by_caller[caller] = quota
-            if len(self._by_caller) > _MOST_QUOTAS:
-                del self._by_caller[next(iter(self._by_caller))]
-        return quota

@@ -62,8 +62,8 @@ from swiftkv_platform.web.problems import (
     error_response,
     make_problem,
     no_json,
-    problem_headers,
     problem_of,
+    response_to,
     sentence_of,
     short_value,
 )
@@ -108,10 +108,10 @@ def create_http_app(
     app.state.bodies = _bodies(current, max_body_bytes)
     app.add_middleware(InputGuard)
     # The middleware added last runs first: requests refused for their size have been authenticated and counted.
-    app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0], refuse=too_large)
-    app.add_middleware(Door, gate=gate, refuse=refusal)
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0])
+    app.add_middleware(Door, gate=gate)
     if key_ring is None:
-        app.add_middleware(HostGuard, allowed=allowed_hosts, refuse=refusal)
+        app.add_middleware(HostGuard, allowed=allowed_hosts)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
@@ -281,7 +281,7 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
-        return refusal(error, request.url.path)
+        return response_to(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -318,17 +318,6 @@ def _no_route(request: Request, routes: Sequence[str]) -> str:
         f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
         "files and stored responses are not served"
     )
-
-
-def refusal(error: SwiftKVError, path: str) -> JSONResponse:
-    """Return the response to a request that failed with `error`."""
-    problem = problem_of(error, path)
-    return error_response(problem, problem_headers(problem.status, error))
-
-
-def too_large(path: str, detail: str) -> JSONResponse:
-    """Return the 413 response to a body that is too large."""
-    return error_response(make_problem(path, 413, "request_entity_too_large", detail))
 
 
 def _field_problem(detail: Any) -> FieldProblem:

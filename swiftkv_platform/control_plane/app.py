@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http import error_handlers
-from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, too_large
+from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard
 from swiftkv_platform.control_plane.jobs import fine_tuning, quota
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
@@ -72,7 +72,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.state.bodies = Bodies(admit, share, max_keys=BODY_KEYS.default)
     app.add_middleware(InputGuard)
     most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
-    app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)
+    app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes))
     if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     else:

@@ -1,5 +1,5 @@
 """ASGI middleware shared by the control plane and the replicas: headers, times, sizes and delays of answers, and
-refusals of hostile queries, paths and headers. Knows no route and no error format."""
+refusals of hostile queries, paths and headers. Knows no route."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.web.hostile_json import MAX_KEY_LENGTH, check_text, dotted
 from swiftkv_platform.web.places import RateLimit
+from swiftkv_platform.web.problems import error_response, make_problem
 
 ANSWER_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -184,19 +185,19 @@ def _is_large(scope: Scope) -> bool:
 
 
 class BodyLimit(Middleware):
-    """Refuses bodies of more bytes than a path accepts. `refuse`: (path, reason) -> the 413 answer to a body whose
-    `Content-Length` is too large; any other raises `HTTPException` while it is read."""
+    """Refuses bodies of more bytes than a path accepts: with 413 if `Content-Length` is too large; any other raises
+    `HTTPException` while it is read."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: Callable[[str], int], refuse: Callable[[str, str], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: Callable[[str], int]) -> None:
         super().__init__(app)
         self._max_bytes = max_bytes
-        self._refuse = refuse
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         most = self._max_bytes(scope["path"])
         detail = f"the body has more than {most} bytes, which is the limit"
         if announced_bytes(Headers(scope=scope)) > most:
-            await self._refuse(scope["path"], detail)(scope, receive, send)
+            problem = make_problem(scope["path"], 413, "request_entity_too_large", detail)
+            await error_response(problem)(scope, receive, send)
             return
         received = 0
 

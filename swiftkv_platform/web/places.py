@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from swiftkv_platform.errors import OverloadedError, RateLimitedError
@@ -147,25 +148,18 @@ class RateLimit:
 
     def __init__(self, per_minute: int, clock: Clock, *, burst: int | None = None, of: str = "key") -> None:
         self._per_minute = per_minute
-        self._capacity = float(burst) if burst is not None else max(per_minute / 10.0, 1.0)
-        self._clock = clock
+        capacity = float(burst) if burst is not None else max(per_minute / 10.0, 1.0)
         self._of = of
-        self._buckets: dict[str, TokenBucket] = {}
-        """Buckets by name, least recently used first."""
+        self._bucket_of = lru_cache(_MOST_BUCKETS)(lambda _name: TokenBucket(per_minute, clock, capacity=capacity))
         self._lock = threading.Lock()
 
     def take(self, name: str) -> None:
         """Count a request. Raises `RateLimitedError` with the time until it would be accepted."""
         with self._lock:
-            bucket = self._buckets.pop(name, None)
-            if bucket is None:
-                bucket = TokenBucket(self._per_minute, self._clock, capacity=self._capacity)
+            bucket = self._bucket_of(name)
             wait = bucket.seconds_until(1.0)
             if wait <= 0.0:
                 bucket.take(1.0)
-            self._buckets[name] = bucket
-            if len(self._buckets) > _MOST_BUCKETS:
-                del self._buckets[next(iter(self._buckets))]
         if wait > 0.0:
             raise RateLimitedError(
                 f"{self._of} {name!r} has sent more than {self._per_minute:g} requests a minute; try again in "

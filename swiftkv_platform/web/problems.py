@@ -246,3 +246,9 @@ def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -
     status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
     body = (anthropic_error if is_anthropics(problem.instance) else openai_error)(problem)
     return AsciiJSON(body, status, {**problem_headers(problem.status), **(headers or {})})
+
+
+def response_to(error: SwiftKVError, path: str) -> JSONResponse:
+    """Return the response to a request to `path` that failed with `error`."""
+    problem = problem_of(error, path)
+    return error_response(problem, problem_headers(problem.status, error))

@@ -23,8 +23,7 @@ from swiftkv_platform.web.problems import (
     error_response,
     make_problem,
     no_json,
-    problem_headers,
-    problem_of,
+    response_to,
     sentence_of,
     short_value,
 )
@@ -60,8 +59,7 @@ def install(app: FastAPI) -> None:
 
 def _on_our_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SwiftKVError)
-    problem = problem_of(error, request.url.path)
-    return error_response(problem, problem_headers(problem.status, error))
+    return response_to(error, request.url.path)
 
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:

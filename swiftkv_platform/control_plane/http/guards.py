@@ -72,8 +72,3 @@ class OriginGuard(Middleware):
 
 def _refused(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
     return error_response(make_problem(scope["path"], 403, code, detail))
-
-
-def too_large(path: str, detail: str) -> Response:
-    """The answer to a body that is too large."""
-    return error_response(make_problem(path, 413, "request_entity_too_large", detail))

@@ -9,8 +9,8 @@ import structlog
 
 from swiftkv_platform.engine import AsyncLLMEngine
 from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key
-from swiftkv_platform.serve.access import Quota, Quotas
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key
+from swiftkv_platform.serve.access import Quota
 from swiftkv_platform.serve.tracing import RequestLog
 from tests.contract.serving.replicas import application, asgi_client, version_of
 
@@ -24,13 +24,9 @@ class Clock:
         return self.now
 
 
-def key(**limits: int) -> ApiKey:
-    return ApiKey(name="ann", scopes=frozenset({Scope.GENERATE}), sha256="0" * 64, **limits)
-
-
 def test_requests_fill_evenly_and_one_too_many_does_not_count() -> None:
     clock = Clock()
-    quota = Quota(key(requests_per_minute=6), clock)
+    quota = Quota("ann", 6, None, clock)
     for _ in range(6):
         quota.count_request()
     for _ in range(2):
@@ -48,7 +44,7 @@ def test_requests_fill_evenly_and_one_too_many_does_not_count() -> None:
 
 def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
     clock = Clock()
-    quota = Quota(key(tokens_per_minute=100), clock)
+    quota = Quota("ann", None, 100, clock)
     first = quota.reserve_tokens(80)
     with pytest.raises(RateLimitedError, match="100 tokens a minute"):
         quota.reserve_tokens(40)
@@ -65,19 +61,12 @@ def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
 
 def test_an_answer_longer_than_a_minutes_worth_waits_for_a_full_bucket() -> None:
     clock = Clock()
-    quota = Quota(key(tokens_per_minute=100), clock)
+    quota = Quota("ann", None, 100, clock)
     quota.reserve_tokens(1000).settle(200)
     with pytest.raises(RateLimitedError) as caught:
         quota.reserve_tokens(1000)
     clock.now += caught.value.retry_after_s
     quota.reserve_tokens(1000)
-
-
-def test_a_key_keeps_its_quota_until_its_limits_change() -> None:
-    quotas = Quotas(Clock())
-    assert quotas.of(key()) is None
-    assert quotas.of(key(requests_per_minute=1)) is quotas.of(key(requests_per_minute=1))
-    assert quotas.of(key(requests_per_minute=1)) is not quotas.of(key(requests_per_minute=2))
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from typing import Any
 from swiftkv_platform.cli.context import read_spec, settings
 from swiftkv_platform.cli.output import print_fields, print_json, print_table, say
 from swiftkv_platform.client import Resource
-from swiftkv_platform.control_plane.jobs.estimates import speed_for, with_time
-from swiftkv_platform.control_plane.jobs.validation import validate
+from swiftkv_platform.control_plane.jobs.estimates import speed_for, validate, with_time
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY

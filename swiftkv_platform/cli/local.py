@@ -135,8 +135,7 @@ def prune(
     json: Json = False,
 ) -> None:
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-    from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper, Swept
+    from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper, Swept
 
     chosen = settings()
     removed: dict[str, Swept] = {}

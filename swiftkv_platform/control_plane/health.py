@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.reconciler import Instruments, Orphans, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.loop import ControlLoop
+from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.control_plane.retention import Sweeper
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
 from swiftkv_platform.web.swagger import OPEN

@@ -112,7 +112,7 @@ def _end_with_control_plane() -> None:
 
 _PARSERS = (
     "swiftkv_platform.control_plane.parsing",
-    "swiftkv_platform.control_plane.jobs.validation",
+    "swiftkv_platform.control_plane.jobs.estimates",
     "swiftkv_platform.control_plane.models.imports",
     "swiftkv_platform.data.checks",
 )

@@ -23,11 +23,11 @@ from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.leadership import Leases
+from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import LimitedParsers, Parsers
 from swiftkv_platform.control_plane.ray.places import Node
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs import JobSpec

@@ -24,12 +24,10 @@ from swiftkv_platform.control_plane.jobs.queue import nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.leadership import Leadership
-from swiftkv_platform.control_plane.loops.loop import ControlLoop
+from swiftkv_platform.control_plane.loops import ControlLoop, Leadership
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
 from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
+from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger

@@ -1,4 +1,5 @@
-"""Back up database and object store to a directory, and restore them. Knows rows and objects, not what they mean.
+"""Back up database and object store to a directory, and restore them. Knows rows and objects, not what they mean; rows
+can be restored into another kind of database.
 
     backup.json             summary with a checksum of each list; written last, so its presence means a complete backup
     tables/{name}.jsonl     rows, all of one snapshot
@@ -11,17 +12,21 @@ The database is copied first: objects are written before the rows that name them
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from sqlalchemy import Table, func, insert, select
+from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.upkeep.snapshots import load_rows, read_rows, revision, snapshot, tables, write_rows
+from swiftkv_platform.control_plane.database.session import Database, current_revision
+from swiftkv_platform.control_plane.database.tables import Base, LeaseRow, SessionRow
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ConflictError,
@@ -36,6 +41,10 @@ _SUMMARY = "backup.json"
 _OBJECTS = "objects.jsonl"
 _SHOWN = 3
 """Most missing objects that a message names."""
+_BATCH = 500
+"""Rows that are read, or inserted, at once."""
+_OF_A_PROCESS = {LeaseRow.__tablename__, SessionRow.__tablename__}
+"""Tables whose rows are of no use to another control plane, or at another time."""
 
 
 class ListedFile(FrozenModel):
@@ -85,12 +94,14 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
             )
         (directory / "tables").mkdir(parents=True)
         listed: dict[str, ListedFile] = {}
-        with snapshot(database) as session:
-            schema = revision(session) or "none"
-            for name in tables():
-                path = _table(directory, name)
-                number = write_rows(session, name, path)
-                listed[name] = ListedFile(lines=number, sha256=_digest(path))
+        with database.reading() as session:
+            if not database.is_sqlite:
+                session.connection(execution_options={"isolation_level": "REPEATABLE READ"})  # one view of all tables
+            schema = current_revision(session.connection()) or "none"
+            for table in tables():
+                path = _path_of(directory, table.name)
+                number = _write_rows(session, table, path)
+                listed[table.name] = ListedFile(lines=number, sha256=_digest(path))
         number, size = _copy_objects(store, directory, objects=objects)
         backup = Backup(
             created_at=time.time(),
@@ -123,7 +134,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
         backup = _read_summary(directory)
         _check_lists(directory, backup)
         with database.reading() as session:
-            present = revision(session)
+            present = current_revision(session.connection())
         if present != backup.schema_revision:
             raise InvalidInputError(
                 f"the backup has schema {backup.schema_revision}, the database {present or 'none'}; restore with the "
@@ -131,7 +142,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
                 field="directory",
                 value=backup.schema_revision,
             )
-        load_rows(database, {})  # refuse a database that is not empty before copying objects
+        _load_rows(database, {})  # refuse a database that is not empty before copying objects
         missing = [item for item in _listed(directory) if not _put_back(store, directory, backup, item)]
         if missing and not allow_missing:
             names = ", ".join(item.key for item in missing[:_SHOWN])
@@ -142,7 +153,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
                 value=missing[0].key,
             )
         move = partial(_moved, before=backup.store_uri, now=store.uri)
-        load_rows(database, {name: map(move, read_rows(_table(directory, name))) for name in tables()})
+        _load_rows(database, {table.name: map(move, _read_rows(_path_of(directory, table.name))) for table in tables()})
     return backup
 
 
@@ -182,7 +193,7 @@ def _read_summary(directory: Path) -> Backup:
 def _check_lists(directory: Path, backup: Backup) -> None:
     for path, listed in [
         (directory / _OBJECTS, backup.objects),
-        *((_table(directory, name), listed) for name, listed in backup.tables.items()),
+        *((_path_of(directory, name), listed) for name, listed in backup.tables.items()),
     ]:
         if _digest(path) != listed.sha256:
             raise _damaged(path)
@@ -222,8 +233,54 @@ def _moved(value: Any, before: str, now: str) -> Any:
     }
 
 
-def _table(directory: Path, name: str) -> Path:
-    return directory / "tables" / f"{name}.jsonl"
+def _path_of(directory: Path, table: str) -> Path:
+    return directory / "tables" / f"{table}.jsonl"
+
+
+def tables() -> list[Table]:
+    """Return the tables of a backup, each after those that it refers to."""
+    return [table for table in Base.metadata.sorted_tables if table.name not in _OF_A_PROCESS]
+
+
+def _write_rows(session: Session, table: Table, path: Path) -> int:
+    """Write a table's rows to a file, one JSON object a line. Returns how many."""
+    number = 0
+    query = select(table).order_by(*table.primary_key.columns).execution_options(yield_per=_BATCH)
+    with path.open("w", encoding="utf-8") as file:
+        for row in session.execute(query):
+            file.write(json.dumps(dict(row._mapping), ensure_ascii=False) + "\n")
+            number += 1
+    return number
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _load_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+    """Insert rows by table into an empty database, all or none. Raises `ConflictError` if it is not empty."""
+    with database.writing() as session:
+        for table in tables():
+            number = session.scalar(select(func.count()).select_from(table)) or 0
+            if number:
+                message = f"the database is not empty, it has {number} rows in {table.name}; restore into an empty one"
+                raise ConflictError(message, field="database_url")
+        for table in tables():
+            left = iter(rows.get(table.name, ()))
+            while batch := [dict(row) for row in islice(left, _BATCH)]:
+                session.execute(insert(table), batch)
+            if not database.is_sqlite:
+                _continue_numbers(session, table)
+
+
+def _continue_numbers(session: Session, table: Table) -> None:
+    """Set PostgreSQL's sequence to the greatest inserted number; SQLite does so by itself."""
+    counted = table.autoincrement_column
+    greatest = None if counted is None else session.scalar(select(func.max(counted)))
+    if counted is not None and greatest is not None:
+        session.execute(select(func.setval(func.pg_get_serial_sequence(table.name, counted.name), greatest)))
 
 
 def _digest(path: Path) -> str:

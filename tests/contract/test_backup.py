@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.specs.deployment import ResolvedDeployment

@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.contract.test_catalog import make_deployment

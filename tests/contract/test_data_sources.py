@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
-from swiftkv_platform.control_plane.jobs.validation import read_object
+from swiftkv_platform.control_plane.jobs.estimates import read_object
 from swiftkv_platform.data.opening import RemoteFile, source_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError

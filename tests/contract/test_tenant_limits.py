@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.errors import ConflictError, QuotaExceededError
 from swiftkv_platform.limits import SESSIONS, Scope, all_limits
 from tests.contract.test_catalog import HOOK, make_deployment, make_file

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.validation import check_spec
+from swiftkv_platform.control_plane.jobs.estimates import check_spec
 from swiftkv_platform.control_plane.models.imports import _checked
 from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
 from swiftkv_platform.data.checks import check_upload

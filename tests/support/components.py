@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.loops.leadership import Leases
+from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore

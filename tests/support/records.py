@@ -7,7 +7,6 @@ from typing import Any
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
-from swiftkv_platform.control_plane.jobs.queue import held_by
 from swiftkv_platform.control_plane.jobs.rows import PRIORITIES, Idempotency, JobRepository, Standing, Waiting
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
@@ -56,6 +55,15 @@ def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
     placed = [job for job in live if job.status.holds_cluster]
     total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
     return Standing(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
+
+
+def held_by(jobs: Sequence[Job]) -> dict[str, Demand]:
+    """Sum the demand of the jobs on the cluster by tenant."""
+    held: dict[str, Demand] = {}
+    for job in jobs:
+        if job.status.holds_cluster:
+            held[job.tenant] = held.get(job.tenant, Demand()) + Demand.of(job.spec)
+    return held
 
 
 UNDISPUTED: Any = SimpleNamespace(fence=None, check=lambda: None)

@@ -25,10 +25,13 @@ def held_by_jobs(
     return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
 
 
-def held_by_deployments(session: Session, tenant: str, *, without: str = "") -> Demand:
-    """Return the summed demand of a tenant's deployments. Deployments being deleted count, since their replicas still
-    run. `without`: id of a deployment that does not count."""
+def held_by_deployments(
+    session: Session, *, tenants: Sequence[str] | None = None, without: str = ""
+) -> dict[str, Demand]:
+    """Return the summed demand of deployments, by tenant. Deployments being deleted count, since their replicas still
+    run. `tenants`: None for all. `without`: id of a deployment that does not count."""
     sums = (func.sum(DeploymentRow.gpus), func.sum(DeploymentRow.cpus), func.sum(DeploymentRow.replicas))
-    query = select(*sums).where(DeploymentRow.tenant == tenant, DeploymentRow.id != without)
-    gpus, cpus, replicas = session.execute(query).one()
-    return Demand(0, gpus or 0.0, cpus or 0.0, replicas or 0)
+    query = select(DeploymentRow.tenant, *sums).where(DeploymentRow.id != without).group_by(DeploymentRow.tenant)
+    if tenants is not None:
+        query = query.where(DeploymentRow.tenant.in_(tenants))
+    return {tenant: Demand(0, gpus, cpus, replicas) for tenant, gpus, cpus, replicas in session.execute(query)}

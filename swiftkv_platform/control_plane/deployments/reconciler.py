@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.loops.leadership import Leadership
+from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, open_to_deployments, plain, take
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.deployment import ResolvedDeployment

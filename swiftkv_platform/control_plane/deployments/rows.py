@@ -127,7 +127,7 @@ class DeploymentRepository(Store):
     def demand(self, tenant: str) -> Demand:
         """Return the demand of a tenant's deployments."""
         with self._database.reading() as session:
-            return held_by_deployments(session, tenant)
+            return held_by_deployments(session, tenants=[tenant]).get(tenant, Demand())
 
     def deployments_of(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
         """Return the newest deployments that serve a model."""
@@ -214,7 +214,8 @@ def _check_route(session: Session, wanted: Deployment) -> None:
 def _held_beside(session: Session, deployment_id: str, tenant: str) -> Demand:
     """Return what the tenant's jobs on the cluster and its other deployments hold."""
     jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
-    return jobs + held_by_deployments(session, tenant, without=deployment_id)
+    deployments = held_by_deployments(session, tenants=[tenant], without=deployment_id)
+    return jobs + deployments.get(tenant, Demand())
 
 
 def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:

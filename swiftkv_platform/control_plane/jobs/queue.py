@@ -18,7 +18,7 @@ from functools import cache
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus, replica_needs
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_needs
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempts import has_used_its_slot
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
@@ -39,18 +39,6 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 
-def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict[str, Demand]:
-    """Return each tenant's demand of jobs on the cluster and of deployments; these count until their replicas are
-    gone."""
-    held: dict[str, Demand] = {}
-    for job in jobs:
-        if job.status.holds_cluster:
-            held[job.tenant] = held.get(job.tenant, Demand()) + Demand.of(job.spec)
-    for item in deployments:
-        held[item.tenant] = held.get(item.tenant, Demand()) + Demand.of_deployment(item.spec)
-    return held
-
-
 class FairQueue:
     """Fair choice between tenants, which remembers what each was given; a control plane that takes over begins anew."""
 
@@ -59,70 +47,49 @@ class FairQueue:
         self._given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
 
-    def next(
-        self,
-        standing: Standing,
-        *,
-        room: int,
-        deployments: Sequence[Deployment],
-        places: ClusterPlaces | None,
-    ) -> list[Waiting]:
+    def next(self, standing: Standing, places: ClusterPlaces, *, room: int) -> list[Waiting]:
         """Choose at most `room` waiting jobs, in the order in which they should start.
 
         If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
         jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
         """
         held, queues = dict(standing.held), {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
-        for tenant, demand in held_by((), deployments).items():
-            held[tenant] = held.get(tenant, Demand()) + demand
-        total = sum((Demand.of_deployment(item.spec) for item in deployments), standing.total)
         self._catch_up(queues)
         chosen: list[Waiting] = []
         while len(chosen) < room:
             for queue in queues.values():
-                while queue and not (places is None or places.could_fit(queue[0].id)):
+                while queue and not places.could_fit(queue[0].id):
                     queue.popleft()
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue
-                and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand)
-                and (places is None or places.fits(queue[0].id))
+                if queue and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand) and places.fits(queue[0].id)
             ]
             if not fitting:
                 break
+            total = standing.total
             tenant = min(fitting, key=lambda name: self._rank(name, held.get(name, Demand()), total, queues[name][0]))
             job = queues[tenant].popleft()
             held[tenant] = held.get(tenant, Demand()) + job.demand
             self._given[tenant] = self._given[tenant] + job.demand.share(total) / self._policies.policy(tenant).weight
             chosen.append(job)
-            if places is not None:
-                places.take(job.id)
+            places.take(job.id)
         return chosen
 
-    def overtaken(
-        self,
-        stuck: Sequence[Job],
-        standing: Standing,
-        *,
-        deployments: Sequence[Deployment],
-        places: ClusterPlaces | None,
-    ) -> list[Job]:
+    def overtaken(self, stuck: Sequence[Job], standing: Standing, places: ClusterPlaces) -> list[Job]:
         """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
         others after that."""
-        held = held_by((), deployments)
         self._catch_up(standing.waiting)
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
             for tenant, (first, *_) in standing.waiting.items():
-                holds = standing.held.get(tenant, Demand()) + held.get(tenant, Demand())
+                holds = standing.held.get(tenant, Demand())
                 may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
-                if may_start and (places is None or (places.could_fit(first.id) and places.fits(first.id))):
+                if may_start and places.could_fit(first.id) and places.fits(first.id):
                     chosen.append(job)
                     self._given[job.tenant] = max(self._given.values()) + 1.0
                     taken.add(tenant)
-                    if places is not None:
-                        places.take(first.id)
+                    places.take(first.id)
                     break
         return chosen
 
@@ -251,17 +218,18 @@ def most_of(spec: JobSpec) -> Bundle:
 
 
 class ClusterPlaces:
-    """Free places in one round of the queue, taken job by job."""
+    """Free places in one round of the queue, taken job by job. `nodes`: None if the cluster does not report them; every
+    job then fits."""
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[Node] | None,
         kept: Iterable[Sequence[Bundle]],
         admission: Admission,
         freed: Sequence[Bundle] = (),
     ) -> None:
-        self._empty = EmptyNodes(node.total for node in nodes)
-        self._free = [plain(node) for node in (*(node.free for node in nodes), *freed)]
+        self._empty = None if nodes is None else EmptyNodes(node.total for node in nodes)
+        self._free = [plain(node) for node in (*(node.free for node in nodes or ()), *freed)]
         self._admission = admission
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
@@ -272,8 +240,8 @@ class ClusterPlaces:
 
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes could hold the job if they were empty."""
-        needs = self._admission.needs(job_id)
-        if job_id in self._possible or needs is None or self._empty.hold(needs.bundles):
+        needs = self._needs(job_id)
+        if job_id in self._possible or needs is None or self._empty is None or self._empty.hold(needs.bundles):
             self._possible.add(job_id)
             return True
         self.refused[job_id] = needs.nowhere
@@ -282,9 +250,9 @@ class ClusterPlaces:
 
     def fits(self, job_id: str) -> bool:
         """Whether the job's places are free now."""
-        needs = self._admission.needs(job_id)
         if job_id in self.refused:
             return False
+        needs = self._needs(job_id)
         if needs is None or fit(self._free, needs.bundles):
             return True
         message = f"waits for {needs.words}, which others hold or are about to take"
@@ -293,9 +261,12 @@ class ClusterPlaces:
 
     def take(self, job_id: str) -> None:
         """Give the job the places that `fits` has found."""
-        needs = self._admission.needs(job_id)
+        needs = self._needs(job_id)
         if needs is not None:
             take(self._free, needs.bundles)
+
+    def _needs(self, job_id: str) -> Needs | None:
+        return None if self._empty is None else self._admission.needs(job_id)
 
 
 def check_node_groups(spec: JobSpec, settings: Settings, nodes: Callable[[], Sequence[Node] | None]) -> None:
@@ -352,8 +323,8 @@ class Admission:
         """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
         return nodes_of(self._cluster)
 
-    def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
-        """Return the places that are free now; None if the cluster does not report its nodes.
+    def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces:
+        """Return the places that are free now.
 
         Args:
             stuck: jobs for which no outstanding places are reserved.
@@ -364,7 +335,7 @@ class Admission:
         if there != self._nodes:
             self._nodes, self.never = there, set()
         if nodes is None:
-            return None
+            return ClusterPlaces(None, (), self)
         present = [placed.id for placed in self._jobs.on_cluster()]
         unknown = [job_id for job_id in present if job_id not in self._running]
         self.saw(self._jobs.load(unknown) if unknown else ())
@@ -381,11 +352,9 @@ class Admission:
             self._needs |= {job.id: Needs.of(job.spec, self._driver) for job in self._jobs.load([job_id])}
         return self._needs.get(job_id)
 
-    def untold(self, places: ClusterPlaces | None, now: int) -> Sequence[tuple[Job, Event]]:
+    def untold(self, places: ClusterPlaces, now: int) -> Sequence[tuple[Job, Event]]:
         """Return, ready to be stored, queued jobs that were refused places, if their reason is not stored yet."""
-        if places is None or not places.refused:
-            return ()
-        waiting = self._jobs.load([*places.refused])
+        waiting = self._jobs.load([*places.refused]) if places.refused else ()
         return [
             wait(job, now=now, reason=places.refused[job.id])
             for job in waiting
@@ -439,8 +408,7 @@ class MakingRoom:
         if not any(standing.waiting.values()):
             return []
         places = self.admission.places(now, stuck=stuck, over=over)
-        deployments = self.deployments.all_deployments().items
-        chosen = self.queue.overtaken([*stuck, *over], standing, deployments=deployments, places=places)
+        chosen = self.queue.overtaken([*stuck, *over], standing, places)
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:

@@ -45,8 +45,7 @@ from swiftkv_platform.control_plane.jobs.parents import publish_targets
 from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom, driver_needs
 from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
 from swiftkv_platform.control_plane.jobs.rows import Placed
-from swiftkv_platform.control_plane.loops.leadership import Leadership
-from swiftkv_platform.control_plane.loops.loop import Backoff
+from swiftkv_platform.control_plane.loops import Backoff, Leadership
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
@@ -261,10 +260,10 @@ class Reconciler:
             now = self._clock()
             left_out = {*self._backoff.resting(now), *self._admission.never}
             standing = self._jobs.standing(most=room, now=now, without=left_out)
-            waits = any(standing.waiting.values())
-            places = self._admission.places(now) if waits or left_out else None
-            deployments = self._parts.deployments.all_deployments().items if waits else ()
-            queue = self._queue.next(standing, room=room, deployments=deployments, places=places)
+            if not standing.waiting and not left_out:
+                return
+            places = self._admission.places(now)
+            queue = self._queue.next(standing, places, room=room)
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
             for job, event in self._admission.untold(places, int(now)):

@@ -49,7 +49,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     MetricPoint,
 )
 from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
-from swiftkv_platform.control_plane.loops.leadership import check_fence, holds
+from swiftkv_platform.control_plane.loops import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
@@ -115,12 +115,12 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Standing:
-    """The queue, and what jobs hold of the cluster."""
+    """The queue, and what tenants hold of the cluster."""
 
     held: Mapping[str, Demand]
-    """Sum over each tenant's jobs on the cluster."""
+    """Sum over each tenant's jobs on the cluster and deployments."""
     total: Demand
-    """Sum over all jobs on the cluster and in the queue."""
+    """Sum over all deployments, and jobs on the cluster and in the queue."""
     waiting: Mapping[str, Sequence[Waiting]]
     """First jobs of each tenant that may start now: by priority, then by age."""
 
@@ -277,6 +277,8 @@ class JobRepository(Store):
         waiting: dict[str, builtins.list[Waiting]] = {}
         with self._database.reading() as session:
             held, asked = held_by_jobs(session, ON_CLUSTER), held_by_jobs(session, queued)
+            for tenant, demand in held_by_deployments(session).items():
+                held[tenant] = held.get(tenant, Demand()) + demand
             total = sum((*held.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs are adjacent in the index
                 rows = session.execute(first, {"of": tenant})
@@ -321,8 +323,9 @@ class JobRepository(Store):
             check_fence(session, fence)
             held = held_by_jobs(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
+            deployments = held_by_deployments(session, tenants=tenants)
             for tenant in tenants:
-                held[tenant] = held.get(tenant, Demand()) + held_by_deployments(session, tenant)
+                held[tenant] = held.get(tenant, Demand()) + deployments.get(tenant, Demand())
             for job, event in starts:
                 demand = Demand.of(job.spec)
                 if room <= 0 or job.tenant in refused:

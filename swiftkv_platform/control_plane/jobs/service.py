@@ -15,13 +15,19 @@ from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, new_id
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, prices, speed_for, with_time
+from swiftkv_platform.control_plane.jobs.estimates import (
+    JobEstimate,
+    check_spec,
+    prices,
+    reads_files,
+    speed_for,
+    with_time,
+)
 from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
 from swiftkv_platform.control_plane.jobs.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
-from swiftkv_platform.control_plane.jobs.validation import check_spec, reads_files
 from swiftkv_platform.control_plane.parsing import Run
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.ray.places import Node

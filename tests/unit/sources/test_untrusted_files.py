@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.validation import validate
+from swiftkv_platform.control_plane.jobs.estimates import validate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.sources import Boundary, SourceRules

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.control_plane.upkeep.rows import Kind
-from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects
+from swiftkv_platform.control_plane.retention import Kind, RetainedObjects
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest

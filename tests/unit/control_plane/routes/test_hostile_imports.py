@@ -303,7 +303,7 @@ def test_the_workspace_of_a_process_that_died_is_removed_at_the_next_start(start
 
 
 def test_an_object_that_was_being_written_by_a_process_that_died_goes(server: Server, tmp_path: Path) -> None:
-    from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects
+    from swiftkv_platform.control_plane.retention import RetainedObjects
 
     root = Path(server.parts.objects.uri)
     (root / "models" / "mdl_dead").mkdir(parents=True)

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import run_here
-from swiftkv_platform.control_plane.upkeep.sweeper import DAY_S
+from swiftkv_platform.control_plane.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore

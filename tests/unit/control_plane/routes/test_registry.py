@@ -9,8 +9,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import RetainedObjects, Sweeper
+from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

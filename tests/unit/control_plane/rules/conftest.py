@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_e
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.loops.leadership import Leadership
+from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by, why_waiting
+from swiftkv_platform.control_plane.jobs.queue import ClusterPlaces, FairQueue, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from tests.support.records import standing_of
+from tests.support.records import held_by, standing_of
 
 
 @dataclass
@@ -51,7 +52,7 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
     standing = standing_of(live, most=len(live), now=now)
-    chosen = queue.next(standing, room=room, deployments=(), places=None)
+    chosen = queue.next(standing, ClusterPlaces(None, (), SimpleNamespace()), room=room)  # type: ignore[arg-type]
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
 

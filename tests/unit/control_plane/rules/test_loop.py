@@ -14,8 +14,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
 from swiftkv_platform.control_plane.jobs.rows import Placed
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops.leadership import LEASE_S, LONGEST_LEASE_S, Leadership, Leases
-from swiftkv_platform.control_plane.loops.loop import ControlLoop
+from swiftkv_platform.control_plane.loops import LEASE_S, LONGEST_LEASE_S, ControlLoop, Leadership, Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 

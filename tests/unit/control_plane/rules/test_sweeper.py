@@ -14,8 +14,7 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, trans
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.upkeep.rows import Kind, RetainedRows
-from swiftkv_platform.control_plane.upkeep.sweeper import DAY_S, Counts, RetainedObjects, Sweeper, Swept
+from swiftkv_platform.control_plane.retention import DAY_S, Counts, Kind, RetainedObjects, RetainedRows, Sweeper, Swept
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment

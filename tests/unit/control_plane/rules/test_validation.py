@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
-from swiftkv_platform.control_plane.jobs.validation import validate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, validate
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import (
     BucketError,

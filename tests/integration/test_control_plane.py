@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.integration.planes import Plane, RayCluster
 from tests.support.fakes.cluster import FakeCluster
-from tests.support.rays import free_port, ray_head
+from tests.support.rays import free_port
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -84,40 +84,6 @@ def test_cancelling_ends_the_process(plane: Plane) -> None:
 
 def test_readiness_sees_every_part(plane: Plane) -> None:
     assert plane.client.ready()["checks"] == {"database": "ok", "ray": "ok", "object_store": "ok"}
-
-
-TINY: dict[str, Any] = {
-    "model": {"name_or_path": "builtin:python-5m", "dtype": "float32"},
-    "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 20}]},
-    "training": {"max_steps": 4, "batch_size": 4, "micro_batch_size": 2},
-    "evaluation": {"max_tokens": 512},
-}
-
-
-@pytest.mark.soak("two whole jobs on a Ray of their own")
-@pytest.mark.timeout(600)
-def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Path, variables: dict[str, str]) -> None:
-    with ray_head(variables, num_cpus=2) as head:
-        plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "swiftkv_platform.jobs.distill"))
-        plane.start()
-        try:
-            eventually(RayJobs(head.dashboard_url).capacity, "Ray tells its nodes")
-            names = ("first", "second")
-            ids = [plane.client.jobs.create({**TINY, "name": name}).id for name in names]
-
-            def waits_for_resources() -> bool:  # it waits for its turn until the first is placed
-                reason = plane.client.jobs.get(ids[1]).status_reason
-                return reason is not None and reason.code == "waiting_for_resources"
-
-            eventually(waits_for_resources, "the second says what it waits for")
-            assert plane.client.jobs.get(ids[1]).queue_place == 1, "the first has started"
-            first, second = (plane.client.jobs.wait(job_id, timeout=300) for job_id in ids)
-        finally:
-            plane.stop()
-    assert [(job.status, job.attempt) for job in (first, second)] == [("succeeded", 1)] * 2
-    assert first.finished_at is not None
-    assert second.started_at is not None
-    assert first.finished_at <= second.started_at
 
 
 class FakeWithProcesses(FakeCluster):

@@ -1,13 +1,11 @@
 """SIGTERM drains a node for the time set in the Kubernetes manifests rather than Ray's 30 s, and an attempt that trains
 on the node checkpoints meanwhile."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.storage.addresses import open_store
@@ -15,7 +13,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import ROOT
 from tests.support.distill_jobs import JOB, job_spec, start, starts, wait_for_starts, wait_for_step
-from tests.support.rays import NodeProcess, ray_head, ray_node
+from tests.support.rays import ray_head, ray_node
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("drains nodes, minutes"), pytest.mark.timeout(900)]
 
@@ -36,39 +34,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
             yield head
         finally:
             ray.shutdown()
-
-
-def begin_work(node: NodeProcess, directory: Path) -> None:
-    """Run a task on the node that waits for a file `release`, then creates a file `done`."""
-
-    @ray.remote(num_cpus=1, max_retries=0)
-    def work() -> None:
-        (directory / "begun").touch()
-        while not (directory / "release").exists():
-            time.sleep(0.05)
-        (directory / "done").touch()
-
-    work.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-    wait_for((directory / "begun").exists)
-
-
-def test_work_ends_before_the_node_does(head: RayHead, tmp_path: Path) -> None:
-    with ray_node(head, num_cpus=1, environment={DRAIN: "600"}, drains=True) as node:
-        begin_work(node, tmp_path)
-        node.terminate()
-        time.sleep(5)  # without a drain the node ends within a second
-        assert node.is_running
-        (tmp_path / "release").touch()
-        wait_for((tmp_path / "done").exists)
-        wait_for(lambda: not node.is_running)
-
-
-def test_work_that_does_not_end_is_cut_off_after_the_drain(head: RayHead, tmp_path: Path) -> None:
-    with ray_node(head, num_cpus=1, environment={DRAIN: "2"}, drains=True) as node:
-        begin_work(node, tmp_path)
-        node.terminate()
-        wait_for(lambda: not node.is_running)
-        assert not (tmp_path / "done").exists()
 
 
 def test_an_attempt_checkpoints_before_its_node_is_cut_off(

@@ -10,9 +10,7 @@ import random
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -58,65 +56,16 @@ def spec(tiny_teacher: Path, corpus: Path) -> JobSpec:
     return job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS)
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """An uninterrupted run, to the end of its training."""
-
-    store: ObjectStore
-    request: AttemptRequest
-    checkpoint: str
-    prepared: Any
-    """Ray reference to the data that its workers prepared."""
-
-
 @pytest.fixture(scope="module")
-def undisturbed(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def uninterrupted(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Final weights of an uninterrupted run."""
     from swiftkv_platform.jobs.attempt.events import Reporter
     from swiftkv_platform.jobs.driver import train
 
     store = open_store(str(tmp_path_factory.mktemp("undisturbed")))
     request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-    return Undisturbed(store, request, *train(store, request, Reporter(store, request.attempt_id, "driver")))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Final weights of the undisturbed run."""
-    return final_weights(undisturbed.store, tmp_path_factory.mktemp("uninterrupted"))
-
-
-@pytest.mark.soak("a job more; tests/numerics/test_phases.py divides both")
-def test_calibration_and_evaluation_are_divided_among_workers(
-    undisturbed: Undisturbed, tiny_teacher: Path, tmp_path: Path
-) -> None:
-    """The training workers also calibrate and evaluate, each a part."""
-    import ray
-
-    from swiftkv_platform.jobs.attempt.events import Reporter
-    from swiftkv_platform.jobs.driver import evaluate, measure
-    from swiftkv_platform.jobs.worker.setup import calibrate
-    from swiftkv_platform.model.checkpoint import StoredTensors
-
-    store, request = undisturbed.store, undisturbed.request
-    stored = ray.get(undisturbed.prepared)
-    stored.fetch(tmp_path / "rows")
-    stored.fetch_start(tmp_path / "rows")
-    prepared = stored.open(tmp_path / "rows")
-    (tmp_path / "alone").mkdir()
-    calibrate(request.spec, str(tiny_teacher), prepared.data.train, tmp_path / "alone", device="cpu")
-    alone = StoredTensors(tmp_path / "alone")
-    assert prepared.calibrated is not None
-    assert prepared.calibrated.keys() == alone.keys()
-    for name, tensor in alone.items():
-        torch.testing.assert_close(prepared.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
-
-    reporter = Reporter(store, request.attempt_id, "driver")
-    measured = (store, request, reporter, undisturbed.checkpoint, undisturbed.prepared)
-    manifest = measure(evaluate, *measured)
-    assert manifest.metrics["calibrated"]["kl"] < manifest.metrics["rewired"]["kl"]
-    parts = {event.data["part"] for event in events(store) if event.type == "progress"}
-    assert {"rewired", "calibrated", "distilled", "continuations", "prefill"} <= parts
-    assert measure(evaluate, *measured) == manifest, "stored parts are reused"
+    train(store, request, Reporter(store, request.attempt_id, "driver"))
+    return final_weights(store, tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.mark.soak("a minute")

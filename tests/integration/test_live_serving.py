@@ -1,12 +1,11 @@
 """A deployment under load on Ray Serve is swapped, killed, drained and scaled; every answer comes from one version."""
 
 import os
-import random
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +20,6 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for
 from tests.integration.load import (
-    GREEDY,
     PROMPTS,
     Expected,
     Load,
@@ -38,8 +36,6 @@ from tests.unit.engine.tiny_models import make_model, save_swiftkv
 pytestmark = pytest.mark.integration("swaps under load")
 
 NUM_SWAPS = 20 if "SWIFTKV_SOAK" in os.environ else 2
-LOAD_TEST_S = 60.0
-
 CONTEXT = 2048
 ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
 
@@ -142,59 +138,6 @@ def test_a_corrupt_version_is_refused_and_the_old_one_serves_on(
     assert (load.failed, load.wrong, set(load.answers)) == ([], [], {"one"})
     assert metrics(url)['swiftkv:swaps_total{outcome="refused"}'] == 1
     assert serve(cluster, as_version(spec, "two", artifacts)).status is DeploymentStatus.RUNNING
-
-
-@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
-def test_clients_that_leave_take_nothing_with_them(
-    cluster: RayServe, spec: ResolvedDeployment, url: str, expected: Expected
-) -> None:
-    serve(cluster, spec)
-    over, wrong, refused = time.monotonic() + LOAD_TEST_S, [], []
-
-    def run(number: int) -> None:
-        chosen = random.Random(number)
-        while time.monotonic() < over:
-            prompt = chosen.randrange(len(PROMPTS))
-            with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-                if chosen.random() < 0.4:
-                    leave(client, PROMPTS[prompt], chosen)
-                    continue
-                try:
-                    models, token_ids = ask(client, PROMPTS[prompt], stream=number % 2 == 0)
-                except (httpx.HTTPStatusError, RuntimeError) as error:
-                    (refused if "429" in str(error) else wrong).append(str(error))
-                    time.sleep(0.2)
-                    continue
-                if (models, token_ids) != ({"one"}, expected["one"][prompt]):
-                    wrong.append(str(token_ids))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-    def all_is_free() -> bool:
-        now = metrics(url)
-        return now["swiftkv:kv_cache_usage_perc"] == now["swiftkv:num_requests_running"] == 0
-
-    wait_for(all_is_free)
-
-
-def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) -> None:
-    """Ask for a long answer and disconnect in the middle of it."""
-    body = {"prompt": prompt, **GREEDY, "max_tokens": 500}
-    try:
-        if chosen.random() < 0.5:
-            client.post("/generate", json=body, timeout=httpx.Timeout(60.0, read=0.2))
-            return
-        with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            for number, _ in enumerate(response.iter_lines()):
-                if number > 6:
-                    return
-    except httpx.ReadTimeout:
-        return
 
 
 @pytest.mark.soak("Serve scales, or a crowd asks: a minute")

@@ -128,11 +128,6 @@ async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, m
         assert await take(slow, 100) == [str(number) for number in range(251, 351)]
 
 
-async def test_of_a_job_that_has_ended_the_events_are_told_and_no_more(events: Events) -> None:
-    stream = Followers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
-    assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
-
-
 async def test_every_follower_is_told_that_the_database_is_away(events: Events) -> None:
     followers = Followers(events.read, Turns())
     streams = [followers.follow("job_1", "a", "evt_248", has_ended=False) for _ in range(3)]
@@ -225,17 +220,6 @@ def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> 
     jobs.away = False
     watches.note("a")
     assert [job_id for job_id, _ in jobs.until] == ["a"]
-
-
-def test_of_very_many_jobs_the_newest_are_remembered() -> None:
-    jobs = Noted()
-    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
-    for number in range(1500):
-        watches.note(str(number))
-    watches.note("1499")
-    assert len(jobs.until) == 1500
-    watches.note("0")
-    assert len(jobs.until) == 1501
 
 
 def test_reading_events_marks_the_job(sqlite_database: Database) -> None:

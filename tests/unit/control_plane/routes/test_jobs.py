@@ -107,15 +107,6 @@ def test_a_failed_job_says_why(server: Server) -> None:
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 
 
-def test_a_job_that_has_succeeded_leads_to_its_model(server: Server) -> None:
-    job = server.succeed()
-    model = server.get(f"/models/{job['distilled_model']}")
-    assert (model["object"], model["job_id"], model["artifact_uri"]) == ("model", job["id"], job["artifact_uri"])
-    assert server.get("/models")["data"] == [model]
-    assert job["result"] == model["metrics"]
-    assert job["progress"]["percent"] == 100.0
-
-
 def stream(server: Server, job_id: str, **headers: str) -> list[tuple[str, dict[str, Any]]]:
     response = server.client.get(f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream", **headers})
     assert response.headers["content-type"].startswith("text/event-stream")

@@ -228,11 +228,6 @@ def gaps(times: list[int]) -> list[int]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def test_a_few_jobs_are_looked_at_in_every_tick_and_all_by_default() -> None:
-    assert looks(PollSchedule(), placed(2), 10)["job_0000"] == list(range(10))
-    assert len(PollSchedule().due(placed(100), 0.0)) == 100
-
-
 def test_jobs_that_speak_are_looked_at_more_often_than_silent_ones() -> None:
     jobs = placed(100)
     seen = looks(PollSchedule(), jobs, 200, speaking=10)
@@ -277,11 +272,3 @@ def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdu
     everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]
     seen = looks(polls, [*everyone, *jobs[200:]], 300)
     assert all(seen.values()), "many watched jobs do not keep the others out"
-
-
-def test_a_job_that_has_left_the_cluster_is_forgotten() -> None:
-    polls, jobs = PollSchedule(), placed(100)
-    looks(polls, jobs, 50)
-    polls.due(jobs[1:], 50.0)
-    assert polls.turn("job_0000") == 0
-    assert polls.turn("job_0001") > 0

@@ -14,10 +14,20 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from swiftkv_platform.data.files import Row, csv_columns, opened, parse_line, reader_for, reads_zstandard
+from swiftkv_platform.data.files import (
+    Row,
+    bad_file,
+    bad_row,
+    csv_columns,
+    opened,
+    parse_line,
+    reader_for,
+    reads_zstandard,
+)
 from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Holdings, content_digest, find_format, match_format
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError, lone_surrogate
@@ -34,7 +44,7 @@ from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, Pa
 from swiftkv_platform.sources.cards import check_laid_out, check_saved
 from swiftkv_platform.sources.layout import (
     ACCEPTED,
-    check_subset,
+    check_builtin,
     check_whole,
     compression_of,
     is_hub_layout,
@@ -42,7 +52,7 @@ from swiftkv_platform.sources.layout import (
     kind_of,
     source_files,
 )
-from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 from swiftkv_platform.web.hostile_json import exceeds
 
 _TEXT = "text"
@@ -51,8 +61,6 @@ _HEAD_BYTES = (1 << 14, 1 << 17, 1 << 20)
 """Bytes read at the beginning of a JSON or CSV file: more if the first row is longer."""
 _FOOTER_BYTES = 16 << 20
 """Longest footer of a Parquet file that is parsed, in bytes."""
-_LONGEST_LIST = 500
-"""Most characters of a list of columns in a message."""
 
 
 class _SpentError(Exception):
@@ -147,12 +155,7 @@ def _check_source(
     name, field = source.name_or_path, f"{where}.name_or_path"
     match access.data(name, field):
         case BuiltinSource():
-            if name not in (BUILTIN_DATA, *BUILTIN_PROMPTS):
-                known = ", ".join((BUILTIN_DATA, *BUILTIN_PROMPTS))
-                raise _unusable(where, name, f"the built-in data sets are {known}")
-            if name in BUILTIN_PROMPTS and source.complete is None:
-                raise _unusable(where, name, "its rows are requests that the teacher has to answer; add complete: {}")
-            check_subset(source, where)
+            check_builtin(source, where)
             return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():
             assert access.files is not None, "a file without an entry there is refused by `Access.data`"
@@ -245,15 +248,9 @@ def _format_of(
 ) -> str:
     """Return the name of the row format that reads these columns. Raises `DataError`."""
     formats = FORMATS if source.complete is None else PROMPT_FORMATS
-    wanted = [each for each in formats if source.format in ("auto", each.name)]
-    matched = match_format(columns, wanted, holdings)
-    if matched is not None:
-        return matched[0].name
-    accepted = "; ".join(
-        f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
-    )
-    shown = ", ".join(sorted(columns))[:_LONGEST_LIST] or "none"
-    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these are accepted: {accepted}")
+    return find_format(
+        source.format, tuple(columns), origin=origin, path=where, formats=formats, holdings=holdings
+    ).format.name
 
 
 def _json_row(file: Path, source: DataSourceSpec, where: str, budget: Budget) -> Row | None:
@@ -279,7 +276,11 @@ def _json_row(file: Path, source: DataSourceSpec, where: str, budget: Budget) ->
 def _csv_columns(file: Path, field: str, budget: Budget) -> Collection[str] | None:
     """Return the columns that the first line names; None if it is longer than the last of `_HEAD_BYTES`."""
     return next(
-        (csv_columns(head, file, field) for head, is_whole in _heads(file, field, budget) if is_whole or b"\n" in head),
+        (
+            csv_columns(BytesIO(head), file, field)
+            for head, is_whole in _heads(file, field, budget)
+            if is_whole or b"\n" in head
+        ),
         None,
     )
 
@@ -321,8 +322,7 @@ def _footer_bytes(file: Path) -> int:
 
 
 def _unusable(where: str, name: str, why: str) -> DataError:
-    field = f"{where}.name_or_path"
-    return DataError(f"{field} is {name!r}: {why}", field=field, value=name)
+    return DataError.of(f"{where}.name_or_path", name, f": {why}")
 
 
 LONGEST_ROW = UPLOAD_ROW_BYTES.default
@@ -373,17 +373,13 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
             continue
         rows += 1
         if rows > max_rows:
-            raise DataError(
-                f"{field}: {name} has more than {max_rows} rows, which is the limit; use several files",
-                field=field,
-                value=name,
-            )
+            raise bad_file(field, name, f"has more than {max_rows} rows, which is the limit; use several files")
         row = _parse(line, name, number, field)
         found = _check_row(row, name, number, field, holdings)
         if rows == 1:
             format_, columns = found, tuple(row)
     if not rows:
-        raise DataError(f"{field}: {name} has no rows; at least one is needed", field=field, value=name)
+        raise bad_file(field, name, "has no rows; at least one is needed")
     return UploadedRows(size, digest.hexdigest(), rows, format_, columns)
 
 
@@ -392,8 +388,7 @@ def _check_kind(path: Path, name: str, field: str) -> None:
         head = stream.read(8)
     kind = next((kind for magic, kind in _OTHERS.items() if head.startswith(magic)), None)
     if kind is not None:
-        message = f"{field}: {name} is {kind}; plain JSON Lines, one object a line, is accepted"
-        raise DataError(message, field=field, value=name)
+        raise bad_file(field, name, f"is {kind}; plain JSON Lines, one object a line, is accepted")
 
 
 def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
@@ -402,12 +397,8 @@ def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
         while line := stream.readline(LONGEST_ROW + 1):
             number += 1
             if len(line) > LONGEST_ROW:
-                raise DataError(
-                    f"{field}: {name}, line {number} has more than {LONGEST_ROW} bytes, which is the limit of a row; "
-                    "one object a line (JSON Lines) is accepted",
-                    field=field,
-                    value=f"{name}:{number}",
-                )
+                why = f" has more than {LONGEST_ROW} bytes, which is the limit of a row"
+                raise bad_row(field, name, number, f"{why}; one object a line (JSON Lines) is accepted")
             yield number, line
 
 
@@ -415,12 +406,8 @@ def _parse(line: bytes, name: str, number: int, field: str) -> Row:
     """Return the row in a line. Raises as `parse_line`, and for too many values: they are counted before the row is
     parsed, since as objects a text of brackets takes twenty times its length."""
     if len(line) > _MOST_VALUES and exceeds(line, _MOST_VALUES, _MOST_VALUES):
-        raise DataError(
-            f"{field}: {name}, line {number} has more than {_MOST_VALUES} JSON values or strings, which is the limit "
-            "of a row; split it into several rows",
-            field=field,
-            value=f"{name}:{number}",
-        )
+        why = f" has more than {_MOST_VALUES} JSON values or strings, which is the limit of a row"
+        raise bad_row(field, name, number, f"{why}; split it into several rows")
     return parse_line(line, name, number, field)
 
 
@@ -430,39 +417,22 @@ def _rows(path: Path, name: str, field: str) -> Iterator[Row]:
 
 def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings) -> str:
     """Return the name of the format that reads a row. Raises `DataError`."""
-    place = f"{field}: {name}, line {number}"
     if len(row) > _MOST_COLUMNS or any(len(column) > _LONGEST_COLUMN for column in row):
-        raise DataError(
-            f"{place} has {len(row)} columns; at most {_MOST_COLUMNS}, with names of at most {_LONGEST_COLUMN} "
-            "characters, are accepted",
-            field=field,
-            value=f"{name}:{number}",
-        )
+        accepted = f"at most {_MOST_COLUMNS}, with names of at most {_LONGEST_COLUMN} characters, are accepted"
+        raise bad_row(field, name, number, f" has {len(row)} columns; {accepted}")
     columns = tuple(row)
     unusable = next((each for each in columns if lone_surrogate(each) is not None or "\0" in each), None)
     if unusable is not None:
-        raise DataError(
-            f"{place} has the column {unusable!a}, which is not valid text; use whole characters other than NUL",
-            field=field,
-            value=f"{name}:{number}",
-        )
+        why = f" has the column {unusable!a}, which is not valid text; use whole characters other than NUL"
+        raise bad_row(field, name, number, why)
     prompts = _are_prompts(columns, holdings)
-    try:
-        reader = find_format(
-            "auto",
-            columns,
-            origin=f"{name}, line {number},",
-            path=field,
-            formats=PROMPT_FORMATS if prompts else FORMATS,
-            holdings=holdings,
-        )
-    except DataError as error:
-        raise DataError(error.message, field=field, value=error.value) from error
+    formats = PROMPT_FORMATS if prompts else FORMATS
+    origin = f"{name}, line {number},"
+    reader = find_format("auto", columns, origin=origin, path=field, formats=formats, holdings=holdings, field=field)
     try:
         content_digest(reader(row))
     except (RowError, RecursionError) as error:  # the latter from describing a deeply nested value
-        message = f"{place}, read as {reader.format.name}: {error}"
-        raise DataError(message, field=field, value=f"{name}:{number}") from error
+        raise bad_row(field, name, number, f", read as {reader.format.name}: {error}") from error
     return _PROMPTS if prompts else reader.format.name
 
 

@@ -22,7 +22,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.layout import compression_of, kind_of
@@ -34,19 +34,24 @@ def opened(file: Path, field: str) -> Iterator[BinaryIO]:
     decompressed."""
     compression = compression_of(file.name)
     if compression == ".zst" and not reads_zstandard():
-        raise DataError(
-            f"{field}: {file} is compressed with Zstandard, but no reader is installed; install zstandard, or "
-            "decompress it (zstd -d)",
-            field=field,
-            value=str(file),
-        )
+        why = "is compressed with Zstandard, but no reader is installed; install zstandard, or decompress it (zstd -d)"
+        raise bad_file(field, file, why)
     try:
         with _OPEN[compression](file) as stream:
             yield stream
     except _damage() as error:
         how = "cannot be read" if compression is None else f"cannot be decompressed as {compression}"
-        why = str(error) or type(error).__name__
-        raise DataError(f"{field}: {file} {how}: {why}", field=field, value=str(file)) from error
+        raise bad_file(field, file, f"{how}: {str(error) or type(error).__name__}") from error
+
+
+def bad_file(field: str, file: Path | str, why: str) -> DataError:
+    """Return the error for a file that cannot be read."""
+    return DataError(f"{field}: {file} {why}", field=field, value=str(file))
+
+
+def bad_row(field: str, file: Path | str, number: int, why: str, *, unit: str = "line") -> DataError:
+    """Return the error for line or row `number` of a file; `why` brings its own punctuation."""
+    return DataError(f"{field}: {file}, {unit} {number}{why}", field=field, value=f"{file}:{number}")
 
 
 def reads_zstandard() -> bool:
@@ -147,28 +152,33 @@ def _lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
         while line := stream.readline(_LONGEST_LINE + 1):
             number += 1
             if len(line) > _LONGEST_LINE:
-                _not_json(str(file), number, 1, f"the line is longer than {_LONGEST_LINE} bytes", field)
+                raise _not_json(file, number, 1, f"the line is longer than {_LONGEST_LINE} bytes", field)
             if not line.isspace():
                 yield number, line
 
 
 def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     for number, line in _lines(file, field):
-        yield number, parse_line(line, str(file), number, field)
+        yield number, parse_line(line, file, number, field)
 
 
-def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
+def parse_line(line: bytes, file: Path | str, number: int, field: str) -> Row:
     """Return the row in line `number`, from 1, of JSON Lines. Raises `DataError`, which names `file`."""
     try:
         row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _not_utf8(file, number, error.start, error.reason, field) from error
     except json.JSONDecodeError as error:
-        _not_json(file, number, error.colno, error.msg, field)
+        raise _not_json(file, number, error.colno, error.msg, field) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
-        _not_json(file, number, 1, str(error), field)
+        raise _not_json(file, number, 1, str(error), field) from error
+    return _object(row, file, number, "line", field)
+
+
+def _object(row: Any, file: Path | str, number: int, unit: str, field: str) -> Row:
     if not isinstance(row, dict):
-        raise _no_object(file, f"line {number}", row, field)
+        why = f" is {row!r:.80}, a {type(row).__name__}; an object with columns is accepted"
+        raise bad_row(field, file, number, why, unit=unit)
     return row
 
 
@@ -178,9 +188,7 @@ def _count_lines(file: Path, field: str) -> int:
 
 def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     for number, row in enumerate(_elements(file, field), start=1):
-        if not isinstance(row, dict):
-            raise _no_object(str(file), f"row {number}", row, field)
-        yield number, row
+        yield number, _object(row, file, number, "row", field)
 
 
 def _elements(file: Path, field: str) -> Iterator[Any]:
@@ -197,7 +205,7 @@ def _elements(file: Path, field: str) -> Iterator[Any]:
             window.expect(",")
         window.expect("]")
     if window.peek():
-        window.fail("Extra data")
+        raise window.fault("Extra data")
 
 
 class _Window:
@@ -227,7 +235,7 @@ class _Window:
 
     def expect(self, character: str) -> None:
         if self.peek() != character:
-            self.fail(f"Expecting {character!r}")
+            raise self.fault(f"Expecting {character!r}")
         self._advance(self._at + 1)
 
     def element(self) -> Any:
@@ -239,9 +247,9 @@ class _Window:
                 offset = error.pos - self._at
                 if len(self._text) - self._at > _LONGEST_ELEMENT or not self._read():
                     self._advance(self._at + offset)
-                    self.fail(error.msg)
+                    raise self.fault(error.msg) from error
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
-                self.fail(str(error))
+                raise self.fault(str(error)) from error
             else:
                 # A number at the end of the window may continue.
                 if end == len(self._text) and self._read():
@@ -249,8 +257,8 @@ class _Window:
                 self._advance(end)
                 return value
 
-    def fail(self, why: str) -> NoReturn:
-        _not_json(str(self._file), self._line, self._column, why, self._field)
+    def fault(self, why: str) -> DataError:
+        return _not_json(self._file, self._line, self._column, why, self._field)
 
     def _advance(self, end: int) -> None:
         passed = self._text[self._at : end]
@@ -279,7 +287,7 @@ def _text_chunks(file: Path, field: str) -> Iterator[str]:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 line += chunk[: max(error.start - pending, 0)].count(b"\n")
-                raise _not_utf8(str(file), line, begin + error.start, error.reason, field) from error
+                raise _not_utf8(file, line, begin + error.start, error.reason, field) from error
             line += text.count("\n")
             if text:
                 yield text
@@ -312,12 +320,8 @@ def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field:
         records = _csv_records(stream, file, delimiters, field)
         _, header = next(records, (0, []))
         if len(set(header)) < len(header):
-            raise DataError(
-                f"{field}: {file} has a duplicate column in its first line ({', '.join(header)}); unique names "
-                "are accepted",
-                field=field,
-                value=str(file),
-            )
+            why = f"has a duplicate column in its first line ({', '.join(header)}); unique names are accepted"
+            raise bad_file(field, file, why)
         wanted = [(place, name) for place, name in enumerate(header) if columns is None or name in columns]
         for line, cells in records:
             if len(cells) != len(header):
@@ -351,32 +355,26 @@ def _csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> I
         raise _bad_csv(file, reader.line_num, str(error), field) from error
 
 
-def _csv_columns(delimiters: str, file: Path, field: str) -> tuple[str, ...] | None:
+def _csv_columns(file: Path, field: str) -> tuple[str, ...] | None:
     with opened(file, field) as stream:
-        _, header = next(_csv_records(stream, file, delimiters, field), (0, None))
-    return None if header is None else tuple(header)
+        return csv_columns(stream, file, field)
 
 
-def csv_columns(head: bytes, file: Path, field: str) -> tuple[str, ...] | None:
-    """Return the columns of a CSV file that begins with `head`, its first line at least; None if it is empty. Raises
-    `DataError`."""
+def csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ...] | None:
+    """Return the columns of a CSV file from its first line at least; None if it is empty. Raises `DataError`."""
     delimiters = _DELIMITERS[kind_of(file.name) or ""]
-    _, header = next(_csv_records(io.BytesIO(head), file, delimiters, field), (0, None))
+    _, header = next(_csv_records(stream, file, delimiters, field), (0, None))
     return None if header is None else tuple(header)
 
 
 def _bad_csv(file: Path, line: int, why: str, field: str) -> DataError:
-    return DataError(
-        f"{field}: {file}, line {line} cannot be read: {why}; UTF-8 text with one record a line, names in the "
-        "first, is accepted",
-        field=field,
-        value=f"{file}:{line}",
-    )
+    accepted = "UTF-8 text with one record a line, names in the first, is accepted"
+    return bad_row(field, file, line, f" cannot be read: {why}; {accepted}")
 
 
 def _csv(delimiters: str) -> FileReader:
     rows = partial(_csv_rows, delimiters)
-    return FileReader("line", rows, _count_rows(rows), partial(_csv_columns, delimiters))
+    return FileReader("line", rows, _count_rows(rows), _csv_columns)
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
@@ -387,14 +385,10 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iter
                 yield number, row
                 number += 1
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{field}: {file}, row {number} or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 "
-            f"({error.reason}); UTF-8 text is accepted",
-            field=field,
-            value=f"{file}:{number}",
-        ) from error
+        why = f" or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 ({error.reason})"
+        raise bad_row(field, file, number, f"{why}; UTF-8 text is accepted", unit="row") from error
     except (ValueError, OSError) as error:
-        raise _no_parquet(file, error, field) from error
+        raise bad_file(field, file, f"cannot be read as parquet: {error}") from error
 
 
 def _open_parquet(file: Path, field: str) -> Any:
@@ -403,36 +397,16 @@ def _open_parquet(file: Path, field: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(file)
     except (ValueError, OSError) as error:
-        raise _no_parquet(file, error, field) from error
+        raise bad_file(field, file, f"cannot be read as parquet: {error}") from error
 
 
-def _no_parquet(file: Path, error: Exception, field: str) -> DataError:
-    return DataError(f"{field}: {file} cannot be read as parquet: {error}", field=field, value=str(file))
+def _not_json(file: Path | str, line: int, column: int, why: str, field: str) -> DataError:
+    accepted = "one object a line, or one array of objects, is accepted"
+    return bad_row(field, file, line, f", column {column} is not JSON: {why}; {accepted}")
 
 
-def _not_json(file: str, line: int, column: int, why: str, field: str) -> NoReturn:
-    raise DataError(
-        f"{field}: {file}, line {line}, column {column} is not JSON: {why}; "
-        "one object a line, or one array of objects, is accepted",
-        field=field,
-        value=f"{file}:{line}",
-    )
-
-
-def _no_object(file: str, place: str, row: Any, field: str) -> DataError:
-    return DataError(
-        f"{field}: {file}, {place} is {row!r:.80}, a {type(row).__name__}; an object with columns is accepted",
-        field=field,
-        value=f"{file}:{place.split()[1]}",
-    )
-
-
-def _not_utf8(file: str, line: int, byte: int, reason: str, field: str) -> DataError:
-    return DataError(
-        f"{field}: {file}, line {line}, byte {byte} is not UTF-8 ({reason}); UTF-8 text is accepted",
-        field=field,
-        value=f"{file}:{line}",
-    )
+def _not_utf8(file: Path | str, line: int, byte: int, reason: str, field: str) -> DataError:
+    return bad_row(field, file, line, f", byte {byte} is not UTF-8 ({reason}); UTF-8 text is accepted")
 
 
 _JSON_LINES = FileReader("line", _line_rows, _count_lines, lambda _file, _field: None)

@@ -94,6 +94,10 @@ class Holdings:
         return True
 
 
+_LONGEST_LIST = 500
+"""Most characters of a list of columns in a message."""
+_LONGEST_LIST = 500
+"""Most characters of a list of columns in a message."""
 _LAYOUTS_KEPT = 256
 """Most sets of columns that a `Holdings` keeps track of."""
 
@@ -124,12 +128,12 @@ def find_format(
     *,
     origin: str,
     path: str,
-    formats: Sequence[RowFormat] | None = None,
+    formats: Sequence[RowFormat],
     holdings: Holdings | None = None,
+    field: str | None = None,
 ) -> RowReader:
     """Return the reader for rows with `columns`: of the format `name`, or if that is `auto` of the first of `formats`
-    (default: `FORMATS`) that fits, see `match_format`. Raises `DataError` if none fits."""
-    formats = FORMATS if formats is None else formats
+    that fits, see `match_format`. Raises `DataError` about `field` (default: the format of `path`) if none fits."""
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     matched = match_format(columns, candidates, holdings)
     if matched is not None:
@@ -137,11 +141,9 @@ def find_format(
         optional = tuple(column for column in candidate.optional if column in columns)
         return RowReader(candidate, required, required + optional)
     wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
-    raise DataError(
-        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these are accepted: {wanted}",
-        field=f"{path}.format",
-        value=list(columns),
-    )
+    held = ", ".join(columns)[:_LONGEST_LIST] or "(none)"
+    message = f"{path}: {origin} has the columns {held}; these are accepted: {wanted}"
+    raise DataError(message, field=field or f"{path}.format", value=held)
 
 
 def content_digest(content: Content) -> int:

@@ -5,7 +5,7 @@ rows, and interpret their columns as texts and conversations. Knows no tokenizer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from swiftkv_platform.contract.attempts import SUFFIX, StoredFile
-from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, reader_for
+from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, bad_row, reader_for
 from swiftkv_platform.data.formats import COLUMNS, FORMATS, Content, Holdings, RowFormat, RowReader, find_format
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.packing import IntArray
@@ -31,6 +31,7 @@ from swiftkv_platform.sources.builtin_data import (
 )
 from swiftkv_platform.sources.layout import (
     ACCEPTED,
+    check_builtin,
     check_subset,
     check_whole,
     choose,
@@ -40,7 +41,7 @@ from swiftkv_platform.sources.layout import (
     source_files,
 )
 from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
             return _remote(_needed(remote, name, field), named, source, path)
         case PathSource(name, location):
             if not location.exists():
-                raise DataError(f"{field} is {name!r}: no such file or directory", field=field, value=name)
+                raise DataError.of(field, name, ": no such file or directory")
             boundary = access.boundary
             location = boundary.check(location, field)
             if location.is_dir():
@@ -124,63 +125,33 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != stored.sha256:
-        raise DataError(
-            f"{field} is {name!r}, whose rows differ from those uploaded (SHA-256 {digest} instead of "
-            f"{stored.sha256}); upload the file again",
-            field=field,
-            value=name,
-        )
+        why = f", whose rows differ from those uploaded (SHA-256 {digest} instead of {stored.sha256})"
+        raise DataError.of(field, name, f"{why}; upload the file again")
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
-_MADE = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
-_PROMPTS: Mapping[str, dict[str, Callable[[], list[str]]]] = {
-    name: {"train": partial(made, held_out=False), "held_out": partial(made, held_out=True)}
-    for name, made in _MADE.items()
-}
-"""Functions that return the prompts of each split of a built-in source."""
-_PROMPTS[BUILTIN_CHATS]["unseen"] = unseen_chat_prompts
+_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
-    check_subset(source, path)
-    if source.name_or_path in _PROMPTS:
-        return [_prompts(source, path)]
-    if source.name_or_path != BUILTIN_DATA:
-        raise DataError.of(
-            f"{path}.name_or_path",
-            source.name_or_path,
-            f"; the built-in data sets are {', '.join((BUILTIN_DATA, *_PROMPTS))}",
-        )
-    if source.split != "train":
-        raise DataError.of(
-            f"{path}.split", source.split, f"; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules"
-        )
+    check_builtin(source, path)
+    name = source.name_or_path
+    if name in _PROMPTS:
+        is_unseen, is_held_out = source.split == "unseen", source.split == "held_out"
+        prompts = unseen_chat_prompts() if is_unseen else _PROMPTS[name](held_out=is_held_out)
+        return [_listed(name, "prompt", prompts)]
     modules = list(standard_library_modules())
     return [
-        _listed(BUILTIN_DATA, [{"text": module.text} for module in modules if module.held_out is side], held_out=side)
+        _listed(name, "text", [module.text for module in modules if module.held_out is side], held_out=side)
         for side in (False, True)
     ]
 
 
-def _prompts(source: DataSourceSpec, path: str) -> Table:
-    """Return the prompts of a split of a built-in source, which only the teacher answers."""
-    if source.complete is None:
-        raise DataError(
-            f"{path} is {source.name_or_path} without complete: its rows are requests, which the teacher answers; "
-            "add complete: {}",
-            field=f"{path}.name_or_path",
-            value=source.name_or_path,
-        )
-    splits = _PROMPTS[source.name_or_path]
-    if source.split not in splits:
-        raise DataError.of(f"{path}.split", source.split, f"; {source.name_or_path} has {' and '.join(splits)}")
-    rows = [{"prompt": prompt} for prompt in splits[source.split]()]
-    return Table(source.name_or_path, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
+def _listed(origin: str, column: str, texts: Sequence[str], *, held_out: bool | None = None) -> Table:
+    def rows(_columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        return enumerate(({column: text} for text in texts), start=1)
 
-
-def _listed(origin: str, rows: Sequence[Row], *, held_out: bool) -> Table:
-    return Table(origin, ("text",), lambda _columns: enumerate(rows, start=1), lambda: len(rows), held_out=held_out)
+    return Table(origin, (column,), rows, lambda: len(texts), held_out=held_out)
 
 
 def _local(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> list[Table]:
@@ -190,7 +161,7 @@ def _local(location: Path, source: DataSourceSpec, path: str, boundary: Boundary
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError(f"{field} is {name!r}, {what}; {ACCEPTED}", field=field, value=name)
+        raise DataError.of(field, name, f", {what}; {ACCEPTED}")
     return tables
 
 
@@ -265,7 +236,7 @@ class SourceRow:
 
     def error(self, why: RowError, path: str) -> DataError:
         """Return the error for a row that cannot be used. `path`: place of its source in the spec."""
-        return _bad_row(self.origin, self.unit, self.number, self.format, why, path)
+        return bad_row(path, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
 
 
 def source_rows(
@@ -332,7 +303,8 @@ class _Interpreter:
             try:
                 content = reader(row)
             except RowError as error:
-                raise _bad_row(table.origin, table.unit, number, reader.format.name, error, self._path) from error
+                why = f", read as {reader.format.name}: {error}"
+                raise bad_row(self._path, table.origin, number, why, unit=table.unit) from error
             yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
 
     def _reader(self, columns: tuple[str, ...], origin: str, holdings: Holdings) -> RowReader:
@@ -355,9 +327,3 @@ def _at(rows: Iterator[NumberedRow], places: IntArray | None) -> Iterator[Number
     for wanted in places.tolist():
         yield next(islice(rows, wanted - place - 1, None))
         place = wanted
-
-
-def _bad_row(origin: str, unit: str, number: int, format_: str, why: RowError, path: str) -> DataError:
-    return DataError(
-        f"{path}: {origin}, {unit} {number}, read as {format_}: {why}", field=path, value=f"{origin}:{number}"
-    )

@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.data.files import NumberedRow, Table
+from swiftkv_platform.data.files import NumberedRow, Table, bad_row
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
@@ -225,12 +225,8 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     if builder.config.name in (".", ".."):  # part of the path in the cache
         raise DataError.of(field, name, f", whose configuration is called {builder.config.name!r}; rename it")
     if kind not in _BUILDERS:
-        raise DataError(
-            f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
-            f"{', '.join(sorted(_BUILDERS))} are accepted",
-            field=field,
-            value=name,
-        )
+        accepted = f"where sources have rules {', '.join(sorted(_BUILDERS))} are accepted"
+        raise DataError.of(field, name, f", whose files `datasets` would read as {kind}; {accepted}")
     for file in (file for split in (files or {}).values() for file in split):
         if not is_own(file):
             raise DataError.of(field, name, f", which names the file {file!r} in another place")
@@ -283,9 +279,5 @@ def _rows(dataset: Any, name: str, path: str, columns: Sequence[str] | None) -> 
     except ConnectionError as error:
         raise StorageError(f"{path}: the hub stopped answering after row {number - 1} of {name!r} ({error})") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: {name}, row {number} or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 "
-            "text is accepted",
-            field=path,
-            value=f"{name}:{number}",
-        ) from error
+        why = f" or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
+        raise bad_row(path, name, number, why, unit="row") from error

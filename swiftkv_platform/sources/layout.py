@@ -13,7 +13,13 @@ from pathlib import Path, PurePosixPath
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.untrusted_files import CARD_BYTES, read_head
-from swiftkv_platform.specs import DataSourceSpec
+from swiftkv_platform.specs import (
+    BUILTIN_CHATS,
+    BUILTIN_DATA,
+    BUILTIN_LONG_RECALL,
+    BUILTIN_RECALL,
+    DataSourceSpec,
+)
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
 """Name endings of files that are read, in upper or lower case."""
@@ -142,6 +148,29 @@ def check_whole(source: DataSourceSpec, where: str) -> None:
             source.split,
             f", and {source.name_or_path} is a file, which is read whole; leave split out, or name the split's file",
         )
+
+
+BUILTIN_SPLITS = {
+    BUILTIN_DATA: ("train",),
+    BUILTIN_CHATS: ("train", "held_out", "unseen"),
+    BUILTIN_RECALL: ("train", "held_out"),
+    BUILTIN_LONG_RECALL: ("train", "held_out"),
+}
+"""Splits of each built-in data set. Only the teacher answers the rows of all but the first."""
+
+
+def check_builtin(source: DataSourceSpec, where: str) -> None:
+    """Raise `DataError` for an unknown built-in data set, a subset or split that it lacks, or requests that no teacher
+    answers."""
+    name = source.name_or_path
+    if name not in BUILTIN_SPLITS:
+        raise DataError.of(f"{where}.name_or_path", name, f"; the built-in data sets are {', '.join(BUILTIN_SPLITS)}")
+    check_subset(source, where)
+    if name != BUILTIN_DATA and source.complete is None:
+        why = ", whose rows are requests that the teacher has to answer; add complete: {}"
+        raise DataError.of(f"{where}.name_or_path", name, why)
+    if source.split not in BUILTIN_SPLITS[name]:
+        raise DataError.of(f"{where}.split", source.split, f"; {name} has {' and '.join(BUILTIN_SPLITS[name])}")
 
 
 def check_subset(source: DataSourceSpec, where: str) -> None:

@@ -240,7 +240,7 @@ def test_the_standard_library_brings_its_own_held_out_modules() -> None:
     prepared = prepare(source, validation_fraction=0.5, max_length=4096)
     assert prepared.statistics.train.documents == 3 < prepared.statistics.held_out.documents
     assert prepared.statistics.sources[0].formats.keys() == {"text"}
-    with pytest.raises(DataError, match="offers 'train'") as caught:
+    with pytest.raises(DataError, match="builtin:python-stdlib has train") as caught:
         prepare({"name_or_path": "builtin:python-stdlib", "split": "test"})
     assert caught.value.field == "data.sources[0].split"
 
@@ -352,8 +352,8 @@ def test_unreadable_files_are_named_with_the_place(
             "builtin:ruby",
             "builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts, builtin:long-recall-pro",
         ),
-        ("builtin:chat-prompts", "without complete: its rows are requests, which the teacher answers"),
-        ("builtin:recall-prompts", "without complete: its rows are requests, which the teacher answers"),
+        ("builtin:chat-prompts", "requests that the teacher has to answer; add complete"),
+        ("builtin:recall-prompts", "requests that the teacher has to answer; add complete"),
     ],
 )
 def test_missing_sources_are_named(source: str, message: str) -> None:

@@ -29,8 +29,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from benchmarks.engine_worker import EngineWorker, add_vllm_python, engine_arguments
-from benchmarks.serving.loads import Figures, Request, RequestTimes, at_once, figures, medians
-from benchmarks.serving.systems import Prompts, System, generate_system, vllm_system
+from benchmarks.serving.loads import Figures, Request, RequestTimes, at_once, medians
+from benchmarks.serving.systems import Prompts, System, generate_system, play_in_turns, vllm_system
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
@@ -221,16 +221,13 @@ def compare(
     """
     generator = torch.Generator().manual_seed(0)
     requests = at_once(*shape, num_output)
-    found: dict[str, list[Figures]] = {name: [] for name in systems}
-    names = list(systems)
-    for round_ in range(rounds + 1):  # the first round warms up
+    played = []
+    for number in range(rounds + 1):
         prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            times = systems[name](requests, prompts)
-            assert all(len(one.token_times) == num_output for one in times)
-            if round_:
-                found[name].append(figures(times))
-    return {name: summary(some) for name, some in found.items()}
+        played.append(play_in_turns(systems, requests, prompts, number))
+        assert all(one["total_output_tokens"] == num_output * len(requests) for one in played[-1].values())
+    del played[0]  # the first round warms up
+    return {name: summary([some[name] for some in played]) for name in systems}
 
 
 def summary(rounds: Sequence[Figures]) -> Figures:

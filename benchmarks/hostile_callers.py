@@ -19,9 +19,7 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -75,12 +73,6 @@ EXTREMES: list[dict[str, Any]] = [
     {"engine": {"num_threads": 2**62}},
     {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
 ]
-
-NUM_SOURCES, NUM_SOURCE_FILES, NUM_DEPLOYMENTS, NUM_MODELS = 1000, 100, 3000, 1000
-SOURCES = "sources"
-"""Directory below the control plane's home that every tenant may read; `student` in it is a model."""
-QUOTA = 1 << 30
-"""Bytes that a tenant may store in the case of imports."""
 
 Count = Callable[[object], None]
 Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
@@ -165,7 +157,7 @@ async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
     await repeat(NUM_SILENT, connect)
 
 
-def store_jobs(_home: Path, client: httpx.Client) -> None:
+def store_jobs(client: httpx.Client) -> None:
     """Store jobs with large specs."""
     for _ in range(NUM_SPECS):
         client.post("/jobs", json=LARGE_JOB).raise_for_status()
@@ -212,133 +204,17 @@ async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> Non
             count(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
 
 
-async def many_sources(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Validate a spec with a thousand sources of long JSON, four at a time."""
-    directory = str(Path(path) / "nested")
-    spec = {**JOB, "data": {"sources": [{"name_or_path": directory}] * NUM_SOURCES}}
-    await posting(4, spec)(client, "/jobs/validate", count)
-
-
-async def nested_upload(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Upload 99 MB of rows of empty lists."""
-    line = b'{"text": "a", "x": [' + b",".join([b"[]"] * 1_398_000) + b"]}\n"
-    content = line * (99_000_000 // len(line))
-    while True:
-        try:
-            file = {"file": ("rows.jsonl", content, "application/jsonl")}
-            count(await client.post(path, files=file, data={"purpose": "fine-tune"}))
-        except httpx.TransportError as error:  # refused while the body is still being sent
-            count(error)
-
-
-async def change_deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Create, change and delete deployments beside thousands, four at a time."""
-    model = (await client.get("/models")).raise_for_status().json()["data"][0]["id"]
-
-    async def change(number: int) -> None:
-        while True:
-            route = f"/t/eve/attack/{number}"
-            answer = await client.post(path, json={"model": model, "route_prefix": route, "max_replicas": 1})
-            count(answer)
-            created = f"{path}/{answer.json().get('id', _clone_id('dep', number))}"
-            count(await client.patch(created, json={"max_replicas": 2}))
-            if answer.is_success:
-                count(await client.delete(created))
-
-    await asyncio.gather(*(change(number) for number in range(4)))
-
-
-async def imports(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Import a model of more bytes than the quota, and one with a long manifest, two at a time."""
-
-    async def ask(name: str) -> None:
-        while True:
-            count(await client.post("/models/import", json={"source": str(Path(path) / name), "name": name}))
-
-    await asyncio.gather(*(ask(name) for name in ("sparse", "long-manifest")))
-
-
-def write_sources(home: Path, _client: httpx.Client) -> None:
-    """Write files whose first row is a mebibyte of JSON."""
-    nested = home / SOURCES / "nested"
-    nested.mkdir()
-    row = '{"text": "a", "x": [' + ",".join(["[]"] * 349_000) + "]}\n"
-    for number in range(NUM_SOURCE_FILES):
-        (nested / f"{number}.jsonl").write_text(row)
-
-
-def write_imports(home: Path, _client: httpx.Client) -> None:
-    """Write a student with a sparse file above the quota, and one with a manifest of 21 MB."""
-    student = home / SOURCES / "student"
-    for name in ("sparse", "long-manifest"):
-        copy = home / SOURCES / name
-        copy.mkdir()
-        for file in student.iterdir():
-            shutil.copyfile(file, copy / file.name)
-    with (home / SOURCES / "sparse" / "zeros.safetensors").open("wb") as stream:
-        stream.truncate(2 * QUOTA)
-    lists = ",".join(["[]"] * 7_000_000)
-    manifest = f'{{"kind": "artifact", "files": {{}}, "created_at": 0, "lineage": {{"x": [{lists}]}}}}'
-    (home / SOURCES / "long-manifest" / "manifest.json").write_text(manifest)
-
-
-def import_student(home: Path, client: httpx.Client) -> str:
-    """Import the student; return its id."""
-    answer = client.post("/models/import", json={"source": str(home / SOURCES / "student"), "name": "student"})
-    model: str = answer.raise_for_status().json()["id"]
-    return model
-
-
-def store_deployments(home: Path, client: httpx.Client) -> None:
-    """Store copies of a deployment."""
-    spec = {"model": import_student(home, client), "route_prefix": "/t/eve/first", "max_replicas": 1}
-    first = client.post("/deployments", json=spec).raise_for_status().json()["id"]
-
-    def change(row: dict[str, Any], number: int) -> None:
-        route, known = f"/t/eve/{number}", _clone_id("dep", number)
-        row.update(id=known, held_route=route)
-        row["spec"] = json.dumps({**json.loads(row["spec"]), "id": known, "route_prefix": route})
-
-    _clone(home, "deployments", first, NUM_DEPLOYMENTS, change)
-
-
-def store_models(home: Path, client: httpx.Client) -> None:
-    """Store copies of a model, each with 55 KB of lineage."""
-
-    def change(row: dict[str, Any], number: int) -> None:
-        row["id"] = _clone_id("mdl", number)
-        row["lineage"] = json.dumps({**json.loads(row["lineage"]), "notes": "x" * 55_000})
-
-    _clone(home, "models", import_student(home, client), NUM_MODELS, change)
-
-
-def _clone_id(kind: str, number: int) -> str:
-    return f"{kind}_{number:026}"
-
-
-def _clone(home: Path, table: str, key: str, count: int, change: Callable[[dict[str, Any], int], None]) -> None:
-    """Insert copies of a row: past the API, so that a limit on their number does not change what is measured."""
-    with closing(sqlite3.connect(home / "swiftkv.db", timeout=60)) as database, database:
-        database.row_factory = sqlite3.Row
-        original = database.execute(f"SELECT * FROM {table} WHERE id = ?", (key,)).fetchone()
-        for number in range(count):
-            row = dict(original)
-            change(row, number)
-            marks = ", ".join("?" * len(row))
-            database.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
-
-
 @dataclass(frozen=True)
 class Case:
     """One attack."""
 
     attack: Attack
     path: str = ""
-    """Path of the requests; `{job}` is a job's id, `{sources}` the directory of sources."""
+    """Path of the requests; `{job}` is a job's id."""
     is_replica: bool = False
     """Whether a replica is attacked; else a control plane."""
-    prepare: Callable[[Path, httpx.Client], object] | None = None
-    """Called once with the control plane's home and a client of the attacker, before anything is measured."""
+    prepare: Callable[[httpx.Client], object] | None = None
+    """Called once with a client of the attacker, before anything is measured."""
 
 
 CASES = {
@@ -352,11 +228,6 @@ CASES = {
     "reads": Case(reads, "/jobs"),
     "refusals": Case(posting(AT_ONCE, {}), "/deployments/dep_none/generate"),
     "deployments": Case(deployments, "/deployments"),
-    "sources": Case(many_sources, "{sources}", prepare=write_sources),
-    "nested upload": Case(nested_upload, "/v1/files"),
-    "stored deployments": Case(change_deployments, "/deployments", prepare=store_deployments),
-    "imports": Case(imports, "{sources}", prepare=write_imports),
-    "large models": Case(pages, "/models?limit=1000", prepare=store_models),
     "bodies, replica": Case(bodies, "/generate", is_replica=True),
     "large bodies, replica": Case(large_bodies, is_replica=True),
     "grammar, replica": Case(posting(8, GRAMMAR), "/generate", is_replica=True),
@@ -364,7 +235,7 @@ CASES = {
 }
 
 
-async def attack(case: str, url: str, key: str, sources: str) -> None:
+async def attack(case: str, url: str, key: str) -> None:
     """Run one attack in its own process until terminated, then print the answers it got."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     os.nice(10)
@@ -380,7 +251,7 @@ async def attack(case: str, url: str, key: str, sources: str) -> None:
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False) as client:
         if "{job}" in path:
             path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
-        acting = asyncio.ensure_future(act(client, path.format(sources=sources), count))
+        acting = asyncio.ensure_future(act(client, path, count))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, acting.cancel)
         print("begun", flush=True)
         with suppress(asyncio.CancelledError, httpx.HTTPError):
@@ -486,7 +357,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="maximum duration of those requests")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for an answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--attack", nargs=4, help="internal, starts the attacking process: case, URL, key, sources")
+    parser.add_argument("--attack", nargs=3, help="internal, starts the attacking process: case, URL, key")
     options = parser.parse_args()
     if options.attack is not None:
         asyncio.run(attack(*options.attack))
@@ -517,37 +388,31 @@ def main() -> None:
 def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
     case = CASES[name]
     port = free_ports([0])[0]
-    sources = directory / SOURCES
-    sources.mkdir()
-    save_model(sources / "student")
     keys = directory / "keys.yaml"
     attacker, other = (
         create_key(keys, name=each, tenant=each, scopes=frozenset({Scope.ADMIN})) for each in ("eve", "ann")
     )
     asks: list[tuple[str, str, Any]]
     if case.is_replica:
+        student = directory / "student"
+        save_model(student)
         program = "import sys; from benchmarks.hostile_callers import serve; serve(*sys.argv[1:])"
-        server = Process(["-c", program, str(sources / "student"), str(port), str(keys)], port)
+        server = Process(["-c", program, str(student), str(port), str(keys)], port)
         answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         asks = [("GET", "/health", None), ("POST", "/generate", answer)]
         asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))
     else:
-        tenants = directory / "tenants.yaml"
-        tenants.write_text(f"default: {{max_stored_bytes: {QUOTA}}}\n")
         server = Process(
             ["-m", "swiftkv_platform.control_plane"],
             port,
             SWIFTKV_HOME=str(directory),
             SWIFTKV_PORT=str(port),
             SWIFTKV_API_KEYS_FILE=str(keys),
-            SWIFTKV_TENANTS_FILE=str(tenants),
-            SWIFTKV_SOURCE_ROOTS=json.dumps([str(sources)]),
             SWIFTKV_RAY_DASHBOARD_URL="http://127.0.0.1:1",
         )
         asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
         asks.append(("POST", "/jobs", JOB))
     command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", name, server.url, attacker]
-    command.append(str(sources))
     phases: list[tuple[list[float | None], list[float | None]]] = []
     seen: Counter[str] = Counter()
     busy_after: list[float] = []
@@ -556,7 +421,7 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
         if case.prepare is not None:
             headers = {"authorization": f"Bearer {attacker}"}
             with httpx.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
-                case.prepare(directory, client)
+                case.prepare(client)
         ask_for(1.0, server.url, other, asks, options)
         server.settle()
         rss = server.mebibytes("VmRSS")

@@ -1,4 +1,4 @@
-"""One run for whoever has a GPU: correctness first, then the paper's figures 3 and 4 and table 5, dense and SwiftKV.
+"""One run for whoever has a GPU: correctness first, then the paper's figures 3 and 4, dense and SwiftKV.
 
     python -m benchmarks.gpu [MODEL] [--short] [--output-dir DIR]
     python -m benchmarks.gpu --agreement
@@ -8,9 +8,9 @@ MODEL is the directory of a dense model; without it, one with the shape of Llama
 (half of the layers; g = 1 and 4, and g = 1 whose deep tokens keep K and V of their own) are converted from it, not
 distilled, since a step costs the same whatever the weights are. `benchmarks.gpu.weights` measures them in vLLM.
 
-First our engine must agree with PyTorch on every model (`agreement.json`), and on the steps of `benchmarks.gpu.steps`;
+First our engine must agree with PyTorch on every model (`agreement.json`), and in steps that divide keys;
 where it does not, the run ends with status 1. With `--agreement` that is all.
-Then it writes `own/lengths`, `rates` and `memory` as JSON and SVG, and their tables, with TTFT and TPOT, into `own.md`.
+Then it writes `own/lengths` and `rates` as JSON and SVG, and their tables, with TTFT and TPOT, into `own.md`.
 Models take turns, one in memory at a time, so the rounds are not interleaved as they are on a CPU.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import agreement, steps
+from benchmarks.gpu import agreement
 from benchmarks.gpu.agreement import Answer, engine_answers
 from benchmarks.gpu.models import Model, prepare, release_memory
 from benchmarks.serving.__main__ import write
@@ -58,14 +58,11 @@ class Loads:
     total_tokens: int
     """Prompt tokens of each point of figure 3, all requests together."""
     input_tokens: int
-    """Prompt length of figure 4 and table 5."""
+    """Prompt length of figure 4."""
     output_tokens: int
     rates: tuple[float, ...]
     """Arrival rates of figure 4, in requests per second."""
     rate_seconds: float
-    memory_mib: tuple[int, ...]
-    """Limits of the KV cache in table 5."""
-    memory_requests: int
     group_sizes: tuple[int, ...]
     rounds: int
 
@@ -81,8 +78,6 @@ FULL = Loads(
     output_tokens=256,
     rates=(1.0, 4.0, 8.0),
     rate_seconds=15.0,
-    memory_mib=(16 << 10, 2 << 10),
-    memory_requests=64,
     group_sizes=(1, 4),
     rounds=2,
 )
@@ -93,7 +88,6 @@ SHORT = replace(
     total_tokens=64000,
     output_tokens=64,
     rates=(),
-    memory_mib=(),
     group_sizes=(1,),
     rounds=1,
 )
@@ -109,8 +103,6 @@ TINY = Loads(
     output_tokens=4,
     rates=(20.0,),
     rate_seconds=0.2,
-    memory_mib=(1,),
-    memory_requests=4,
     group_sizes=(1, 2),
     rounds=2,
 )
@@ -120,7 +112,6 @@ FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 KEYS = {
     "lengths": ("num_input_tokens", "prompt tokens"),
     "rates": ("request_rate", "requests/s"),
-    "memory": ("kv_cache_mib", "MiB of KV cache"),
 }
 """Key and title of each report's first column."""
 
@@ -134,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         source = args.model or ("tiny" if args.tiny else "8b")
         models = prepare(source, directory, dtype=dtype, device=args.device, group_sizes=list(loads.group_sizes))
         run = Run(models, args, loads)
-        found = run.agreement() | steps.agreements(directory, dtype, args.device)
+        found = run.agreement() | agreement.agreements(directory, dtype, args.device)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "agreement.json").write_text(json.dumps(run.head() | {"own": found}, indent=1) + "\n")
         print(agreement.table(found), flush=True)
@@ -204,7 +195,7 @@ class Run:
         return found
 
     def measure(self, directory: Path) -> str:
-        """Figures 3 and 4 and table 5: files in `directory`, and their tables."""
+        """Figures 3 and 4: files in `directory`, and their tables."""
         loads = self._loads
         played = [
             at_once(max(1, loads.total_tokens // length), length, loads.output_tokens) for length in loads.lengths
@@ -212,13 +203,12 @@ class Run:
             at_rate(rate, max(2, round(rate * loads.rate_seconds)), loads.input_tokens, loads.output_tokens)
             for rate in loads.rates
         ]
-        by_model = {model.name: self._play(model, self._config, played)[0] for model in self._models}
+        by_model = {model.name: self._play(model, played) for model in self._models}
         # From [model][load] to [load][model].
         runs = [dict(zip(by_model, rounds, strict=True)) for rounds in zip(*by_model.values(), strict=True)]
         rows = {
             "lengths": self._rows("lengths", loads.lengths, runs[: len(loads.lengths)]),
             "rates": self._rows("rates", loads.rates, runs[len(loads.lengths) :]),
-            "memory": self._memory(),
         }
         reports = {
             name: self.head() | {"num_output_tokens": loads.output_tokens, "rows": some}
@@ -229,49 +219,32 @@ class Run:
             write(name, report, directory)
         return "\n\n".join(by_row(report, *KEYS[name], FIGURES) for name, report in reports.items())
 
-    def _memory(self) -> list[Report]:
-        """Rows of table 5, with the KV blocks of each model."""
-        loads, rows = self._loads, []
-        requests = at_once(loads.memory_requests, loads.input_tokens, loads.output_tokens)
-        for mib in loads.memory_mib:
-            limits = {"kv_cache_bytes": mib << 20, "max_model_len": loads.input_tokens + loads.output_tokens}
-            config, runs, caches = self._config.model_copy(update=limits), {}, {}
-            for model in self._models:
-                (runs[model.name],), caches[model.name] = self._play(model, config, [requests])
-            [row] = self._rows("memory", (mib,), [runs])
-            rows.append(row | {"kv_cache": caches})
-        return rows
-
     # In separate methods, an engine's last references end before the next engine needs the device's memory.
 
     def _answers(self, model: Model, prompts: list[list[int]]) -> list[Answer]:
-        with _start(model, self._config) as engine:
+        with self._start(model) as engine:
             return engine_answers(engine, prompts, NUM_AGREEMENT_TOKENS)
 
-    def _play(
-        self, model: Model, config: EngineConfig, loads: list[list[Request]]
-    ) -> tuple[list[list[Figures]], dict[str, int]]:
-        """Play each load in rounds; returns their figures, and the KV cache's blocks."""
-        with _start(model, config) as engine:
+    def _play(self, model: Model, loads: list[list[Request]]) -> list[list[Figures]]:
+        """Play each load in rounds; return their figures."""
+        with self._start(model) as engine:
             play = engine_system(engine)
             warm_up = at_once(2, self._loads.input_tokens, 4)
             play(warm_up, self._prompts(warm_up, seed=0))
-            rounds = [
+            return [
                 [figures(play(requests, self._prompts(requests, seed))) for seed in range(self._loads.rounds)]
                 for requests in loads
             ]
-            return rounds, {"num_blocks": engine.num_blocks, "block_size": engine.block_size}
+
+    def _start(self, model: Model) -> closing[LLMEngine]:
+        release_memory()
+        return closing(LLMEngine(load_model(model.directory, self._config), self._config))
 
     def _rows(self, name: str, values: tuple[float, ...], runs: list[Rounds]) -> list[Report]:
         return [{KEYS[name][0]: value, **summary(some)} for value, some in zip(values, runs, strict=True)]
 
     def _prompts(self, requests: list[Request], seed: int) -> list[list[int]]:
         return random_prompts(requests, self._vocab_size, seed)
-
-
-def _start(model: Model, config: EngineConfig) -> closing[LLMEngine]:
-    release_memory()
-    return closing(LLMEngine(load_model(model.directory, config), config))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ precision.
 The engine answers greedily, and a float32 forward pass of the reference implementation scores its tokens. The engine
 agrees if the root mean square error of its log-probabilities is at most 1.3 times that of PyTorch's forward pass in the
 engine's dtype, and if no chosen token is further below the best one than three times PyTorch's largest error.
+
+`agreements` does so for steps in which FlashAttention 2 would divide the keys of a run, over small random models. A
+large model's heads and runs fill a GPU, so its keys are not split, and its answers do not show whether parts are
+combined correctly (pytorch/pytorch#194167). Two prompts of several blocks of keys are prefilled in one step and
+decoded; then short prompts arrive and are prefilled in a step together with the decodes; finally all four decode.
 """
 
 from __future__ import annotations
@@ -16,7 +21,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.engine import LLMEngine, RequestOutput, SamplingParams
+from benchmarks.common import markdown
+from benchmarks.gpu.models import SMALL, prepare, release_memory
+from benchmarks.serving.loads import Request
+from benchmarks.serving.systems import random_prompts
+from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 
 MOST_OF_PYTORCH = 1.3
 """Largest accepted root mean square error, relative to PyTorch's."""
@@ -114,9 +123,58 @@ def _rms(errors: torch.Tensor) -> float:
 
 def table(found: Mapping[str, dict[str, Any]]) -> str:
     """A line for each model."""
-    lines = ["| model | tokens | RMS error (nats) | PyTorch's | gap to the best | agrees |", "|---" * 6 + "|"]
-    for model, row in found.items():
-        figures = (f"{row[name]:.4f}" for name in ("error", "pytorch_error", "max_gap_to_best"))
-        cells = [model, str(row["num_tokens"]), *figures, "yes" if row["agrees"] else "NO"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ["model", "tokens", "RMS error (nats)", "PyTorch's", "gap to the best", "agrees"]
+    cells = (
+        [
+            model,
+            str(row["num_tokens"]),
+            *(f"{row[name]:.4f}" for name in ("error", "pytorch_error", "max_gap_to_best")),
+            "yes" if row["agrees"] else "NO",
+        ]
+        for model, row in found.items()
+    )
+    return markdown(head, cells)
+
+
+WAVES = (700, 300), (40, 5)
+"""Tokens of the prompts that arrive together."""
+STEPS_BETWEEN = 4
+NUM_TOKENS = 32
+
+
+def agreements(directory: Path, dtype: torch.dtype, device: str) -> dict[str, dict[str, Any]]:
+    """Compare each model of `SMALL` and its students with PyTorch; results by name. Models are saved in `directory`."""
+    found = {}
+    for shape in SMALL:
+        for model in prepare(shape, directory / shape, dtype=dtype, device=device, group_sizes=[1]):
+            answers = _answers(model.directory, dtype, device)
+            release_memory()
+            found[f"{shape}, {model.name}"] = judge(model.directory, answers, dtype, device)
+    return found
+
+
+def _answers(model: Path, dtype: torch.dtype, device: str) -> list[Answer]:
+    config = EngineConfig(
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_batched_tokens=2048,
+        kv_cache_bytes=64 << 20,
+        enable_prefix_caching=False,
+    )
+    engine = LLMEngine.from_pretrained(model, config)
+    try:
+        return _answers_in_waves(engine)
+    finally:
+        engine.close()
+
+
+def _answers_in_waves(engine: LLMEngine) -> list[Answer]:
+    vocab_size, finished = engine.model_config.vocab_size, list[RequestOutput]()
+    for seed, lengths in enumerate(WAVES):
+        for prompt in random_prompts([Request(0.0, length, 1) for length in lengths], vocab_size, seed):
+            engine.add_request(prompt, greedy(NUM_TOKENS))
+        for _ in range(STEPS_BETWEEN):
+            engine.step()
+    while engine.has_unfinished_requests:
+        finished += [output for output in engine.step() if output.finished]
+    return answers_of(finished)

@@ -50,7 +50,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "grouped": _SMALL | {"num_key_value_heads": 2},
     "windows": _SMALL | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
 }
-"""Shapes of random models that leave most of a GPU idle, so that attention splits keys (`benchmarks.gpu.steps`)."""
+"""Shapes of random models that leave most of a GPU idle, so that attention splits keys (`agreement.agreements`)."""
 
 
 @dataclass(frozen=True)

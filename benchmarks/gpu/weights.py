@@ -28,8 +28,8 @@ import torch
 from benchmarks.common import benchmark_parser, conditions, markdown, write_report
 from benchmarks.engine_worker import EngineWorker, engine_arguments
 from benchmarks.gpu.models import Model, prepare, release_memory
-from benchmarks.serving.loads import Figures, Request, at_once, figures
-from benchmarks.serving.systems import random_prompts, vllm_system
+from benchmarks.serving.loads import Figures, Request, at_once
+from benchmarks.serving.systems import play_in_turns, random_prompts, vllm_system
 from swiftkv_platform.model import export
 
 WEIGHTS = ("bfloat16", "fp8", "int8")
@@ -180,14 +180,12 @@ def compare(
     Each round has its own prompts, the same for all models, and starts with another model; the first round warms up.
     """
     vocab_size = json.loads((served[0].directory / "config.json").read_text())["vocab_size"]
-    seen: list[list[float]] = [[] for _ in served]
-    for round_ in range(args.rounds + 1):
-        prompts = random_prompts(load.requests, vocab_size, seed=round_)
-        for i in range(len(served)):
-            at = (i + round_) % len(served)
-            found = figures(vllm_system(workers[at])(load.requests, prompts))
-            if round_:
-                seen[at].append(found[load.figure])
+    systems = {f"{one.weights} {one.model}": vllm_system(worker) for one, worker in zip(served, workers, strict=True)}
+    rounds = [
+        play_in_turns(systems, load.requests, random_prompts(load.requests, vocab_size, seed=number), number)
+        for number in range(args.rounds + 1)
+    ]
+    seen = [[found[name][load.figure] for found in rounds[1:]] for name in systems]
     dense = {one.weights: values for one, values in zip(served, seen, strict=True) if one.model == DENSE}
     found_by: dict[str, dict[str, Figures]] = {}
     for one, values in zip(served, seen, strict=True):

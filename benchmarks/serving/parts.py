@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.serving.loads import Figures, Request, at_once, figures, median_ratio, medians
-from benchmarks.serving.systems import System, Systems, engine_system
+from benchmarks.serving.loads import Figures, Request, at_once, median_ratio, medians
+from benchmarks.serving.systems import System, Systems, engine_system, play_in_turns
 from swiftkv_platform.engine import LLMEngine
 
 Report = dict[str, Any]
@@ -101,12 +101,10 @@ def _take_turns(
 ) -> None:
     """One round."""
     prompts = systems.prompts(requests, seed=number)
-    names = list(engines)
-    first = number % len(names)
-    for name in names[first:] + names[:first]:
-        found = figures(engines[name](requests, prompts))
+    for name, found in play_in_turns(engines, requests, prompts, number).items():
         runs.setdefault(name, []).append(found)
-        _say(name, found, "completed", "duration", THROUGHPUT)
+        shown = (f"{figure} {found[figure]:.4g}" for figure in ("completed", "duration", THROUGHPUT))
+        print(f"{name:18}", *shown, flush=True)
 
 
 def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
@@ -131,7 +129,3 @@ def summary(runs: dict[str, list[Figures]]) -> Report:
         },
         "rounds": runs,
     }
-
-
-def _say(name: str, found: Figures, *shown: str) -> None:
-    print(f"{name:18}", *(f"{figure} {found[figure]:.4g}" for figure in shown), flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.common import random_llama
 from benchmarks.engine_worker import EngineWorker
-from benchmarks.serving.loads import Request, RequestTimes
+from benchmarks.serving.loads import Figures, Request, RequestTimes, figures
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
@@ -99,6 +99,16 @@ class Systems:
                 )
             dense.save_pretrained(path)
         return path
+
+
+def play_in_turns(
+    systems: Mapping[str, System], requests: Sequence[Request], prompts: Prompts, number: int
+) -> dict[str, Figures]:
+    """Play a load on every system in turn. Each round, counted by `number`, starts with another system, so that all see
+    the same noise of the machine."""
+    names = list(systems)
+    first = number % len(names)
+    return {name: figures(systems[name](requests, prompts)) for name in names[first:] + names[:first]}
 
 
 def random_prompts(requests: Sequence[Request], vocab_size: int, seed: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ from swiftkv_platform.reports.pages import STAGES, as_png, evaluation_charts
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
-from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, create_tracker
+from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, WandbTracker
 
 Point = Mapping[str, float]
 _MOST_POINTS = 2048
@@ -39,7 +39,7 @@ class TrackedRun:
     ) -> None:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
-        tracker = create_tracker(spec.tracking, directory, name=spec.name)
+        tracker = WandbTracker(spec.tracking.wandb, directory, name=spec.name)
         self._tell = partial(_told, on_info or (lambda _info: None))
         self._tracker = BackgroundTracker(tracker, on_info=self._tell)
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))

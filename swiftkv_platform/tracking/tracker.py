@@ -1,4 +1,4 @@
-"""Experiment trackers of a run: none, or Weights & Biases, behind a queue. No method of a tracker ever fails a run.
+"""Tracking of a run by Weights & Biases, behind a queue. No method of a tracker ever fails a run.
 
 If W&B cannot be reached at the start, the run is recorded offline; any other failure ends tracking with a warning.
 """
@@ -16,10 +16,10 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.specs import TrackingSpec, WandbSpec
+from swiftkv_platform.specs import WandbSpec
 
 
 @dataclass(frozen=True)
@@ -43,64 +43,6 @@ class Table:
     rows: tuple[tuple[str | float | None, ...], ...]
 
 
-class Tracker(Protocol):
-    """One run: `start`, any number of records, `finish`. Used by one process and thread."""
-
-    @property
-    def info(self) -> TrackingInfo | None:
-        """Location of the run; None before `start`, and if nothing is being recorded."""
-
-    @property
-    def files(self) -> Path | None:
-        """Directory where the run is recorded, also after `finish`; None if there is none."""
-
-    @property
-    def uploaded(self) -> bool:
-        """Whether the tracker has taken everything, so that `files` need not be kept; False before `finish`."""
-
-    def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Start the run or resume it: every attempt of a job has the same `run_id`."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of an optimizer step."""
-
-    def log_report(
-        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
-    ) -> None:
-        """Record final figures, tables and PNG images, at a step after the last trained one."""
-
-    def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Record the location of the model; nothing is copied."""
-
-    def finish(self) -> None:
-        """Send everything that is left."""
-
-
-class NullTracker:
-    """Records nothing."""
-
-    info: TrackingInfo | None = None
-    files: Path | None = None
-    uploaded = False
-
-    def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Do nothing."""
-
-    def log_report(
-        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
-    ) -> None:
-        """Do nothing."""
-
-    def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-
 _KEY = "WANDB_API_KEY"
 _RETRIES = 100_000
 """Retries of an upload by wandb's process, at most a minute apart. wandb's own limit is reached after some 20 minutes,
@@ -108,20 +50,31 @@ and later data would be dropped silently."""
 
 
 class WandbTracker:
-    """Runs are recorded below `directory/wandb`, whether they are uploaded or not."""
+    """One run: `start`, any number of records, `finish`, from one thread. Records nothing if the mode is `disabled`.
+
+    Args:
+        directory: runs are recorded below `directory/wandb`, whether they are uploaded or not.
+        name: the run's display name.
+        timeout_s: how long the server may take to answer at the start, and to accept the rest at the end.
+    """
 
     def __init__(self, spec: WandbSpec, directory: Path, *, name: str, timeout_s: float = 30.0) -> None:
-        """`timeout_s`: how long the server may take to answer at the start, and to accept the rest at the end."""
         self._spec = spec
         self._directory = directory
         self._name = name
         self._timeout_s = timeout_s
         self._run: Any = None
         self.info: TrackingInfo | None = None
+        """Location of the run; None before `start`, and if nothing is being recorded."""
         self.files: Path | None = None
+        """Directory where the run is recorded, also after `finish`; None if there is none."""
         self.uploaded = False
+        """Whether W&B has taken everything, so that `files` need not be kept; False before `finish`."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Start the run or resume it: every attempt of a job has the same `run_id`."""
+        if self._spec.mode == "disabled":
+            return
         with self._guarded("start"):
             _keep_files_below(self._directory)
             fault: str | None = None
@@ -168,6 +121,7 @@ class WandbTracker:
         self.info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url, fault=fault)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of an optimizer step."""
         if self._run is not None:
             with self._guarded("log"):
                 self._run.log(dict(metrics), step=step)
@@ -175,6 +129,7 @@ class WandbTracker:
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
+        """Record final figures, tables and PNG images, at a step after the last trained one."""
         if self._run is not None:
             with self._guarded("log_report"):
                 import wandb
@@ -190,6 +145,7 @@ class WandbTracker:
                 self._run.summary.update(dict(summary))
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
+        """Record the location of the model; nothing is copied."""
         if self._run is not None:
             with self._guarded("log_artifact"):
                 import wandb
@@ -201,6 +157,7 @@ class WandbTracker:
                 self._run.log_artifact(artifact)
 
     def finish(self) -> None:
+        """Send everything that is left."""
         if self._run is not None:
             with self._guarded("finish"):
                 try:
@@ -248,13 +205,6 @@ def _described(error: Exception) -> str:
     return text.replace(key, "***") if key else text
 
 
-def create_tracker(spec: TrackingSpec, directory: Path, *, name: str) -> Tracker:
-    """The tracker that `spec` asks for, its files below `directory`; `name` is the run's display name."""
-    if spec.wandb.mode == "disabled":
-        return NullTracker()
-    return WandbTracker(spec.wandb, directory, name=name)
-
-
 _MOST_WAITING = 10_000
 _TELL_AGAIN_S = 5.0
 
@@ -271,7 +221,7 @@ class BackgroundTracker:
 
     def __init__(
         self,
-        tracker: Tracker,
+        tracker: WandbTracker,
         *,
         on_info: Callable[[TrackingInfo], bool] = lambda _: True,
         most_waiting: int = _MOST_WAITING,

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
-from swiftkv_platform.tracking.tracker import BackgroundTracker, NullTracker, TrackingInfo
+from swiftkv_platform.tracking.tracker import BackgroundTracker, TrackingInfo, WandbTracker
 from tests.support.requirements import required_module
 from tests.support.wandb_server import WandbServer, wandb_server
 from tests.unit.control_plane.routes.conftest import SPEC, make_parts, served_control_plane
@@ -154,21 +155,17 @@ def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: 
     assert server.runs["job-1"].steps == list(range(5))
 
 
-class Stuck(NullTracker):
+class Stuck(WandbTracker):
     """A tracker whose `start` does not return until `may` is set."""
 
     def __init__(self) -> None:
+        super().__init__(WandbSpec(), Path(), name="n")
         self.may = threading.Event()
         self.logged: list[int] = []
-        self._info: TrackingInfo | None = None
-
-    @property
-    def info(self) -> TrackingInfo | None:
-        return self._info
 
     def start(self, run_id: str, config: Any) -> None:
         self.may.wait()
-        self._info = TrackingInfo(provider="wandb", run_id=run_id, mode="online", url="u")
+        self.info = TrackingInfo(provider="wandb", run_id=run_id, mode="online", url="u")
 
     def log(self, metrics: Any, step: int) -> None:
         self.logged.append(step)

@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/outside/gpu"
-VLLM_TESTS = [f"{TESTS}/test_vllm.py", f"{TESTS}/test_vllm_servers.py"]
+VLLM_TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / TESTS).glob("test_vllm*.py"))
 _PROBE = """
 from importlib.metadata import entry_points
 from importlib.util import find_spec

@@ -21,7 +21,7 @@ from swiftkv_platform.planning import plan as make_plan
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
-    from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, ListReport
+    from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, StartReport
     from swiftkv_platform.jobs.dry_run import Memory
 
 
@@ -262,7 +262,7 @@ def analyze(
 _QUALITY = ("KL (nats)", "perplexity", "top-1 agreement")
 
 
-def _quality(each: DepthReport | ListReport) -> list[str]:
+def _quality(each: DepthReport | StartReport) -> list[str]:
     """Return the cells of a calibrated start below `_QUALITY`, and of its needles if it was asked for any."""
     found = [] if each.needles_found is None else [f"{each.needles_found:.0%}"]
     return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]

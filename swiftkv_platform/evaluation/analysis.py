@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import operator
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,12 +25,12 @@ from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, TEACHER_FINDS, needle_prompt
-from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate, evaluation_rows
+from swiftkv_platform.evaluation.quality import Quality, evaluate, evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher, make_student
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
+from swiftkv_platform.model.similarity import THRESHOLD, collect_similarity, recommend_depth
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
@@ -41,74 +40,59 @@ _PROMPTS_AT_ONCE = 20
 """Needle prompts per batch; they are about equally long."""
 
 
-@dataclass(frozen=True)
-class Depth:
-    """Measurement of a student of one depth, with the calibrated start."""
+class StartReport(FrozenModel):
+    """A student with the calibrated start, before any training, against its teacher on held-out text."""
 
-    num_key_value_layers: int
-    teacher: TeacherQuality
-    calibrated: Quality
-    needles_found: float | None = None
-    """Share of the needles that the calibrated start finds; None if not asked."""
-    prefill_layers: tuple[int, ...] = ()
+    prefill_layers: tuple[int, ...]
     """Layers that prompts run through."""
+    kl: float
+    """KL from the teacher, in nats."""
+    perplexity: float
+    top1_agreement: float
+    needles_found: float | None = None
+    """Share of the needles found; None if not asked."""
 
 
-def measure_starts(
-    teacher: Any,
-    shapes: Iterable[ShapeRequest],
-    *,
-    calibration: Sequence[Mapping[str, Tensor]],
-    held_out: PackedRows,
-    max_tokens: int,
-    needles: Needles | None = None,
-) -> Iterator[Depth]:
-    """Rewire `teacher` in each of `shapes` and compare the result with the teacher on held-out rows. Raises `DataError`
-    if nothing is held out, `ModelError` if the family is unknown.
+@dataclass
+class _Measurement:
+    """Measures students of one teacher, whose weights they share, on held-out rows and needles."""
 
-    Args:
-        teacher: a causal language model of a known family; its weights are shared with the students, never changed.
-        shapes: such as `shape_at` and `shape_listed` make.
-        calibration: batches with `input_ids` and `position_ids` for the calibrated start.
-        max_tokens: held-out tokens to measure.
-    """
-    for shape in shapes:
-        student = make_student(teacher, shape, calibration=calibration)
-        totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
-        found = None if needles is None else needles.share_found(student)
+    teacher: Any
+    calibration: Sequence[Mapping[str, Tensor]]
+    """Batches with `input_ids` and `position_ids` for the calibrated start."""
+    held_out: PackedRows
+    max_tokens: int
+    """Held-out tokens to measure."""
+    needles: Needles | None
+    teacher_perplexity: float | None = None
+    """Set by the first measurement."""
+
+    def measure(self, shape: ShapeRequest) -> StartReport:
+        """Rewire the teacher in `shape`, with the calibrated start. Raises `DataError` if nothing is held out,
+        `ModelError` if the family is unknown or its prompts cannot bypass layers."""
+        student = make_student(self.teacher, shape, calibration=self.calibration)
+        found = None if self.needles is None else self.needles.share_found(student)
         layers = student.config.layer_map.prefill_layers
-        yield Depth(layers[-1] + 1, totals.teacher, totals.student, found, layers)
+        return StartReport(prefill_layers=layers, needles_found=found, **self._compare(student).model_dump())
 
+    def measure_bypass(self, bypassed: int) -> float:
+        """Return the KL in nats of the teacher whose prompts bypass one layer. Nothing else differs: prompts leave out
+        its last layer too, but only after its K and V are computed."""
+        depth = self.teacher.config.num_hidden_layers
+        shape = shape_listed([i for i in range(depth - 1) if i != bypassed], depth, 1)
+        return self._compare(make_student(self.teacher, shape)).kl
 
-def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> ShapeRequest:
-    """Return the shape for l = `depth` out of `num_layers` layers; if fewer than g layers are left, they form one
-    group."""
-    group_size = min(key_value_group_size, num_layers - depth)
-    return ShapeRequest(num_key_value_layers=depth, key_value_group_size=group_size)
+    def _compare(self, student: Any) -> Quality:
+        totals = evaluate(student, self.held_out, max_tokens=self.max_tokens, batch_size=1)
+        self.teacher_perplexity = totals.teacher.perplexity
+        return totals.student
 
 
 def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
-    """Return the shape for prompts that run through `layers` and deep tokens that keep their own K and V."""
+    """Return the shape for prompts that run through `layers` and deep tokens that keep their own K and V; if fewer than
+    g layers are left, they form one group."""
     group_size = min(key_value_group_size, num_layers - layers[-1] - 1)
     return ShapeRequest(prefill_layers=layers, key_value_group_size=group_size, decode_key_value="own")
-
-
-def measure_bypasses(
-    teacher: Any, num_layers: int, *, held_out: PackedRows, max_tokens: int
-) -> Iterator[tuple[int, float]]:
-    """Measure the teacher with prompts that bypass one of the first `num_layers` layers. Yield each layer and the KL in
-    nats at the positions of `held_out` that count, which follow prompts. Nothing else differs from the teacher: prompts
-    leave out its last layer too, but only after its K and V are computed. Raises `DataError` if nothing is held out,
-    `ModelError` if prompts of the family cannot bypass layers.
-
-    Args:
-        num_layers: at most L - 2.
-    """
-    depth = teacher.config.num_hidden_layers
-    for bypassed in range(num_layers):
-        listed = [i for i in range(depth - 1) if i != bypassed]
-        student = make_student(teacher, shape_listed(listed, depth, 1))
-        yield bypassed, evaluate(student, held_out, max_tokens=max_tokens, batch_size=1).student.kl
 
 
 def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -125,14 +109,14 @@ def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequ
     return lists
 
 
-def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0) -> int | None:
-    """Return the smallest l from which on every measured depth starts within `max_kl` nats of the teacher and finds at
-    least the share `min_found` of its needles, if any. None if there is none."""
+def shallowest(starts: Mapping[int, StartReport], *, max_kl: float, min_found: float = 0.0) -> int | None:
+    """Return the smallest l from which on every measured depth, by l, starts within `max_kl` nats of the teacher and
+    finds at least the share `min_found` of its needles, if any. None if there is none."""
     chosen = None
-    for depth in sorted(depths, key=lambda each: each.num_key_value_layers, reverse=True):
-        if depth.calibrated.kl > max_kl or (depth.needles_found is not None and depth.needles_found < min_found):
+    for depth, start in sorted(starts.items(), reverse=True):
+        if start.kl > max_kl or (start.needles_found is not None and start.needles_found < min_found):
             break
-        chosen = depth.num_key_value_layers
+        chosen = depth
     return chosen
 
 
@@ -171,12 +155,11 @@ class Needles:
         for begin in range(0, len(self.prompts), _PROMPTS_AT_ONCE):
             prompts = self.prompts[begin : begin + _PROMPTS_AT_ONCE]
             longest = max(map(len, prompts))
-            ids, mask = (
-                torch.tensor(
-                    [[fill] * (longest - len(prompt)) + list(of(prompt)) for prompt in prompts], device=model.device
-                )
-                for fill, of in ((padding, lambda prompt: prompt), (0, lambda prompt: [1] * len(prompt)))
-            )
+            ids = torch.full((len(prompts), longest), padding, device=model.device)
+            mask = torch.zeros_like(ids)
+            for row, prompt in enumerate(prompts):
+                ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+                mask[row, longest - len(prompt) :] = 1
             written = model.generate(
                 ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=padding
             )
@@ -207,18 +190,6 @@ class DepthReport(FrozenModel):
     """Share of the needles that the calibrated start finds; None if not asked."""
 
 
-class ListReport(FrozenModel):
-    """One list of layers that prompts run through, and its calibrated start."""
-
-    prefill_layers: tuple[int, ...]
-    kl: float
-    """KL from the teacher on held-out text that follows prompts, in nats."""
-    perplexity: float
-    top1_agreement: float
-    needles_found: float | None = None
-    """Share of the needles found; None if not asked."""
-
-
 class Analysis(FrozenModel):
     """Report of `swiftkv analyze`."""
 
@@ -242,7 +213,7 @@ class Analysis(FrozenModel):
     """Rule behind the recommendation."""
     bypass_kl: tuple[float, ...] = ()
     """KL of the teacher if prompts bypass one layer, by layer from 0; empty if not measured."""
-    lists: tuple[ListReport, ...] = ()
+    lists: tuple[StartReport, ...] = ()
     """First layers, and for each l tried those left after bypassing the cheapest; all lists are equally long."""
     recommended_prefill_layers: tuple[int, ...] | None = None
     """The list whose start finds most needles, if the teacher finds them, or else is nearest to the teacher."""
@@ -310,35 +281,75 @@ def analyze(
     batches = [to_tensors(seen.batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
-    group_size = options.key_value_group_size
-    measured_starts = partial(
-        measure_starts,
-        model,
-        calibration=batches,
-        held_out=held_out,
-        max_tokens=options.max_tokens,
-        needles=needles,
-    )
-    measured: list[Depth] = []
+    measurement = _Measurement(model, batches, held_out, options.max_tokens, needles)
     teacher_found = needles.share_found(model) if needles else None
-    if options.measure:
-        depths = options.depths or range(1, num_layers)
-        for depth in measured_starts(shape_at(depth, num_layers, group_size) for depth in depths):
-            measured.append(depth)
-            progress(f"Rewired at l = {depth.num_key_value_layers}: KL {depth.calibrated.kl:.3f} nats")
-    report = _report(name, config, similarity, measured, teacher_found, options)
-    if options.num_prefill_layers is None:
-        return report
-    costs: list[float] = []
-    for layer, kl in measure_bypasses(model, tried[-1] - 1, held_out=held_out, max_tokens=options.max_tokens):
-        costs.append(kl)
-        progress(f"Prompts bypass layer {layer}: KL {kl:.3f} nats")
-    lists: list[Depth] = []
-    listed = [tuple(range(options.num_prefill_layers)), *cheapest_lists(costs, options.num_prefill_layers, tried)]
-    for depth in measured_starts(shape_listed(layers, num_layers, group_size) for layers in listed):
-        lists.append(depth)
-        progress(f"Prompts run layers {format_layers(depth.prefill_layers)}: KL {depth.calibrated.kl:.3f} nats")
-    return report.model_copy(update=_of_lists(costs, lists, teacher_found))
+    group_size, starts = options.key_value_group_size, dict[int, StartReport]()
+    for depth in (options.depths or range(1, num_layers)) if options.measure else ():
+        starts[depth] = measurement.measure(
+            ShapeRequest(num_key_value_layers=depth, key_value_group_size=min(group_size, num_layers - depth))
+        )
+        progress(f"Rewired at l = {depth}: KL {starts[depth].kl:.3f} nats")
+    costs, lists = list[float](), list[StartReport]()
+    if options.num_prefill_layers is not None:
+        for layer in range(tried[-1] - 1):
+            costs.append(measurement.measure_bypass(layer))
+            progress(f"Prompts bypass layer {layer}: KL {costs[-1]:.3f} nats")
+        first = tuple(range(options.num_prefill_layers))
+        for layers in (first, *cheapest_lists(costs, options.num_prefill_layers, tried)):
+            lists.append(measurement.measure(shape_listed(layers, num_layers, group_size)))
+            progress(f"Prompts run layers {format_layers(layers)}: KL {lists[-1].kl:.3f} nats")
+    judging = teacher_found if teacher_found is not None and teacher_found >= TEACHER_FINDS else None
+    best = min(lists, key=lambda each: (-(each.needles_found or 0.0) if judging else 0.0, each.kl), default=None)
+    recommended, rule = _recommend(similarity.scores, starts, judging, options.max_kl)
+    return Analysis(
+        model=name,
+        num_hidden_layers=num_layers,
+        num_tokens=similarity.num_tokens,
+        sim_scores=tuple(similarity.scores),
+        depths=_depths(config, similarity.scores, starts, group_size),
+        teacher_perplexity=measurement.teacher_perplexity,
+        needle_length=options.needle_length,
+        teacher_needles_found=teacher_found,
+        key_value_group_size=group_size,
+        recommended_num_key_value_layers=recommended,
+        rule=rule,
+        bypass_kl=tuple(costs),
+        lists=tuple(lists),
+        recommended_prefill_layers=None if best is None else best.prefill_layers,
+    )
+
+
+def _recommend(
+    scores: list[float], starts: Mapping[int, StartReport], judging: float | None, max_kl: float
+) -> tuple[int | None, str]:
+    """Return the recommended l, and the rule behind it. `judging`: the share of needles that a teacher finds which
+    finds enough."""
+    if not starts:
+        return recommend_depth(scores), f"smallest l from half of the layers on where SimScore is at least {THRESHOLD}"
+    rule = f"smallest l from which the calibrated start is within {max_kl} nats of the teacher"
+    if judging is None:
+        return shallowest(starts, max_kl=max_kl), rule
+    least = judging - _MAY_LOSE
+    return shallowest(starts, max_kl=max_kl, min_found=least), f"{rule} and finds at least {least:.0%} of the needles"
+
+
+def _depths(
+    config: dict[str, Any], scores: Sequence[float], starts: Mapping[int, StartReport], group_size: int
+) -> tuple[DepthReport, ...]:
+    depths = []
+    for layers in range(1, len(scores) + 1):
+        measured = starts[layers].model_dump(exclude={"prefill_layers"}) if layers in starts else {}
+        size = min(group_size if starts else 1, len(scores) + 1 - layers)
+        costs = plan(config, num_key_value_layers=layers, key_value_group_size=size)
+        depths.append(
+            DepthReport(
+                num_key_value_layers=layers,
+                sim_score=scores[layers] if layers < len(scores) else None,
+                prefill_flops_ratio=costs.executed_prefill_flops_ratio,
+                **measured,
+            )
+        )
+    return tuple(depths)
 
 
 def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
@@ -361,22 +372,6 @@ def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
                 "depth", depth, f"; to keep {wanted} layers, {wanted + 1}..{num_layers - 1} are accepted"
             )
     return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _DEPTHS_TRIED, num_layers - 1) + 1))
-
-
-def _of_lists(costs: Sequence[float], lists: Sequence[Depth], teacher_found: float | None) -> dict[str, Any]:
-    """Fields of the analysis that are of lists."""
-    judges = teacher_found is not None and teacher_found >= TEACHER_FINDS
-    best = min(lists, key=lambda each: (-(each.needles_found or 0.0) if judges else 0.0, each.calibrated.kl))
-    reports = [
-        ListReport(prefill_layers=each.prefill_layers, needles_found=each.needles_found, **each.calibrated.model_dump())
-        for each in lists
-    ]
-    return {
-        "bypass_kl": tuple(costs),
-        "lists": tuple(reports),
-        "recommended_prefill_layers": best.prefill_layers,
-        "teacher_perplexity": lists[0].teacher.perplexity,
-    }
 
 
 def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
@@ -443,55 +438,3 @@ def _read_text(
         pack(samples, np.arange(first, len(samples), 2), max_length=max_length, pad_token_id=0) for first in (0, 1)
     ]
     return halves[0], halves[1]
-
-
-def _report(
-    name: str,
-    config: dict[str, Any],
-    similarity: Similarity,
-    measured: Sequence[Depth],
-    teacher_found: float | None,
-    options: AnalysisOptions,
-) -> Analysis:
-    scores = similarity.scores
-    by_depth = {depth.num_key_value_layers: depth for depth in measured}
-    depths = []
-    for layers in range(1, len(scores) + 1):
-        quality: dict[str, Any] = {}
-        if layers in by_depth:
-            depth = by_depth[layers]
-            quality = depth.calibrated.model_dump() | {"needles_found": depth.needles_found}
-        group_size = min(options.key_value_group_size if measured else 1, len(scores) + 1 - layers)
-        costs = plan(config, num_key_value_layers=layers, key_value_group_size=group_size)
-        score = scores[layers] if layers < len(scores) else None
-        depths.append(
-            DepthReport(
-                num_key_value_layers=layers,
-                sim_score=score,
-                prefill_flops_ratio=costs.executed_prefill_flops_ratio,
-                **quality,
-            )
-        )
-    if measured:
-        judges = teacher_found is not None and teacher_found >= TEACHER_FINDS
-        least = teacher_found - _MAY_LOSE if judges and teacher_found is not None else 0.0
-        recommended = shallowest(measured, max_kl=options.max_kl, min_found=least)
-        rule = f"smallest l from which the calibrated start is within {options.max_kl} nats of the teacher"
-        if judges:
-            rule += f" and finds at least {least:.0%} of the needles"
-    else:
-        recommended = recommend_depth(scores)
-        rule = f"smallest l from half of the layers on where SimScore is at least {THRESHOLD}"
-    return Analysis(
-        model=name,
-        num_hidden_layers=len(scores) + 1,
-        num_tokens=similarity.num_tokens,
-        sim_scores=tuple(scores),
-        depths=tuple(depths),
-        teacher_perplexity=measured[0].teacher.perplexity if measured else None,
-        needle_length=options.needle_length,
-        teacher_needles_found=teacher_found,
-        key_value_group_size=options.key_value_group_size,
-        recommended_num_key_value_layers=recommended,
-        rule=rule,
-    )

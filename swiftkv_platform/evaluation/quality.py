@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -47,16 +47,21 @@ class Quality(FrozenModel):
     """Share of the positions where the student's most likely token is the teacher's."""
 
 
+class _Sums:
+    """Figures by bin, one tuple a field; those of several workers add up."""
+
+    def __add__(self, other: Self) -> Self:
+        pairs = ((getattr(self, item.name), getattr(other, item.name)) for item in fields(cast("Any", self)))
+        return type(self)(*(tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs))
+
+
 @dataclass(frozen=True)
-class ExitCounts:
+class ExitCounts(_Sums):
     """Positions by the exit head's largest probability, in `NUM_EXIT_BINS` bins."""
 
     positions: tuple[int, ...] = (0,) * NUM_EXIT_BINS
     agreements: tuple[int, ...] = (0,) * NUM_EXIT_BINS
     """Positions where the exit head's most likely token is the student's."""
-
-    def __add__(self, other: ExitCounts) -> ExitCounts:
-        return ExitCounts(_sum(self.positions, other.positions), _sum(self.agreements, other.agreements))
 
 
 BORDERS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -64,7 +69,7 @@ BORDERS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True)
-class BinnedSums:
+class BinnedSums(_Sums):
     """Sums over positions, by bins that begin at `BORDERS`."""
 
     positions: tuple[int, ...] = (0,) * len(BORDERS)
@@ -72,10 +77,6 @@ class BinnedSums:
     student_nll: tuple[float, ...] = (0.0,) * len(BORDERS)
     kl: tuple[float, ...] = (0.0,) * len(BORDERS)
     agreements: tuple[int, ...] = (0,) * len(BORDERS)
-
-    def __add__(self, other: BinnedSums) -> BinnedSums:
-        pairs = ((getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
-        return BinnedSums(*(tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs))
 
 
 @dataclass(frozen=True)
@@ -248,17 +249,8 @@ def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
     """Count exits by the head's logits [num_positions, vocab_size] and the student's best tokens [num_positions]."""
     confidence, tokens = logits.float().softmax(-1).max(-1)
     bins = (confidence * NUM_EXIT_BINS).long().clamp(max=NUM_EXIT_BINS - 1)
-    return ExitCounts(_counts(bins, NUM_EXIT_BINS), _counts(bins[tokens == student], NUM_EXIT_BINS))
-
-
-def _counts(bins: torch.Tensor, num_bins: int) -> tuple[int, ...]:
-    """Count of each number below `num_bins` in `bins`."""
-    none = torch.zeros(num_bins, dtype=torch.long, device=bins.device)
-    return tuple(none.index_add_(0, bins, torch.ones_like(bins)).tolist())
-
-
-def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+    counted = (torch.bincount(some, minlength=NUM_EXIT_BINS) for some in (bins, bins[tokens == student]))
+    return ExitCounts(*(tuple(counts.tolist()) for counts in counted))
 
 
 def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,34 +272,27 @@ def _by_sample(figures: torch.Tensor, counted: torch.Tensor, placed: _Placed) ->
     max_length]."""
     number = len(placed.lengths)
     owner = torch.from_numpy(np.repeat(np.arange(number), placed.lengths)).to(figures.device)[counted.flatten()]
-    none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
-    sums = none.index_add_(0, owner, torch.cat([figures, torch.ones_like(figures[:1])]).T)
     return tuple(
         SampleSums(sample, text, int(positions), teacher_nll, student_nll, kl, int(agreements))
         for sample, text, (teacher_nll, student_nll, kl, agreements, positions) in zip(
-            placed.samples, placed.texts, sums.tolist(), strict=True
+            placed.samples, placed.texts, _sum_by(owner, number, figures), strict=True
         )
         if positions
     )
 
 
 def _binned(values: torch.Tensor, figures: torch.Tensor) -> BinnedSums:
-    """Sums of `figures` [4, num_positions], see `_compare`, by the bins of `values` [num_positions]."""
-    teacher_nll, student_nll, kl, same = figures
-    borders = torch.tensor(BORDERS[1:], device=values.device)
-    bins = torch.bucketize(values, borders, right=True)
+    """Sum `figures` [4, num_positions], see `_compare`, by the bins of `values` [num_positions]."""
+    bins = torch.bucketize(values, torch.tensor(BORDERS[1:], device=values.device), right=True)
+    teacher_nll, student_nll, kl, agreements, positions = zip(*_sum_by(bins, len(BORDERS), figures), strict=True)
+    return BinnedSums(tuple(map(int, positions)), teacher_nll, student_nll, kl, tuple(map(int, agreements)))
 
-    def sums(weights: torch.Tensor) -> tuple[float, ...]:
-        none = torch.zeros(len(BORDERS), dtype=torch.double, device=bins.device)
-        return tuple(none.index_add_(0, bins, weights.double()).tolist())
 
-    return BinnedSums(
-        positions=_counts(bins, len(BORDERS)),
-        teacher_nll=sums(teacher_nll),
-        student_nll=sums(student_nll),
-        kl=sums(kl),
-        agreements=_counts(bins[same > 0], len(BORDERS)),
-    )
+def _sum_by(groups: torch.Tensor, number: int, figures: torch.Tensor) -> list[list[float]]:
+    """Sum `figures` [4, num_positions] and count positions for each of `number` groups; `groups` [num_positions]."""
+    none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
+    sums: list[list[float]] = none.index_add_(0, groups, torch.cat([figures, torch.ones_like(figures[:1])]).T).tolist()
+    return sums
 
 
 def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

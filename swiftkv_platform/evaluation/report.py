@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -32,33 +31,6 @@ NO_TASKS = TaskResults()
 MAX_KL = 0.2
 """Default limit for instruction-tuned models, in nats."""
 MIN_TOP1_AGREEMENT = 0.8
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of `EvaluationSpec` with `auto` resolved for the model."""
-
-    max_kl: float | None
-    max_perplexity_ratio: float | None
-    min_top1_agreement: float | None
-    max_drop: float | Literal["auto"] | None
-    """`auto` and None as in the spec: the default of a task follows from its samples, see `planning.gates`."""
-    max_needle_drop: float | Literal["auto"] | None
-
-    @classmethod
-    def of(cls, spec: EvaluationSpec, *, instruct: bool) -> Limits:
-        def settle(value: float | Literal["auto"] | None, default: float) -> float | None:
-            if value == "auto":
-                return default if instruct else None
-            return value
-
-        return cls(
-            max_kl=settle(spec.max_kl, MAX_KL),
-            max_perplexity_ratio=spec.max_perplexity_ratio,
-            min_top1_agreement=settle(spec.min_top1_agreement, MIN_TOP1_AGREEMENT),
-            max_drop=spec.max_drop,
-            max_needle_drop=spec.max_needle_drop,
-        )
 
 
 class BothModes(FrozenModel):
@@ -240,7 +212,7 @@ class Report(FrozenModel):
             exit_head=exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
-            gates=_gates(spec, Limits.of(spec, instruct=instruct), (student, ratio, intervals), tasks.scores),
+            gates=_gates(spec, (student, ratio, intervals), tasks.scores, instruct=instruct),
         )
 
     def check_gates(self) -> None:
@@ -297,23 +269,28 @@ def exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
 
 def _gates(
     spec: EvaluationSpec,
-    limits: Limits,
     held_out: tuple[Quality, float, HeldOutIntervals | None],
     tasks: tuple[TaskScore, ...],
+    *,
+    instruct: bool,
 ) -> tuple[Gate, ...]:
+    def settle(limit: float | Literal["auto"] | None, default: float) -> float | None:
+        return limit if limit != "auto" else default if instruct else None
+
     num_gates = max(num_task_gates(spec), sum(not score.task.startswith(NEEDLE) for score in tasks))
     student, ratio, known = held_out
+    least = settle(spec.min_top1_agreement, MIN_TOP1_AGREEMENT)
     figures: tuple[tuple[str, str, float, float | None], ...] = (
-        ("kl", "held-out KL in nats", student.kl, limits.max_kl),
-        ("perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, limits.max_perplexity_ratio),
-        ("top1_agreement", "held-out top-1 agreement", student.top1_agreement, limits.min_top1_agreement),
+        ("kl", "held-out KL in nats", student.kl, settle(spec.max_kl, MAX_KL)),
+        ("perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio),
+        ("top1_agreement", "held-out top-1 agreement", student.top1_agreement, least),
     )
     gates = [
         _held_out_gate(name, subject, value, limit, known)
         for name, subject, value, limit in figures
         if limit is not None
     ]
-    gates += [gate for gate in (_task_gate(score, limits, num_gates) for score in tasks) if gate is not None]
+    gates += [gate for gate in (_task_gate(score, spec, num_gates) for score in tasks) if gate is not None]
     return tuple(sorted(gates, key=lambda gate: gate.severity, reverse=True))
 
 
@@ -364,11 +341,11 @@ def _outcome(value: float, limit: float, interval: Interval | None, *, is_least:
     return "passed" if high <= limit else "failed" if low > limit else "undecided"
 
 
-def _task_gate(score: TaskScore, limits: Limits, num_gates: int) -> Gate | None:
+def _task_gate(score: TaskScore, spec: EvaluationSpec, num_gates: int) -> Gate | None:
     """Test for non-inferiority: passed if the whole interval of the points lost is within the limit, failed if it is
     entirely beyond. None if there is no limit, or if the teacher itself finds few needles."""
     is_needle = score.task.startswith(NEEDLE)
-    asked = limits.max_needle_drop if is_needle else limits.max_drop
+    asked = spec.max_needle_drop if is_needle else spec.max_drop
     if asked is None or (is_needle and score.teacher < TEACHER_FINDS):
         return None
     if asked != "auto":

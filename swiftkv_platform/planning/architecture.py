@@ -10,7 +10,7 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.families import Family, find_family
-from swiftkv_platform.planning.config import ConfigSource, Fields, check_values, read_config
+from swiftkv_platform.planning.config import ConfigSource, Fields, check_values, read_config, refused
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
@@ -187,11 +187,8 @@ def _gated(
 
 
 def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
-    hidden, intermediate, bias = (
-        fields.count("hidden_size"),
-        fields.count("intermediate_size"),
-        fields.has(family.mlp_bias),
-    )
+    hidden, intermediate = fields.count("hidden_size"), fields.count("intermediate_size")
+    bias = fields.has(family.mlp_bias)
     if family.fuses_projections:
         return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
     return _gated(hidden, intermediate, bias=bias)
@@ -235,24 +232,14 @@ def _check_expert_groups(fields: Fields, num_experts: int) -> None:
     """Raise `ModelError` if experts cannot be chosen by the configuration's `topk_method`."""
     method = fields.text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(
-            f"config.json has topk_method {method!r}; greedy and group_limited_greedy are accepted",
-            field="topk_method",
-            value=method,
-        )
+        raise refused("topk_method", method, "greedy and group_limited_greedy are accepted")
     if method == "greedy":
         return
     groups, chosen = fields.count("n_group"), fields.count("topk_group")
     if num_experts % groups:
-        raise ModelError(
-            f"config.json has n_group {groups}; a divisor of {num_experts} experts is accepted",
-            field="n_group",
-            value=groups,
-        )
+        raise refused("n_group", groups, f"a divisor of {num_experts} experts is accepted")
     if chosen > groups:
-        raise ModelError(
-            f"config.json has topk_group {chosen}; 1..{groups} is accepted", field="topk_group", value=chosen
-        )
+        raise refused("topk_group", chosen, f"1..{groups} is accepted")
 
 
 def _rotated(fields: Fields, num_layers: int) -> list[bool]:
@@ -277,7 +264,7 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
         return (None,) * num_layers
     window = fields.optional_count("sliding_window") if fields.given("sliding_window") else windows.default
     if window == 1:
-        raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
+        raise refused("sliding_window", 1, "2 or more is accepted")
     types = fields.sequence("layer_types") if windows.by_layer else None
     if window is None and windows.full_every is not None and (types is None or "sliding_attention" in types):
         raise ModelError(

@@ -35,10 +35,9 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        accepted = "a config.json or a Hugging Face model directory is accepted"
         raise ModelError(
-            f"{path} cannot be read ({error.strerror}); a config.json or a Hugging Face model directory is accepted",
-            field=FIELD,
-            value=str(source),
+            f"{path} cannot be read ({error.strerror}); {accepted}", field=FIELD, value=str(source)
         ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error})", field=FIELD, value=str(source)) from error
@@ -59,7 +58,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise self._unusable(names[0], None, "a positive integer is accepted")
+            raise refused(names[0], None, "a positive integer is accepted")
         return value
 
     def optional_count(self, *names: str, least: int = 1, most: int = _MOST) -> int | None:
@@ -70,7 +69,7 @@ class Fields:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 kind = "a positive integer of" if least else "0 or a positive integer of"
-                raise self._unusable(name, value, f"{kind} at most {most} is accepted")
+                raise refused(name, value, f"{kind} at most {most} is accepted")
             return value
         return None
 
@@ -79,7 +78,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._unusable(name, value, "true and false are accepted")
+            raise refused(name, value, "true and false are accepted")
         return value
 
     def has(self, flag: Flag | Fixed) -> bool:
@@ -91,7 +90,7 @@ class Fields:
             value = self._config.get(name, default)
             if isinstance(value, str):
                 return value
-        raise self._unusable(names[0], self._config.get(names[0]), "a string is accepted")
+        raise refused(names[0], self._config.get(names[0]), "a string is accepted")
 
     def given(self, name: str) -> bool:
         """Whether the key is there; it may be null."""
@@ -100,12 +99,8 @@ class Fields:
     def sequence(self, name: str) -> Sequence[Any] | None:
         value = self._config.get(name)
         if value is not None and not isinstance(value, list | tuple):
-            raise self._unusable(name, value, "a list is accepted")
+            raise refused(name, value, "a list is accepted")
         return value
-
-    @staticmethod
-    def _unusable(name: str, value: object, accepted: str) -> ModelError:
-        return ModelError(f"config.json has {name} {value!r:.80}; {accepted}", field=name, value=value)
 
 
 MAX_LAYERS = 1024
@@ -149,7 +144,7 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
     if fields is None:
         return False
     if not isinstance(fields, Mapping):
-        raise _refused("config.json", "quantization_config", fields, "an object or null is accepted")
+        raise refused("quantization_config", fields, "an object or null is accepted")
     method = fields.get("quant_method")
     if method in _FP8_METHODS or (method == "compressed-tensors" and _is_read(fields)):
         return True
@@ -231,7 +226,7 @@ class _Values:
     def check(self, keys: Iterable[str], accepts: Callable[[Any], bool], accepted: str) -> None:
         for key in keys:
             if key in self._config and not accepts(self._config[key]):
-                raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+                raise refused(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
     def check_needs(self, keys: Iterable[str], needs: Mapping[str, Sequence[str]]) -> None:
         """Check that the keys required by the value of the first of `keys` that is set are there."""
@@ -239,7 +234,7 @@ class _Values:
             for needed in needs[self._config[key]]:
                 if self._config.get(needed) is None:
                     accepted = f"with it {self._prefix}{needed} is needed"
-                    raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+                    raise refused(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
 
 def _check_token_ids(values: _Values) -> None:
@@ -256,21 +251,19 @@ def check_kind(config: Mapping[str, Any]) -> None:
     found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):
         accepted = f"model_type {kind!r} does not have it; a student's model_type is {kind + STUDENT_SUFFIX!r}"
-        raise _refused("config.json", found, config[found], accepted)
+        raise refused(found, config[found], accepted)
 
 
 def _check_padding(config: Mapping[str, Any]) -> None:
     padding, size = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(padding, int) and isinstance(size, int) and not -size <= padding < size:
-        raise _refused("config.json", "pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
+        raise refused("pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise _refused(
-            "config.json", "num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted"
-        )
+        raise refused("num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted")
 
 
 def _check_rope(values: _Values, needs: Mapping[str, Sequence[str]]) -> None:
@@ -314,10 +307,8 @@ def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or accepts(value)
 
 
-def _refused(file: str, key: str, value: Any, accepted: str) -> ModelError:
-    return ModelError(f"{file} has {key} {_short(value)}; {accepted}", field=key, value=value)
-
-
-def _short(value: Any) -> str:
+def refused(key: str, value: Any, accepted: str, *, file: str = "config.json") -> ModelError:
+    """Return an error about a key of a file; `accepted` says what would be."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    return ModelError(f"{file} has {key} {shown}; {accepted}", field=key, value=value)

@@ -138,20 +138,8 @@ def sweep_page(name: str, sweep: SweepReport) -> str:
 def _plot(sweep: SweepReport, measured: list[Point]) -> str | None:
     if not measured:
         return None
-    rows = [
-        {
-            "name": point.name,
-            "key_value_group_size": point.key_value_group_size,
-            "prefill_flops_ratio": point.cost[0],
-            "kl": point.cost[2],
-            "on_frontier": point.on_frontier,
-            "recommended": point.name == sweep.recommended,
-        }
-        for point in measured
-    ]
-    return as_svg(
-        frontier_chart(rows), "Held-out KL over prefill compute of every trial; the table below has the figures"
-    )
+    chart = frontier_chart(measured, sweep.recommended)
+    return as_svg(chart, "Held-out KL over prefill compute of every trial; the table below has the figures")
 
 
 _INK = "#13579b"
@@ -240,30 +228,19 @@ def task_chart(tasks: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def frontier_chart(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot held-out KL over prefill compute, with a marker for every trial and the frontier as a line.
-
-    Points have `name`, `key_value_group_size`, `prefill_flops_ratio`, `kl`, `on_frontier` and `recommended`.
-    """
+def frontier_chart(points: Sequence[Point], recommended: str | None) -> Figure:
+    """Plot held-out KL over prefill compute, with a marker for every measured trial and the frontier as a line."""
     figure, axes = _figure(height=4.2)
-    frontier = sorted((p["prefill_flops_ratio"], p["kl"]) for p in points if p["on_frontier"])
+    at = {point.name: (point.cost[0], point.cost[2]) for point in points}
+    frontier = sorted(at[point.name] for point in points if point.on_frontier)
     axes.plot(*zip(*frontier, strict=True), color=_INK, linewidth=1.0, linestyle="--", label="frontier", zorder=1)
-    groups = sorted({p["key_value_group_size"] for p in points})
+    groups = sorted({point.key_value_group_size for point in points})
     for colour, marker, group in zip(cycle(_PALETTE), cycle("os^Dv*P"), groups, strict=False):
-        members = [p for p in points if p["key_value_group_size"] == group]
-        axes.scatter(
-            [p["prefill_flops_ratio"] for p in members],
-            [p["kl"] for p in members],
-            color=colour,
-            marker=marker,
-            s=44,
-            label=f"g = {group}",
-            zorder=2,
-        )
-    for p in points:
-        if p["recommended"]:
-            place = p["prefill_flops_ratio"], p["kl"]
-            axes.scatter(*place, s=170, facecolors="none", edgecolors=_INK, linewidths=1.6, label=f"taken: {p['name']}")
+        x, y = zip(*(at[point.name] for point in points if point.key_value_group_size == group), strict=True)
+        axes.scatter(x, y, color=colour, marker=marker, s=44, label=f"g = {group}", zorder=2)
+    if recommended is not None:
+        ring: dict[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": _INK, "linewidths": 1.6}
+        axes.scatter(*at[recommended], label=f"taken: {recommended}", **ring)
     axes.set_xlabel("prefill compute relative to the teacher")
     axes.set_ylabel("held-out KL (nats)")
     axes.set_ylim(bottom=0)

@@ -120,6 +120,11 @@ class Range:
         return min(max(value, self.low), self.high)
 
 
+def refuse_field(field: str, value: Any, message: str) -> PydanticCustomError:
+    """Return the error of a rule over several fields, of which `field` is the one to change."""
+    return PydanticCustomError("fields", "{message}", {"field": field, "value": value, "message": message})
+
+
 def _refusal(value: Any, accepted: str) -> PydanticCustomError:
     shown = repr(value)
     shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."

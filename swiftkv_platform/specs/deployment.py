@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range
+from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range, refuse_field
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,8 @@ class ScalingSpec(FiniteModel):
     @model_validator(mode="after")
     def _replicas_in_order(self) -> Self:
         if self.max_replicas < self.min_replicas:
-            raise PydanticCustomError(
-                "max_replicas",
-                "max_replicas {value} is below min_replicas {least}",
-                {"field": "max_replicas", "value": self.max_replicas, "least": self.min_replicas},
-            )
+            message = f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}"
+            raise refuse_field("max_replicas", self.max_replicas, message)
         return self
 
 

@@ -4,7 +4,7 @@ data, by pure functions, so every attempt of a job gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,6 +23,7 @@ from swiftkv_platform.specs.base import (
     Spec,
     Weight,
     Word,
+    refuse_field,
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
@@ -182,146 +183,100 @@ class JobSpec(Spec):
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
 
     @model_validator(mode="after")
-    def _continues_from_something(self) -> Self:
-        training = self.training
-        value: str | bool | int
-        if training.from_ is not None and self.sweep is not None:
-            field, value, problem = (
-                "training.from",
-                training.from_,
-                "it cannot be combined with sweep; leave out one of them",
-            )
-        elif training.from_ is None and training.load_optimizer_state:
-            field, value = "training.load_optimizer_state", True
-            problem = "it needs training.from, the checkpoint whose state is loaded"
-        elif training.from_ is None and training.max_steps == 0:
-            field, value = "training.max_steps", 0
-            problem = (
-                "it needs training.from, the checkpoint that is evaluated and published; 1 or more is accepted as well"
-            )
-        else:
-            return self
-        raise PydanticCustomError(
-            "parent", "{field} is {value}: {problem}", {"field": field, "value": value, "problem": problem}
-        )
+    def _sections_fit(self) -> Self:
+        for error in _misfits(self):
+            raise error
+        return self
 
-    @model_validator(mode="after")
-    def _sequences_divide(self) -> Self:
-        size, workers = self.sharding.sequence_parallel_size, self.resources.num_workers
-        if size == 1:
-            return self
+
+def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
+    """Yield an error for each rule over several sections that a spec breaks."""
+    training, sharding, resources, distillation = spec.training, spec.sharding, spec.resources, spec.distillation
+    if training.from_ is not None and spec.sweep is not None:
+        problem = "it cannot be combined with sweep; leave out one of them"
+        yield _is("training.from", training.from_, problem)
+    if training.from_ is None and training.load_optimizer_state:
+        yield _is("training.load_optimizer_state", True, "it needs training.from, the checkpoint whose state is loaded")
+    if training.from_ is None and training.max_steps == 0:
+        problem = (
+            "it needs training.from, the checkpoint that is evaluated and published; 1 or more is accepted as well"
+        )
+        yield _is("training.max_steps", 0, problem)
+    size = sharding.sequence_parallel_size
+    if size > 1:
+        field, workers = "sharding.sequence_parallel_size", resources.num_workers
         if not isinstance(workers, int) or workers % size:
-            problem = f"resources.num_workers must be a fixed multiple of it, and is {workers}"
-        elif self.data.max_length % size:
-            problem = f"it must divide data.max_length, which is {self.data.max_length}"
-        elif self.training.compile:
-            problem = "it cannot be combined with training.compile"
-        else:
-            return self
-        raise PydanticCustomError(
-            "sequence_parallel_size",
-            "sharding.sequence_parallel_size is {value}: {problem}",
-            {"field": "sharding.sequence_parallel_size", "value": size, "problem": problem},
+            yield _is(field, size, f"resources.num_workers must be a fixed multiple of it, and is {workers}")
+        if spec.data.max_length % size:
+            yield _is(field, size, f"it must divide data.max_length, which is {spec.data.max_length}")
+        if training.compile:
+            yield _is(field, size, "it cannot be combined with training.compile")
+    if spec.swiftkv.request.has_gaps:
+        yield from map(spec.swiftkv.refused_list, _problems_of_gaps(spec))
+    if training.batch_size is not None and training.batch_size % spec.rows_per_pass:
+        shared = "" if size == 1 else "1 / sharding.sequence_parallel_size x "
+        yield refuse_field(
+            "training.batch_size",
+            training.batch_size,
+            f"training.batch_size {training.batch_size} must be a multiple of resources.num_workers x {shared}"
+            f"training.micro_batch_size = {spec.rows_per_pass}",
         )
-
-    @model_validator(mode="after")
-    def _gaps_can_be_trained(self) -> Self:
-        size, strategy = self.sharding.sequence_parallel_size, self.sharding.strategy
-        if not self.swiftkv.request.has_gaps:
-            return self
-        if size > 1:
-            problem = f"it cannot be combined with sharding.sequence_parallel_size {size}; use 1"
-        elif self.training.gradient_checkpointing:
-            problem = "it cannot be combined with training.gradient_checkpointing true; use false"
-        elif self.distillation.trainable == "all" and strategy != "ddp":
-            problem = (
-                f"it cannot be combined with distillation.trainable 'all' under sharding.strategy {strategy!r}; use "
-                "distillation.trainable qkv, or sharding.strategy ddp"
-            )
-        elif self.sweep is not None and self.sweep.num_key_value_layers:
-            problem = "it cannot be combined with sweep.num_key_value_layers; leave out one of them"
-        else:
-            return self
-        raise self.swiftkv.refused_list(problem)
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
-        size, per_step = self.sharding.sequence_parallel_size, self.rows_per_pass
-        if self.training.batch_size is not None and self.training.batch_size % per_step:
-            raise PydanticCustomError(
-                "batch_size",
-                "training.batch_size {value} must be a multiple of resources.num_workers x {shared}"
-                "training.micro_batch_size = {per_step}",
-                {
-                    "field": "training.batch_size",
-                    "value": self.training.batch_size,
-                    "per_step": per_step,
-                    "shared": "" if size == 1 else "1 / sharding.sequence_parallel_size x ",
-                },
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_held_out(self) -> Self:
-        sources = self.data.sources
-        if self.data.validation_fraction or any(s.name_or_path == BUILTIN_DATA or s.is_held_out for s in sources):
-            return self
-        raise PydanticCustomError(
-            "validation_fraction",
+    held_out = any(source.name_or_path == BUILTIN_DATA or source.is_held_out for source in spec.data.sources)
+    if not spec.data.validation_fraction and not held_out:
+        yield refuse_field(
+            "data.validation_fraction",
+            0.0,
             "data.validation_fraction is 0, but every job measures its student on held-out text; use 0.01",
-            {"field": "data.validation_fraction", "value": 0.0},
+        )
+    if spec.optimizer.name == "muon" and sharding.strategy == "deepspeed":
+        yield refuse_field(
+            "optimizer.name",
+            "muon",
+            "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' keeps flat shards; use "
+            "sharding.strategy ddp or fsdp2, or optimizer.name adamw",
+        )
+    if spec.publish.adapter and distillation.trainable == "all":
+        yield refuse_field(
+            "publish.adapter",
+            True,
+            "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of everything "
+            "is as large as the whole model; use publish.adapter false, or distillation.trainable qkv or tail",
+        )
+    gpus, dtype = resources.gpus_per_worker, spec.model.dtype
+    if training.attn_implementation == "varlen_attn" and not (gpus and dtype == "bfloat16"):
+        yield refuse_field(
+            "training.attn_implementation",
+            "varlen_attn",
+            "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, but resources.gpus_per_worker is "
+            f"{gpus:g}, model.dtype {dtype}; use auto or sdpa",
+        )
+    if spec.sweep is not None and not spec.evaluation.has_gate:
+        yield refuse_field(
+            "sweep",
+            spec.sweep.model_dump(mode="json"),
+            "sweep needs an accuracy budget to choose by: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
+            "evaluation.min_top1_agreement, or evaluation.tasks and max_drop",
         )
 
-    @model_validator(mode="after")
-    def _optimizer_fits_the_sharding(self) -> Self:
-        if self.optimizer.name == "muon" and self.sharding.strategy == "deepspeed":
-            raise PydanticCustomError(
-                "optimizer",
-                "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' keeps flat shards; "
-                "use sharding.strategy ddp or fsdp2, or optimizer.name adamw",
-                {"field": "optimizer.name", "value": self.optimizer.name},
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _adapter_is_a_part(self) -> Self:
-        if self.publish.adapter and self.distillation.trainable == "all":
-            raise PydanticCustomError(
-                "adapter",
-                "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of "
-                "everything is as large as the whole model; use publish.adapter false, or distillation.trainable qkv "
-                "or tail",
-                {"field": "publish.adapter", "value": True},
-            )
-        return self
+def _is(field: str, value: str | bool | int, problem: str) -> PydanticCustomError:
+    return refuse_field(field, value, f"{field} is {'true' if value is True else value}: {problem}")
 
-    @model_validator(mode="after")
-    def _attention_has_its_device(self) -> Self:
-        fits = self.resources.gpus_per_worker and self.model.dtype == "bfloat16"
-        if self.training.attn_implementation == "varlen_attn" and not fits:
-            raise PydanticCustomError(
-                "attn_implementation",
-                "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, but resources.gpus_per_worker is "
-                "{gpus}, model.dtype {dtype}; use auto or sdpa",
-                {
-                    "field": "training.attn_implementation",
-                    "value": self.training.attn_implementation,
-                    "gpus": self.resources.gpus_per_worker,
-                    "dtype": self.model.dtype,
-                },
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _sweep_has_a_budget(self) -> Self:
-        if self.sweep is not None and not self.evaluation.has_gate:
-            raise PydanticCustomError(
-                "sweep",
-                "sweep needs an accuracy budget to choose by: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
-                "evaluation.min_top1_agreement, or evaluation.tasks and max_drop",
-                {"field": "sweep"},
-            )
-        return self
+def _problems_of_gaps(spec: JobSpec) -> Iterator[str]:
+    """Yield why prompts cannot bypass layers in a job."""
+    size, strategy = spec.sharding.sequence_parallel_size, spec.sharding.strategy
+    if size > 1:
+        yield f"it cannot be combined with sharding.sequence_parallel_size {size}; use 1"
+    if spec.training.gradient_checkpointing:
+        yield "it cannot be combined with training.gradient_checkpointing true; use false"
+    if spec.distillation.trainable == "all" and strategy != "ddp":
+        yield (
+            f"it cannot be combined with distillation.trainable 'all' under sharding.strategy {strategy!r}; use "
+            "distillation.trainable qkv, or sharding.strategy ddp"
+        )
+    if spec.sweep is not None and spec.sweep.num_key_value_layers:
+        yield "it cannot be combined with sweep.num_key_value_layers; leave out one of them"
 
 
 def load_spec(path: Path) -> JobSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeGuard, get_args
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import (
@@ -43,6 +43,29 @@ _BY_MODE: Any = None
 """Placeholder for the default threshold, which depends on the mode."""
 
 
+def _check_int(field: str, value: object, at_least: int, at_most: int | None) -> None:
+    if not _is_int(value) or value < at_least or (at_most and value > at_most):
+        accepted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise _refusal(field, value, f"a whole number {accepted}")
+
+
+def _check_number(field: str, value: object, least: float, most: float) -> None:
+    if not (_is_number(value) and least <= value <= most):
+        raise _refusal(field, value, f"a number from {least:g} to {most:g}")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _refusal(field: str, value: Any, accepted: str) -> InvalidInputError:
+    return InvalidInputError(f"{field} is {value!r}; it must be {accepted}", field=field, value=value)
+
+
 @dataclass(frozen=True)
 class EarlyExit:
     """Early exit of decode tokens after layer l - 1 (`threshold`: paper, appendix E). Raises `InvalidInputError` for a
@@ -62,12 +85,8 @@ class EarlyExit:
             raise _refusal("early_exit.mode", self.mode, "off, threshold or lossless")
         if self.threshold is _BY_MODE:
             object.__setattr__(self, "threshold", 0.0 if self.mode == "lossless" else 0.95)
-        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not (number and 0.0 <= self.threshold <= 1.0):
-            raise _refusal("early_exit.threshold", self.threshold, "a number from 0 to 1")
-        whole = isinstance(self.num_draft_tokens, int) and not isinstance(self.num_draft_tokens, bool)
-        if not (whole and self.num_draft_tokens >= 1):
-            raise _refusal("early_exit.num_draft_tokens", self.num_draft_tokens, "a whole number of at least 1")
+        _check_number("early_exit.threshold", self.threshold, 0.0, 1.0)
+        _check_int("early_exit.num_draft_tokens", self.num_draft_tokens, 1, None)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
@@ -207,7 +226,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        self._check_numbers()
+        for name, (least, most) in RANGES.items():
+            _check_number(name, getattr(self, name), least, most)
         self._settle()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -222,12 +242,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    def _check_numbers(self) -> None:
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if not (_is_number(value) and least <= value <= most):
-                raise _refusal(name, value, f"a number from {least:g} to {most:g}")
 
     def _settle(self) -> None:
         """Normalise equivalent values."""
@@ -281,21 +295,3 @@ def _check_size(field: str, value: Sized, at_most: int) -> None:
     if len(value) > at_most:
         message = f"{field} has {len(value)} entries; a request accepts at most {at_most}"
         raise InvalidInputError(message, field=field, value=len(value))
-
-
-def _check_int(field: str, value: object, at_least: int, at_most: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least or (at_most and value > at_most):
-        accepted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise _refusal(field, value, f"a whole number {accepted}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _refusal(field: str, value: Any, accepted: str) -> InvalidInputError:
-    return InvalidInputError(f"{field} is {value!r}; it must be {accepted}", field=field, value=value)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec
+from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, refuse_field
 from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _LONGEST_SHOWN = 120
@@ -17,13 +17,9 @@ _LONGEST_SHOWN = 120
 
 def _refused_list(layers: list[int] | str, problem: str) -> PydanticCustomError:
     """An error about `swiftkv.prefill_layers`."""
-    written = repr(layers)
+    field, written = "swiftkv.prefill_layers", repr(layers)
     shown = written if len(written) <= _LONGEST_SHOWN else f"{written[:_LONGEST_SHOWN]}...{written[-1]}"
-    return PydanticCustomError(
-        "prefill_layers",
-        "swiftkv.prefill_layers is {shown}: {problem}",
-        {"field": "swiftkv.prefill_layers", "value": layers, "shown": shown, "problem": problem},
-    )
+    return refuse_field(field, layers, f"{field} is {shown}: {problem}")
 
 
 def _read_layers(value: Any) -> Any:

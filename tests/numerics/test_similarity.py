@@ -2,7 +2,6 @@
 text."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.analysis import AnalysisOptions, Depth, Needles, analyze, shallowest
+from swiftkv_platform.evaluation.analysis import AnalysisOptions, Needles, StartReport, analyze, shallowest
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS
-from swiftkv_platform.evaluation.quality import Quality, TeacherQuality
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
 from swiftkv_platform.planning import read_config
@@ -76,15 +74,12 @@ def test_the_recommended_depth() -> None:
 
 def test_the_shallowest_depth_within_a_kl_that_loses_no_needles() -> None:
     quality = {1: (0.1, 1.0), 2: (0.5, 0.5), 3: (0.2, 0.9), 4: (0.0, 1.0)}
-    depths = [
-        Depth(layers, TeacherQuality(perplexity=9), Quality(perplexity=9, kl=kl, top1_agreement=1), found)
-        for layers, (kl, found) in quality.items()
-    ]
+    same = {"prefill_layers": (), "perplexity": 9, "top1_agreement": 1}
+    depths = {depth: StartReport(kl=kl, needles_found=found, **same) for depth, (kl, found) in quality.items()}
     assert shallowest(depths, max_kl=0.2) == 3
     assert shallowest(depths, max_kl=1.0) == 1
-    assert shallowest(depths[:2], max_kl=0.2) is None
-    close = Quality(perplexity=9, kl=0.1, top1_agreement=1)
-    near = [replace(depth, calibrated=close) for depth in depths]
+    assert shallowest({depth: depths[depth] for depth in (1, 2)}, max_kl=0.2) is None
+    near = {depth: start.model_copy(update={"kl": 0.1}) for depth, start in depths.items()}
     assert shallowest(near, max_kl=0.2, min_found=0.9) == 3
     assert shallowest(near, max_kl=0.2, min_found=0.95) == 4
     assert shallowest(near, max_kl=0.2) == 1

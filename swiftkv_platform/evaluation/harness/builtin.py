@@ -8,7 +8,8 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -225,6 +226,21 @@ def sentences(text: str) -> list[str]:
     return [part for part in _SENTENCE_END.split(text.strip()) if part]
 
 
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and restore them afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 @cache
 def _checkers() -> Any:
     """Import the harness's IFEval module, patched to split sentences without a download."""
@@ -235,21 +251,16 @@ def _checkers() -> Any:
         has_model = True
     except LookupError:
         has_model = False
-    rank = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = rank if has_model and rank is not None else "1"  # any rank but 0: no download
+    own = os.environ.get("LOCAL_RANK", "1") if has_model else "1"  # any rank but 0: no download
     try:
-        from lm_eval.tasks.ifeval import instructions_util, utils
+        with environment({"LOCAL_RANK": own}):
+            from lm_eval.tasks.ifeval import instructions_util, utils
     except ModuleNotFoundError as error:
         raise InvalidInputError(
             f"evaluation.tasks: builtin:ifeval needs {error.name}; use pip install 'lm_eval[ifeval]'",
             field="evaluation.tasks",
             value="builtin:ifeval",
         ) from error
-    finally:
-        if rank is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = rank
     if not has_model:
         instructions_util._get_sentence_tokenizer = lambda: SimpleNamespace(tokenize=sentences)
         instructions_util.nltk = SimpleNamespace(tokenize=nltk.tokenize, data=nltk.data, word_tokenize=str.split)

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.evaluation.harness.builtin import environment
 from swiftkv_platform.evaluation.harness.tasks import (
-    FIELD,
     Fetch,
     Task,
     configurations,
     is_instruction_tuned,
     known,
     named,
+    refusal,
     resolve_tasks,
     task_manager,
 )
@@ -163,15 +163,11 @@ def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None])
         if more_is_better if spec.metric is None else _means(spec.metric, key):
             return key
     if not metrics:
-        raise InvalidInputError(f"{FIELD}: {name} has no score of its own; name its tasks", field=FIELD, value=name)
+        raise refusal(f"{name} has no score of its own; name its tasks", name)
     known = ", ".join(key.removesuffix(",none") for key in metrics)
-    raise InvalidInputError(
-        f"{FIELD}: {name} has no metric {spec.metric!r}; it has {known}"
-        if spec.metric
-        else f"{FIELD}: {name} has no metric for which higher is better; name one of {known}",
-        field=FIELD,
-        value=spec.metric,
-    )
+    if spec.metric:
+        raise refusal(f"{name} has no metric {spec.metric!r}; it has {known}", spec.metric)
+    raise refusal(f"{name} has no metric for which higher is better; name one of {known}")
 
 
 def _means(wanted: str, key: str) -> bool:
@@ -194,6 +190,7 @@ def number(value: Any) -> float | None:
 _BOOTSTRAP_ITERATIONS = 1000
 """Bootstrap iterations for standard errors without a closed form."""
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
+"""Variable that allows the metric that runs generated code to do so."""
 NO_PARTS = NoParts()
 
 
@@ -373,7 +370,8 @@ def _answer(
     from lm_eval import simple_evaluate
 
     try:
-        with _without_surroundings(), _code_runs() if task.runs_code else nullcontext():
+        allowed = {_CODE_EVAL: "1"} if task.runs_code else {}
+        with _without_surroundings(), environment(allowed):
             answers: dict[str, Any] = simple_evaluate(
                 model=language_model,
                 tasks=loaded,
@@ -386,14 +384,8 @@ def _answer(
                 task_manager=manager,
                 confirm_run_unsafe_code=task.runs_code,
             )
-    except (
-        AssertionError,
-        ValueError,
-        TemplateError,
-    ) as error:  # raised by the harness when it refuses, e.g. a prompt longer than the context
-        raise InvalidInputError(
-            f"{FIELD}: the harness cannot run {task.spec.name!r}: {error}", field=FIELD, value=task.spec.name
-        ) from error
+    except (AssertionError, ValueError, TemplateError) as error:  # a refusal, e.g. of a prompt longer than the context
+        raise refusal(f"the harness cannot run {task.spec.name!r}: {error}", task.spec.name) from error
     return answers
 
 
@@ -404,9 +396,7 @@ def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
     if spec.chat_template and not tokenizer.chat_template:
         if spec in PAPER_TASKS:
             return False  # base models have no template, and the score is compared with the own teacher's
-        raise InvalidInputError(
-            f"{FIELD}: {spec.name} sets chat_template, but the model's tokenizer has none", field=FIELD
-        )
+        raise refusal(f"{spec.name} sets chat_template, but the model's tokenizer has none")
     return spec.chat_template
 
 
@@ -475,20 +465,6 @@ def _without_surroundings() -> Iterator[None]:
         yield
     finally:
         collect_env.get_pretty_env_info, evaluator.get_git_commit_hash = before
-
-
-@contextmanager
-def _code_runs() -> Iterator[None]:
-    """Allow the metric that runs generated code to do so."""
-    before = os.environ.get(_CODE_EVAL)
-    os.environ[_CODE_EVAL] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_CODE_EVAL]
-        else:
-            os.environ[_CODE_EVAL] = before
 
 
 @contextmanager

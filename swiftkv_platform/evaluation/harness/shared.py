@@ -201,9 +201,8 @@ class _Piece:
 @dataclass
 class _Batch:
     indices: list[int] = field(default_factory=list)
+    """Empty for a batch that only keeps a worker in step with the others."""
     requests: list[Any] = field(default_factory=list)
-    counts: bool = True
-    """False for a batch that keeps a worker in step with the others."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +400,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
                 answers = self._score(batch.requests)
             else:
                 answers = super()._loglikelihood_tokens(batch.requests, disable_tqdm=True)
-            if batch.counts:
+            if batch.indices:
                 answered += zip(batch.indices, answers, strict=True)
             if self._workers.is_first:
                 self._progress(len(answered), total)
@@ -439,8 +438,7 @@ def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -
         shortest = min((batch for share in shares for batch in share), key=lambda batch: len(batch.requests))
         longest = max(len(share) for share in shares)
         for share in shares:
-            idle = _Batch([], shortest.requests, counts=False)
-            share.extend([idle] * (longest - len(share)))
+            share.extend([_Batch([], shortest.requests)] * (longest - len(share)))
     return shares
 
 

@@ -35,6 +35,15 @@ Fetch = Callable[[str], Path]
 """Downloads an `s3://` object or prefix to this machine and returns its path."""
 
 
+def refusal(what: str, value: str | None = None) -> InvalidInputError:
+    """Return an error about `evaluation.tasks`."""
+    return InvalidInputError(f"{FIELD}: {what}", field=FIELD, value=value)
+
+
+def _missing(what: str, path: object) -> DataError:
+    return DataError(f"{FIELD}: {what}", field=FIELD, value=str(path))
+
+
 @dataclass(frozen=True)
 class Task:
     """A task in the harness's form."""
@@ -99,11 +108,10 @@ def _allowed(task: Task, access: Access) -> Task:
     if why is None:
         return task
     if not access.code_tasks:
-        raise InvalidInputError(
-            f"{FIELD}: {task.spec.name!r} may run text, such as the model's answers, as code ({why}), which this "
-            "platform's operator does not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
-            field=FIELD,
-            value=task.spec.name,
+        raise refusal(
+            f"{task.spec.name!r} may run text, such as the model's answers, as code ({why}), which this platform's "
+            "operator does not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
+            task.spec.name,
         )
     return replace(task, runs_code=True)
 
@@ -123,13 +131,13 @@ def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     parent, slash, name = spec.name.rpartition("/")
     path = _local(parent + slash, fetch, access) / name
     if not path.is_file():
-        raise InvalidInputError(f"{FIELD}: there is no file {spec.name!r}", field=FIELD, value=spec.name)
+        raise refusal(f"there is no file {spec.name!r}", spec.name)
     return Task(spec, _read(path, spec.name, _local(spec.data_dir, fetch, access) if spec.data_dir else path.parent))
 
 
 def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
-        raise InvalidInputError(f"{FIELD}: a built-in task needs data_dir, the directory of its files", field=FIELD)
+        raise refusal("a built-in task needs data_dir, the directory of its files")
     location = access.location(address, FIELD)
     if isinstance(location, PathSource):
         directory = access.boundary.check(location.path.absolute(), FIELD)
@@ -137,11 +145,11 @@ def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
             access.boundary.check_tree(directory, FIELD)
         return directory
     if fetch is None:
-        raise InvalidInputError(f"{FIELD}: {address!r} cannot be fetched here", field=FIELD, value=address)
+        raise refusal(f"{address!r} cannot be fetched here", address)
     try:
         return fetch(address)
     except DataError as error:
-        raise DataError(f"{FIELD}: there is nothing at {address!r}", field=FIELD, value=address) from error
+        raise _missing(f"there is nothing at {address!r}", address) from error
 
 
 def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
@@ -151,15 +159,13 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = load_yaml(path)
     except (OSError, ValueError, ImportError, AttributeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"{FIELD}: {name} is not a task: {error}", field=FIELD, value=name) from error
+        raise refusal(f"{name} is not a task: {error}", name) from error
     if "group" in config:  # lm_eval 0.4.13 takes the list of tasks for the name
-        raise InvalidInputError(
-            f"{FIELD}: {name} is a group, which the harness cannot load from a file; name the files of its tasks",
-            field=FIELD,
-            value=name,
+        raise refusal(
+            f"{name} is a group, which the harness cannot load from a file; name the files of its tasks", name
         )
     if "task" not in config:
-        raise InvalidInputError(f"{FIELD}: {name} names no task", field=FIELD, value=name)
+        raise refusal(f"{name} names no task", name)
     arguments = config.get("dataset_kwargs") or {}
     if "data_files" in arguments:
         config["dataset_kwargs"] = {**arguments, "data_files": _below(data, arguments["data_files"])}
@@ -178,9 +184,9 @@ def _below(directory: Path, names: Any) -> Any:
     path = directory / names
     named = names if Path(names).is_absolute() else str(Path(glob.escape(str(directory)), names))
     if "::" in str(path):  # `datasets` would read the rest as another location
-        raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; use a path without", field=FIELD, value=str(path))
+        raise _missing(f"{str(path)!r} has '::' in it; use a path without", path)
     if not any(path.parent.glob(path.name)):
-        raise DataError(f"{FIELD}: there is no file {str(path)!r}", field=FIELD, value=str(path))
+        raise _missing(f"there is no file {str(path)!r}", path)
     return named
 
 
@@ -201,7 +207,7 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
     template = yaml.safe_load((package / "mmlu.yaml").read_text(encoding="utf-8"))
     subjects = sorted(path.name.removesuffix("_test.csv") for path in data.glob("test/*_test.csv"))
     if not subjects:
-        raise DataError(f"{FIELD}: {str(data)!r} holds no test/*_test.csv", field=FIELD, value=str(data))
+        raise _missing(f"{str(data)!r} holds no test/*_test.csv", data)
     return {
         "group": "mmlu_local",
         "task": [_subject(template, subject, data) for subject in subjects],
@@ -257,11 +263,8 @@ def named(spec: TaskSpec) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, OSError, ValueError, TypeError, TemplateError) as error:
-        raise InvalidInputError(
-            f"{FIELD}: the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows",
-            field=FIELD,
-            value=spec.name,
-        ) from error
+        what = f"the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows"
+        raise refusal(what, spec.name) from error
 
 
 def known(name: str) -> Any:

@@ -2,12 +2,10 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from benchmarks.gpu import agreement, everything
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
-from benchmarks.gpu.everything import ROOT
 from benchmarks.gpu.models import SMALL
 from swiftkv_platform.engine import memory
 from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_attn
@@ -121,16 +118,6 @@ def test_the_run_writes_what_it_measured(tmp_path: Path) -> None:
     assert "TPOT" in (tmp_path / "own.md").read_text()
 
 
-def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        main([])
-    assert "--device cpu --tiny" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"^PyTorch \S+ finds no GPU here: nothing was run$"):
-        everything.main([])
-
-
 def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: pytest.CaptureFixture[str]) -> None:
     parts = [
         everything.Part("a", [sys.executable, "-c", "import sys; sys.exit(3)"]),
@@ -145,21 +132,3 @@ def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: py
     summary = said.partition("-- summary\n")[2]
     assert re.fullmatch(r"FAILED   a: status 3, \d+ s\npassed   b, \d+ s\nskipped  c: no vLLM\n", summary)
     assert everything.run_all(parts[1:]) == 0
-
-
-def test_make_gpu_leaves_no_test_out_and_says_what_an_interpreter_lacks(tmp_path: Path) -> None:
-    found = everything.parts(Path(sys.executable))
-    tests = {part.name: part for part in found if everything.TESTS in str(part.command)}
-    ours, vllm = tests["tests of engine and training"], tests["tests of vLLM with the plugin"]
-    theirs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / everything.TESTS).glob("test_vllm*.py"))
-    assert ours.command[-3:] == [*(f"--ignore={path}" for path in theirs), everything.TESTS]
-    assert list(vllm.command[-2:]) == theirs
-    assert {part.name for part in found if part.missing} in (set(), {vllm.name, "speed of vLLM by the form of weights"})
-    assert vllm.missing.endswith("it has no vLLM") or find_spec("vllm")
-    assert "No such file" in everything.vllm_missing(tmp_path / "python")
-    assert (
-        "benchmarks.gpu.everything --vllm-python X"
-        in subprocess.run(
-            ["make", "-n", "gpu", "VLLM_PYTHON=X"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
-    )

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from benchmarks.readme_table import BEGIN, END, PAGE, STORED, read_report, table, with_table
 from swiftkv_platform.local.demo import build_report
 from tests.unit.cli.test_demo import EVALUATION
@@ -39,8 +37,3 @@ def test_every_figure_of_a_report_is_written() -> None:
     )
     assert "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in written
     assert "Interval: none measured." in table(demo_report(intervals=None))
-
-
-def test_a_page_without_markers_is_refused() -> None:
-    with pytest.raises(SystemExit, match="needs two lines"):
-        with_table("# Title\n", demo_report())

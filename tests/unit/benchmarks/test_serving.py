@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.__main__ import main, parse_arguments
+from benchmarks.serving.__main__ import main
 from benchmarks.serving.loads import RequestTimes, at_rate, figures, median_ratio, medians
 
 TINY = "--layers 4 --hidden-size 32 --intermediate-size 48 --heads 4 --kv-heads 2 --vocab-size 128 --kv-cache-mib 8"
@@ -44,12 +44,6 @@ def test_medians_and_ratios_over_rounds() -> None:
     mine, theirs = [{"a": 2.0}, {"a": 30.0}, {"a": 6.0, "b": 1.0}], [{"a": 1.0}, {"a": 10.0}, {"a": 1.0}]
     assert medians(mine) == {"a": 6.0, "b": 1.0}
     assert median_ratio(mine, theirs, "a") == 3.0
-
-
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["speed"])
-    assert "lengths, memory" in capsys.readouterr().err
 
 
 def report(directory: Path, part: str) -> dict[str, Any]:

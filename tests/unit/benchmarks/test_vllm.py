@@ -157,11 +157,3 @@ def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsy
         if load == "prefill":
             assert found["swiftkv"] == pytest.approx(faster)
     assert "as fast as vllm: dense " in capsys.readouterr().out
-
-
-def test_the_option_and_the_system_go_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert engine.parse_arguments([]).systems == ["dense", "swiftkv", "huggingface"]
-    for options in (["--systems", "vllm"], ["--vllm-python", "python", "--systems", "dense"]):
-        with pytest.raises(SystemExit):
-            engine.parse_arguments(options)
-        assert "--vllm-python PATH go together" in capsys.readouterr().err

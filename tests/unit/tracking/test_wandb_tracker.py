@@ -1,7 +1,6 @@
 """The real W&B client, offline: what was logged is read back from the file that `wandb sync` would upload."""
 
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,34 +13,22 @@ import structlog
 from PIL import Image
 
 from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.tracking.recorded import _records
 from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker
 from tests.support.rays import free_port
 from tests.support.requirements import required_module
 
 required_module("wandb")
 
-BLOCK, HEADER = 32768, 7
-
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-
 
 def records(path: Path) -> Iterator[Any]:
-    """The protobuf records of a `.wandb` file: LevelDB's log format behind a header of seven bytes."""
+    """The protobuf records of a `.wandb` file."""
     from wandb.proto import wandb_internal_pb2
 
-    data, offset, parts = path.read_bytes(), 7, b""
-    while offset + HEADER <= len(data):
-        if BLOCK - offset % BLOCK < HEADER:
-            offset += BLOCK - offset % BLOCK
-            continue
-        length, kind = struct.unpack_from("<HB", data, offset + 4)
-        parts += data[offset + HEADER : offset + HEADER + length]
-        offset += HEADER + length
-        if kind in {FULL, LAST}:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
+    for data in _records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
 
 
 def read_back(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:

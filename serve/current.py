@@ -185,17 +185,13 @@ class Current:
         replica: str = "",
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._version = version
         self.swap = SwapState()
         self.replica = replica
         """Serve's name of this replica."""
         self._observers = observers
         self.metrics = metrics or Metrics()
-        self.metrics.follow(
-            lambda: None if self._version is None else self._version.engine,
-            lambda: "" if self._version is None else self._version.card.model,
-            replica,
-        )
+        self.metrics.replica = replica
+        self.metrics.version = self._version = version
 
     @property
     def is_empty(self) -> bool:
@@ -212,6 +208,7 @@ class Current:
     def replace(self, version: Version) -> Version | None:
         """Send new requests to `version` from now on. Returns the previous version, which must be drained."""
         before, self._version = self._version, version
+        self.metrics.version = version
         return before
 
     def origins(self) -> frozenset[str]:

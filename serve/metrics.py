@@ -6,7 +6,7 @@ this replica's page and in the export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,7 +16,7 @@ from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-    from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.serve.current import Version
     from swiftkv_platform.serve.metrics_export import RayMetricsExport
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
@@ -51,9 +51,10 @@ class Metrics:
     def __init__(self, export: RayMetricsExport | None = None) -> None:
         self.registry = CollectorRegistry()
         self.export = export
-        self._engine: Callable[[], EngineFrontend | None] = lambda: None
-        self._model: Callable[[], str] = lambda: ""
-        self._replica = ""
+        self.replica = ""
+        """Serve's name of the replica."""
+        self.version: Version | None = None
+        """Current version, the source of gauges."""
         self._counters = {
             name: Counter(f"swiftkv:{name}", what, labels, registry=self.registry)
             for name, (what, labels) in _COUNTERS.items()
@@ -62,7 +63,7 @@ class Metrics:
             name: Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=self.registry)
             for name, what in _HISTOGRAMS.items()
         }
-        self.registry.register(_EngineState(self))
+        self.registry.register(self)
 
     def _count(self, name: str, amount: float = 1.0, *, of: str | None = None, **labels: str) -> None:
         """Add to a counter on the replica's page and in the export. `of`: the event's model, which every exported
@@ -79,22 +80,10 @@ class Metrics:
         if self.export is not None:
             self.export.observe(name, _HISTOGRAMS[name], _SECONDS, seconds, model)
 
-    def follow(self, engine: Callable[[], EngineFrontend | None], model: Callable[[], str], replica: str) -> None:
-        """Set the source of gauges: functions that return the current engine and model, and Serve's replica name."""
-        self._engine, self._model, self._replica = engine, model, replica
-
-    @property
-    def replica(self) -> str:
-        return self._replica
-
     @property
     def model(self) -> str:
         """Id of the served model; empty while there is none."""
-        return self._model()
-
-    @property
-    def engine(self) -> EngineFrontend | None:
-        return self._engine()
+        return "" if self.version is None else self.version.card.model
 
     def loaded(self, model: str, seconds: Mapping[str, float]) -> None:
         """Count a loaded model, and the seconds of each phase of its loading."""
@@ -136,21 +125,16 @@ class Metrics:
 
     def gauges(self) -> list[tuple[str, str, float]]:
         """Return name, description and value of each gauge of the engine; none while there is no engine."""
-        engine = self.engine
-        if engine is None:
+        if self.version is None:
             return []
-        state = engine.state
+        state, config = self.version.engine.state, self.version.engine.model.config
         values = [
             ("num_requests_running", "Running sequences.", state.num_running),
             ("num_requests_waiting", "Waiting sequences.", state.num_waiting),
             ("num_prompt_tokens_waiting", "Prompt tokens not processed yet.", state.num_waiting_tokens),
             ("num_preemptions", "Sequences preempted so far.", state.num_preemptions),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
-            (
-                "exit_layer",
-                "l: layers that compute their own KV.",
-                getattr(engine.model.config, "num_key_value_layers", None),
-            ),
+            ("exit_layer", "l: layers that compute their own KV.", getattr(config, "num_key_value_layers", None)),
         ]
         return [(name, what, value) for name, what, value in values if value is not None]
 
@@ -158,23 +142,17 @@ class Metrics:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-
-class _EngineState:
-    """Prometheus collector of the current engine's gauges."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
     def describe(self) -> Iterable[Metric]:
-        """Announce no metrics in advance, since there may be no engine yet."""
+        """Announce no gauges to Prometheus in advance, since there may be no engine yet."""
         return []
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the gauges for Prometheus."""
         # Serve's proxy may send a request to any replica: a reader that adds them up must know which one answered.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, labeled with the replica that these metrics are from.", labels=["replica"]
         )
-        info.add_metric([self._metrics.replica], 1)
+        info.add_metric([self.replica], 1)
         yield info
-        for name, what, value in self._metrics.gauges():
+        for name, what, value in self.gauges():
             yield GaugeMetricFamily(f"swiftkv:{name}", what, value=value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.errors import LoadingError
 from swiftkv_platform.web.middleware import Middleware
@@ -31,15 +31,7 @@ def is_probe(scope: Scope) -> bool:
 
 
 class Probes(Middleware):
-    """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready.
-
-    Args:
-        timeout_s: seconds to wait for a replica's answer.
-    """
-
-    def __init__(self, app: ASGIApp, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-        super().__init__(app)
-        self._timeout_s = timeout_s
+    """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_probe(scope):
@@ -53,13 +45,13 @@ class Probes(Middleware):
 
         answer = asyncio.ensure_future(self._app(scope, receive, tell))
         try:
-            await asyncio.wait({answer}, timeout=self._timeout_s)
+            await asyncio.wait({answer}, timeout=PROBE_TIMEOUT_S)
             if answer.done() or begun.is_set():
                 await answer
                 return
         finally:
             answer.cancel()
         detail = (
-            f"no replica has answered within {self._timeout_s:g} s: the first model is still loading, or all are busy"
+            f"no replica has answered within {PROBE_TIMEOUT_S:g} s: the first model is still loading, or all are busy"
         )
         await problem_response(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)

@@ -33,7 +33,7 @@ _PROGRAMS = """\
 ## Programs
 
 Requests of these programs, taken from their public sources, are sent in the tests of both engines
-(`tests/contract/serving/recorded.py`); clients that run as programs are [outside judges](judges.md). Fields without
+(`tests/contract/serving/recorded.yaml`); clients that run as programs are [outside judges](judges.md). Fields without
 effect are listed in the header.
 
 | program | routes | besides the usual fields | refused |

@@ -138,12 +138,8 @@ def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> 
 
 def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
     """Return a choice of a chat completion, with the `top` most probable tokens at each position."""
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
-        "logprobs": _chat_logprobs(output, vocabulary, 0, top),
-        **_end(output),
-    }
+    message = {"role": "assistant", "content": output.text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": _chat_logprobs(output, vocabulary, 0, top), **_end(output)}
 
 
 def chat_delta(
@@ -152,12 +148,8 @@ def chat_delta(
     """Return what a chat choice adds to the output `since`; the first delta has the role."""
     old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
     delta = {"content": output.text[old_text:]} | ({} if since else {"role": "assistant"})
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": _chat_logprobs(output, vocabulary, old_tokens, top),
-        **_end(output),
-    }
+    logprobs = _chat_logprobs(output, vocabulary, old_tokens, top)
+    return {"index": index, "delta": delta, "logprobs": logprobs, **_end(output)}
 
 
 def _end(output: RequestOutput) -> dict[str, Any]:

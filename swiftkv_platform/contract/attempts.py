@@ -39,6 +39,16 @@ ADAPTER_LINEAGE = "base_digest"
 """Lineage key that only adapters have: the digest of the weights of `teacher`, their base model."""
 
 
+class _Below:
+    """Key of an object, or prefix of objects, below the prefix of an attempt."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, attempt: AttemptId, _owner: object = None) -> str:
+        return f"{attempt.prefix}/{self._path}"
+
+
 @dataclass(frozen=True)
 class AttemptId:
     """One attempt of a job, with the keys of its objects."""
@@ -57,75 +67,37 @@ class AttemptId:
         """Ray's submission id, unique per attempt, so that Ray refuses to submit an attempt twice."""
         return f"{self.job_id}-{self.number}"
 
-    @property
-    def request_key(self) -> str:
-        return f"{self.prefix}/attempt.json"
-
-    @property
-    def preempt_key(self) -> str:
-        """Key of an object that exists if the attempt's machines are being taken away."""
-        return f"{self.prefix}/control/preempt.json"
-
-    @property
-    def pause_key(self) -> str:
-        """Key of an object that exists if the attempt is to pause."""
-        return f"{self.prefix}/control/pause.json"
-
-    @property
-    def events_prefix(self) -> str:
-        return f"{self.prefix}/events"
+    request_key = _Below("attempt.json")
+    preempt_key = _Below("control/preempt.json")
+    """Key of an object that exists if the attempt's machines are being taken away."""
+    pause_key = _Below("control/pause.json")
+    """Key of an object that exists if the attempt is to pause."""
+    events_prefix = _Below("events")
+    curve_key = _Below("curve.json")
+    """Key of the losses by step, which the evaluation's page draws."""
+    checkpoints_prefix = _Below("checkpoints")
+    data_prefix = _Below("data")
+    answers_prefix = _Below("answers")
+    starts_prefix = _Below("starts")
+    evaluation_prefix = _Below("evaluation")
+    artifact_prefix = _Below("artifact")
+    tracking_prefix = _Below("tracking")
+    logs_key = _Below("logs.txt")
 
     def event_key(self, writer: str, sequence: int) -> str:
         return f"{self.events_prefix}/{writer}/{sequence:08d}.json"
 
-    @property
-    def curve_key(self) -> str:
-        """Key of the losses by step, which the evaluation's page draws."""
-        return f"{self.prefix}/curve.json"
-
-    @property
-    def checkpoints_prefix(self) -> str:
-        return f"{self.prefix}/checkpoints"
-
-    @property
-    def data_prefix(self) -> str:
-        return f"{self.prefix}/data"
-
-    @property
-    def answers_prefix(self) -> str:
-        return f"{self.prefix}/answers"
-
     def answers_key(self, key: str) -> str:
         return f"{self.answers_prefix}/{key}.jsonl"
-
-    @property
-    def starts_prefix(self) -> str:
-        return f"{self.prefix}/starts"
 
     def start_prefix(self, name: str) -> str:
         """Return the prefix of the calibrated start for the spec `name`: the job's own, or a sweep trial's. Trials
         share one store."""
         return f"{self.starts_prefix}/{name}"
 
-    @property
-    def evaluation_prefix(self) -> str:
-        return f"{self.prefix}/evaluation"
-
     def evaluation_key(self, digest: str, part: str) -> str:
         """Return the key of a part of the evaluation of the checkpoint that `digest` names."""
         return f"{self.evaluation_prefix}/{digest}/{part}.json"
-
-    @property
-    def artifact_prefix(self) -> str:
-        return f"{self.prefix}/artifact"
-
-    @property
-    def tracking_prefix(self) -> str:
-        return f"{self.prefix}/tracking"
-
-    @property
-    def logs_key(self) -> str:
-        return f"{self.prefix}/logs.txt"
 
     def so_far(self) -> tuple[AttemptId, ...]:
         """Return the job's attempts up to and including this one, in order."""

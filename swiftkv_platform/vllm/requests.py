@@ -41,9 +41,7 @@ def require_one_token(params: SamplingParams) -> None:
 class RefusePromptLogprobs(LogitsProcessor):
     """A logits processor that validates parameters and does nothing else."""
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        refuse_prompt_logprobs(sampling_params)
+    validate_params = staticmethod(refuse_prompt_logprobs)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         pass
@@ -61,6 +59,4 @@ class RefusePromptLogprobs(LogitsProcessor):
 class OneToken(RefusePromptLogprobs):
     """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        require_one_token(sampling_params)
+    validate_params = staticmethod(require_one_token)

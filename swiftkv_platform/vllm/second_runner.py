@@ -17,9 +17,7 @@ from swiftkv_platform.vllm.requests import refuse_prompt_logprobs, require_one_t
 class RefusePromptLogprobs(LogitsProcessor):
     """A logits processor that validates parameters and does nothing else."""
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        refuse_prompt_logprobs(sampling_params)
+    validate_params = staticmethod(refuse_prompt_logprobs)
 
     def add_request(self, _slot: int, _params: SamplingParams) -> bool:
         return False
@@ -31,6 +29,4 @@ class RefusePromptLogprobs(LogitsProcessor):
 class OneToken(RefusePromptLogprobs):
     """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        require_one_token(sampling_params)
+    validate_params = staticmethod(require_one_token)

@@ -1,25 +1,48 @@
-"""Recorded requests of chat pages, editors and agents, on the real engine of the fixture `engine`: answered in the form
-that each program reads."""
+"""Recorded requests of chat pages, editors and agents (`recorded.yaml`), on the real engine of the fixture `engine`:
+answered in the form that each program reads."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
 from tests.contract.serving import openai_tools
 from tests.contract.serving.conversations import joined
-from tests.contract.serving.recorded import CODEX, REQUESTS, Recorded
 from tests.contract.serving.replicas import application, asgi_client
 
 engine_config = openai_tools.engine_config
 model_dir = openai_tools.model_dir
 version = openai_tools.version
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A request that a program sends."""
+
+    program: str
+    route: str
+    body: dict[str, Any]
+    named: list[str] = field(default_factory=list)
+    """Exactly the fields that the answer's header must name."""
+    headers: dict[str, str] = field(default_factory=dict)
+    query: str = ""
+
+    def __str__(self) -> str:
+        return self.program
+
+
+REQUESTS = [
+    Recorded(**fields) for fields in yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())["requests"]
+]
+[CODEX] = [asked for asked in REQUESTS if asked.program.startswith("Codex")]
 
 
 @pytest.fixture

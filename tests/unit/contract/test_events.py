@@ -13,7 +13,6 @@ from swiftkv_platform.contract.events import (
     CheckpointEvent,
     MessageEvent,
     MetricsEvent,
-    PlacementEvent,
     ReasonCode,
     parse_event,
 )
@@ -31,17 +30,6 @@ def test_events_of_version_0_1_are_written_as_they_were_read() -> None:
     events = [parse_event(event, name="e", now=NOW) for event in stored]
     assert {event.type for event in events} == {"status", "message", "metrics", "checkpoint", "artifact"}
     assert [event.model_dump_json().encode() for event in events] == stored
-
-
-def test_what_follows_from_the_kind_alone_is_written_too() -> None:
-    event = PlacementEvent(time=1.0, message="m", data={"phase": "train", "state": "placed"})
-    assert json.loads(event.model_dump_json()) == {
-        "time": 1.0,
-        "level": "info",
-        "type": "placement",
-        "message": "m",
-        "data": {"phase": "train", "state": "placed"},
-    }
 
 
 def test_what_a_newer_version_says_beside_the_rest_is_kept() -> None:
@@ -102,10 +90,6 @@ def test_no_reason_has_the_code_of_an_error() -> None:
     assert codes.isdisjoint(ReasonCode)
 
 
-def test_a_code_is_written_as_its_name() -> None:
-    assert f"{ReasonCode.NOT_PLACED}" == "not_placed"
-
-
 ATTEMPT = AttemptId("job_1", 2)
 
 
@@ -137,7 +121,3 @@ def test_keys_are_what_they_have_always_been() -> None:
     assert ATTEMPT.prefix == "jobs/job_1/attempts/2"
     assert ATTEMPT.submission_id == "job_1-2"
     assert (attempts_prefix("job_1"), trials_prefix("job_1")) == ("jobs/job_1/attempts", "jobs/job_1/trials")
-
-
-def test_an_attempt_knows_the_ones_before_it() -> None:
-    assert ATTEMPT.so_far() == (AttemptId("job_1", 1), ATTEMPT)

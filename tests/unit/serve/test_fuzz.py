@@ -231,15 +231,3 @@ def test_no_header_breaks_the_server(
     if answer.status_code >= 400:
         document = json.loads(answer.text)
         assert document["error"]["message"] if path.startswith("/v1/") else document["detail"]
-
-
-def test_headers_that_mean_nothing_change_no_answer(replicas: dict[str, Replica]) -> None:
-    """Headers that the replica does not know change nothing."""
-    replica, texts = replicas["closed"], set()
-    for value in (None, b"\xff\xfe", b"x" * 100_000, "名前".encode()):
-        names = () if value is None else (b"x-session-id", b"x-request-id", b"traceparent")
-        headers = [(b"authorization", replica.credentials[0]), *((name, value) for name in names)]
-        answer = replica.ask("/generate", BODY["/generate"], *headers)
-        assert answer.status_code == 200, answer.text
-        texts.add(answer.json()["choices"][0]["text"])
-    assert len(texts) == 1

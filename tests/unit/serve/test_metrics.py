@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from ray.util.metrics import Metric
 
 from swiftkv_platform.control_plane.deployments.routes import read_replica_metrics
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.errors import ClusterUnavailableError, QueueFullError
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
@@ -46,7 +48,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics(RayMetricsExport("dep_1", "one"))
-    metrics.follow(lambda: None, lambda: "mdl_now", "one")
+    idle = SimpleNamespace(state=EngineState(0, 0, {}, 0, 0.0), model=SimpleNamespace(config=None))
+    metrics.version = version_of(idle, "mdl_now")
     return metrics
 
 
@@ -80,7 +83,7 @@ async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
     monkeypatch.setattr("swiftkv_platform.serve.metrics_export._GAUGES_EVERY_S", 0.01)
 
     class Source(Metrics):
-        model, calls = "mdl_1", 0
+        calls = 0
 
         def gauges(self) -> list[tuple[str, str, float]]:
             self.calls += 1

@@ -42,7 +42,7 @@ from swiftkv_platform.data.completions import AnswerStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import load_trained
-from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import MeasuredStudent
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.analysis import Needles
@@ -61,7 +61,7 @@ from swiftkv_platform.jobs.worker.setup import (
     task_device,
     teacher_path,
 )
-from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.student_shape import parse_layers
@@ -138,7 +138,7 @@ class TrainingRuns:
         self.path = teacher_path(spec.model, directory)
         """Path of the teacher."""
         _, self.data = prepare(spec, directory / "rows", answers=answers)
-        self._starts: dict[str, StoredTensors] = {}
+        self._starts: dict[str, Checkpoint] = {}
 
     def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
         """Calibrate and train. The model's tensors are stored in `directory`, which must be empty."""
@@ -168,20 +168,20 @@ class TrainingRuns:
         totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
         return totals
 
-    def _start(self, spec: JobSpec) -> StoredTensors:
+    def _start(self, spec: JobSpec) -> Checkpoint:
         key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
             calibrate(spec, self.path, self.data.train, directory, device=task_device(spec))
-            self._starts[key] = StoredTensors(directory)
+            self._starts[key] = Checkpoint.of_files(directory)
         return self._starts[key]
 
     def _train(
         self,
         spec: JobSpec,
         total_steps: int,
-        start: StoredTensors,
+        start: Checkpoint,
         directory: Path,
         notes: _Notes,
     ) -> Mapping[str, Tensor]:

@@ -33,16 +33,15 @@ from transformers import AutoConfig
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import MeasuredStudent
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import compute_dtype
-from swiftkv_platform.model import packed_pass
+from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.calibration import calibrate_streamed, heads
-from swiftkv_platform.model.conversion import make_student_config
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
     VarlenOperator,
@@ -200,7 +199,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
             if spec.resources.gpus_per_worker:
                 patched.enter_context(patch.dict(LOGITS_PER_CHUNK, cpu=LOGITS_PER_CHUNK["cuda"]))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
-                patched.enter_context(patch.object(packed_pass, "choose_operator", _choose_operator))
+                patched.enter_context(patch.object(packed_attention, "choose_operator", _choose_operator))
             patched.enter_context(patch.object(heads, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)

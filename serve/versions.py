@@ -103,8 +103,8 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
     if not (directory / ADAPTER).is_file():
         yield directory
         return
-    from swiftkv_platform.model.adapters import whole_model
-    from swiftkv_platform.model.bases import model_directory
+    from swiftkv_platform.model.weights.adapters import whole_model
+    from swiftkv_platform.model.weights.bases import model_directory
 
     access = Access(served.base_access.roots, served.base_access.hub_organizations)
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:

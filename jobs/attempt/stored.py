@@ -92,9 +92,9 @@ class StoredPreparation:
     def open(self, directory: Path) -> Prepared:
         """Open what was fetched to `directory` and next to it; tensors are read on access."""
         from swiftkv_platform.data.prepared import PreparedData
-        from swiftkv_platform.model.checkpoint import StoredTensors
+        from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-        start = None if self.start is None else StoredTensors(_start_beside(directory))
+        start = None if self.start is None else Checkpoint.of_files(_start_beside(directory))
         return Prepared(PreparedData.load(directory), start)
 
 
@@ -340,12 +340,12 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
 
         return TrainedTensors(directory, None if files is None else files.read)
     if files is not None:
-        from swiftkv_platform.distillation.ranged_tensors import RangedTensors
+        from swiftkv_platform.distillation.pieces import RangedTensors
 
         return RangedTensors({name: file.size for name, file in files.manifest.files.items()}, files.read)
-    from swiftkv_platform.model.checkpoint import StoredTensors
+    from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-    return StoredTensors(directory)
+    return Checkpoint.of_files(directory)
 
 
 def check_all_there(parent: Parent, missing: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest
-from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
+from swiftkv_platform.distillation.parallel import MeasuredStudent, parameter_bytes
 from swiftkv_platform.distillation.pieces import INDEX, TrainedTensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
@@ -36,10 +36,10 @@ from swiftkv_platform.jobs.worker.setup import (
     task_device,
     teacher_path,
 )
-from swiftkv_platform.model.adapters import write_adapter
-from swiftkv_platform.model.checkpoint import LazyTensors, StoredTensors
-from swiftkv_platform.model.directories import ShardWriter
-from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy, stored_tensors
+from swiftkv_platform.model.weights.adapters import write_adapter
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, LazyTensors
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy, stored_tensors
+from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page
@@ -197,7 +197,7 @@ class _Student:
                 writer.add(name, tensor)
             writer.flush()
         self.workers.gather(None)  # the others wait, also those on other machines
-        return StoredTensors(directory) if copies else self.trained
+        return Checkpoint.of_files(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
         spec = self.spec.evaluation

@@ -42,8 +42,8 @@ from swiftkv_platform.jobs.worker.setup import (
     task_device,
     teacher_path,
 )
-from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.weights.adapters import check_can_be_base
 from swiftkv_platform.planning.job import refuse_writers, teacher_bytes, training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.planning.training import plan_training

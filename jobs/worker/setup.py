@@ -37,12 +37,12 @@ from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.values import Member
 from swiftkv_platform.model import tokenizers
-from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.calibration import calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import make_student
-from swiftkv_platform.model.directories import ShardWriter
-from swiftkv_platform.model.lazy_student import LazyStudent
+from swiftkv_platform.model.weights.bases import model_directory
+from swiftkv_platform.model.weights.lazy_student import LazyStudent
+from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec

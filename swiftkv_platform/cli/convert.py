@@ -20,8 +20,8 @@ from swiftkv_platform.planning import equal_cache_group_size
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
-    from swiftkv_platform.model.streaming import Converted
-    from swiftkv_platform.model.streaming import Progress as Report
+    from swiftkv_platform.model.conversion import Converted
+    from swiftkv_platform.model.weights.writing import Progress as Report
 
 _MIB = 1 << 20
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]

@@ -46,7 +46,7 @@ def model_path(name: str) -> str:
         case _:
             raise ModelError.of("model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted")
     if path.suffix == SUFFIX:
-        from swiftkv_platform.model.gguf import gguf_directory
+        from swiftkv_platform.model.weights.bases import gguf_directory
 
         return str(gguf_directory(path, name, field="model"))
     return str(path)
@@ -54,7 +54,7 @@ def model_path(name: str) -> str:
 
 def base_directory(name: str, revision: str | None, workspace: Path) -> str:
     """Return an adapter's base model as a directory or a hub id; one in an object store is fetched to `workspace`."""
-    from swiftkv_platform.model.bases import model_directory
+    from swiftkv_platform.model.weights.bases import model_directory
 
     def download(uri: str) -> Path:
         return download_model(uri, workspace / "base", access=OPEN, field="base")

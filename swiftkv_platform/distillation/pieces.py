@@ -1,15 +1,17 @@
 """Pieces of tensors in the files of a checkpoint, so that a reader fetches only the rows it needs.
 
 A piece is what one worker has saved of one tensor: a torch archive, in which the values follow a head of about a
-kilobyte. Files are known by name and read in ranges of bytes, wherever they are stored.
+kilobyte. Files are known by name and read in ranges of bytes, wherever they are stored. Likewise
+`RangedTensors` reads the safetensors files of a model.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,8 @@ from typing import IO, Any, cast
 from zipfile import BadZipFile, ZipFile
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -27,7 +31,7 @@ from torch.futures import Future
 
 from swiftkv_platform.distillation.parallel import STUDENT
 from swiftkv_platform.errors import ArtifactCorruptError
-from swiftkv_platform.model.checkpoint import LazyTensors
+from swiftkv_platform.model.weights.checkpoint import LazyTensors
 
 INDEX = ".metadata"
 """Name of the file that lists the pieces of each tensor of a checkpoint."""
@@ -300,14 +304,18 @@ class TrainedTensors(LazyTensors):
         self._read_range = read_range or partial(_read_file, directory)
         self._index = FileSystemReader(directory).read_metadata()
         prefix = f"model.{STUDENT}"
-        self.places = {
+        self._places = {
             name.removeprefix(prefix): (name, entry)
             for name, entry in self._index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
+    @property
+    def places(self) -> Mapping[str, Any]:
+        return self._places
+
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        stored, entry = self.places[name]
+        stored, entry = self._places[name]
         first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
         tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
         places, wanted = [], []
@@ -329,3 +337,68 @@ def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:
     with (directory / name).open("rb") as file:
         file.seek(start)
         return file.read(stop - start)
+
+
+_HEADER_BYTES = 1 << 16
+"""Bytes to read first; most headers fit."""
+
+
+class RangedTensors(LazyTensors):
+    """Tensors of the safetensors files among `sizes`, each read on access.
+
+    The format has no checksums: only headers and ranges are checked against the files' sizes.
+
+    Args:
+        sizes: bytes of every file, by its name.
+
+    Raises `ArtifactCorruptError` if a file is not a safetensors file.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], read_range: ReadRange) -> None:
+        self._read_range = read_range
+        self._places: dict[str, tuple[str, int, dict[str, Any]]] = {}
+        for file in sorted(name for name in sizes if name.endswith(".safetensors") and "/" not in name):
+            begin, header = self._header(file, sizes[file])
+            self._places |= {name: (file, begin, entry) for name, entry in header.items() if name != "__metadata__"}
+
+    @property
+    def places(self) -> Mapping[str, Any]:
+        return self._places
+
+    def _header(self, file: str, size: int) -> tuple[int, dict[str, Any]]:
+        """Return the offset of the values in a file, and its header, whose offsets count from there."""
+        data = self._read_range(file, 0, min(size, _HEADER_BYTES))
+        begin = 8 + int.from_bytes(data[:8], "little")
+        if not 8 < begin <= size:
+            raise _damaged(file)
+        if begin > len(data):
+            data += self._read_range(file, len(data), begin)
+        try:
+            header: dict[str, Any] = json.loads(data[8:begin])
+        except ValueError as error:
+            raise _damaged(file) from error
+        return begin, header
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        file, begin, entry = self._places[name]
+        shape, (start, stop) = entry["shape"], entry["data_offsets"]
+        if rows is not None:
+            first, last, _ = rows.indices(shape[0])
+            width = (stop - start) // max(shape[0], 1)
+            shape, start, stop = [last - first, *shape[1:]], start + first * width, start + last * width
+        place = file, begin + start, begin + stop
+        values = Fetched([place], self._read_range).at(*place)
+        header = {name: {"dtype": entry["dtype"], "shape": shape, "data_offsets": [0, len(values)]}}
+        written = json.dumps(header).encode()
+        try:
+            return load(len(written).to_bytes(8, "little") + written + values)[name]
+        except SafetensorError as error:
+            raise _damaged(file) from error
+
+
+def _damaged(file: str) -> ArtifactCorruptError:
+    return ArtifactCorruptError(
+        f"{file!r} of a model is not a complete safetensors file; publish the model again",
+        field="file",
+        value=file,
+    )

@@ -21,9 +21,7 @@ from swiftkv_platform.engine.kv_cache import KVCache, Run, StepCache
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.varlen import Pages, VarlenArguments, consecutive_runs
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.context import DecoderContext
-from swiftkv_platform.model.masks import Masks
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import DecoderContext, Masks, TokenSelection
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.ranks import Ranks
 from swiftkv_platform.engine.sharding import cut_of, whole_name
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.stored_quantization import as_floats
-from swiftkv_platform.model.weight_formats import (
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.quantization import (
     IntegerWeight,
     WeightFormat,
+    as_floats,
     dequantize_weight,
     is_int8_in_mixed,
     is_projection,

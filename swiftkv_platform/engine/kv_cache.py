@@ -12,8 +12,8 @@ import torch
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.varlen import Pages
+from swiftkv_platform.model.cache import SCALE_DTYPE, pack, unpack
 from swiftkv_platform.model.packed_attention import VarlenOperator
-from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]
 """Adjacent slots: the first, and the one after the last. A slot holds one token."""

@@ -27,7 +27,7 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.adapters import whole_model
+from swiftkv_platform.model.weights.adapters import whole_model
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams

@@ -18,15 +18,14 @@ from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, load_shard
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
+from swiftkv_platform.model.decoder import LENGTH_DEPENDENT, rope_parameters
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
-from swiftkv_platform.model.rotations import LENGTH_DEPENDENT, rope_parameters
-from swiftkv_platform.model.stored_quantization import is_quantized
-from swiftkv_platform.model.stored_weights import settle_head
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
-from swiftkv_platform.model.weight_formats import BITS
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.loading import settle_head
+from swiftkv_platform.model.weights.quantization import BITS, is_quantized
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.student_shape import StudentShape

@@ -19,8 +19,8 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.varlen import block_size_for, choose_operator
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.cache import PAYLOAD_DTYPES
 from swiftkv_platform.model.packed_attention import attention_head_dim
-from swiftkv_platform.model.quantization import PAYLOAD_DTYPES
 from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams

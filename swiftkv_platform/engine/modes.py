@@ -13,11 +13,10 @@ import torch
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.model.attention import KeyValue, Rotation
-from swiftkv_platform.model.bypass import Bypass
-from swiftkv_platform.model.context import DecoderContext
+from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.model.conversion import dense_config
-from swiftkv_platform.model.rotations import LENGTH_DEPENDENT, rope_parameters
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.decoder import LENGTH_DEPENDENT, rope_parameters
+from swiftkv_platform.model.deep_tokens import Bypass
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 

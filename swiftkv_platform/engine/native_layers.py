@@ -21,9 +21,9 @@ from swiftkv_platform.engine.kernels import LayerOperands, packing
 from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.kv_cache import PagedTensor
 from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
+from swiftkv_platform.model.decoder import ScaledEmbedding
 from swiftkv_platform.model.deep_tokens import DeepGroup
-from swiftkv_platform.model.embeddings import ScaledEmbedding
-from swiftkv_platform.model.weight_formats import IntegerWeight
+from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 
 def rotate_heads(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

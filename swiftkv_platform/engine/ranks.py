@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from swiftkv_platform.engine.batch import BypassRows, DeepRows, PagedAttention, begin_pass, place, share, write_shared
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.context import DecoderContext
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
 _c10d: Any = dist  # its stubs lack the stores and groups

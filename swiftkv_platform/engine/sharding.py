@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model.weights.loading import StoredWeights
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.ranks import Ranks

@@ -32,7 +32,7 @@ from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, choose
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
-from swiftkv_platform.model.exits import exit_confidence
+from swiftkv_platform.model.generation import exit_confidence
 from swiftkv_platform.student_shape import StudentShape
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}

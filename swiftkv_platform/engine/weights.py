@@ -31,7 +31,7 @@ from swiftkv_platform.engine.native_layers import (
     rotate_heads,
 )
 from swiftkv_platform.model.attention import HeadAttentionMixin
-from swiftkv_platform.model.weight_formats import IntegerWeight
+from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),

@@ -16,9 +16,8 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.model.masks import PACKED
-from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_turns, with_turns
+from swiftkv_platform.model.context import PACKED
+from swiftkv_platform.model.packed_attention import DeepTurns, begin_packed, lower_turns, to_tensors, with_turns
 from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22

@@ -12,16 +12,13 @@ from transformers import modeling_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.adapters import readable
-from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments
 from swiftkv_platform.model.configuration import check_whole, read_config
+from swiftkv_platform.model.context import TokenSelection, can_select
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
-from swiftkv_platform.model.exits import ExitStep, ThresholdExits
-from swiftkv_platform.model.generation import SwiftKVGenerationMixin
-from swiftkv_platform.model.loading import load_checked, open_checked
-from swiftkv_platform.model.masks import can_select
-from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model.generation import ExitStep, SwiftKVGenerationMixin, ThresholdExits
+from swiftkv_platform.model.weights.adapters import readable
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
+from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
 
 _NOT_COUNTED = -100
 """Label of a position that the loss ignores."""

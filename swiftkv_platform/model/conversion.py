@@ -1,4 +1,8 @@
-"""Teacher -> student: rewire a pretrained model and initialise its SwiftKV projections.
+"""Teacher -> student: rewire a pretrained model and initialise its SwiftKV projections, in memory or on disk.
+
+On disk a few tensors are in memory at a time, so a laptop converts a 405B model. The teacher's weights do not change,
+so the student reuses their files, as hard links unless copies are asked for: 140 GB need not be written again. New
+files hold the SwiftKV tensors; one index names both.
 
 Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration`.
 """
@@ -7,23 +11,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.calibration import TokenBatch, calibrate
-from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
+from swiftkv_platform.model.calibration import TokenBatch, calibrate, calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.initialization import copied_start
-from swiftkv_platform.model.loading import load_checked
-from swiftkv_platform.model.stored_quantization import is_quantized
+from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, copied_start
+from swiftkv_platform.model.weights.loading import load_checked
+from swiftkv_platform.model.weights.quantization import is_quantized, quantization_fields, without_swiftkv
+from swiftkv_platform.model.weights.writing import (
+    MAX_SHARD_BYTES,
+    Files,
+    Progress,
+    ShardWriter,
+    check_new,
+    copy_companions,
+    new_directory,
+)
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.student_shape import DecodeKeyValue, ShapeRequest, Sharing, StudentShape
 
 
@@ -159,19 +175,6 @@ def load_teacher(
     return model
 
 
-def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
-    """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
-    if isinstance(teacher, SwiftKVConfigMixin):
-        name = cast("Any", teacher).name_or_path
-        raise ModelError(
-            f"{name!r} is a SwiftKV student already; give the teacher it was made from",
-            field="model.name_or_path",
-            value=name,
-        )
-    classes = student_classes(teacher.model_type)
-    return classes.config_from(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))
-
-
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
     """Make a student that shares the teacher's parameters and whose new parameters are uninitialised."""
     classes = student_classes(teacher.config.model_type)
@@ -195,7 +198,77 @@ def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
 
 @torch.no_grad()
 def copy_projections(student: Any) -> None:
-    """Set a student's SwiftKV parameters to the copied start, in place, see `initialization`."""
+    """Set a student's SwiftKV parameters to the copied start, in place, see `copied_start`."""
     parameters = student.state_dict()
     for start in copied_start(student):
         parameters[start.name].copy_(start.made(partial(read_rows, parameters)))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion."""
+
+    path: Path
+    config: Any
+    num_new_tensors: int
+    new_bytes: int
+    """Bytes of the SwiftKV tensors, without the teacher's files."""
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    calibration: Iterable[TokenBatch] | None = None,
+    revision: str | None = None,
+    files: Files = "link",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda _done, _total: None,
+    **shape: Any,
+) -> Converted:
+    """Write the student that `convert` makes of `source` to the directory `target`, completely or not at all.
+
+    Args:
+        source: a teacher's directory or hub id, in safetensors.
+        target: a new or empty directory.
+        calibration: as for `convert`. It holds a layer of the teacher in memory at a time, see `calibrate_streamed`;
+            without it, memory holds at most `max_shard_bytes` or the teacher tensors of one new tensor, whichever is
+            larger.
+        files: how the teacher's weight files get there. A link falls back to a copy if the file system has no links.
+            Links to the hub's cache are safe: its files never change.
+        shape: fields of `ShapeRequest`, as for `convert`.
+
+    Raises:
+        InvalidInputError: l or g out of range.
+        ModelError: the teacher, its files or its tokenizer cannot be used; raised before a weight is read.
+        ConflictError: `target` exists and is not empty.
+    """
+    target = Path(target)
+    check_new(target)
+    teacher, request = read_config(source, revision=revision), ShapeRequest(**shape)
+    make_student_config(teacher, request)  # refuses a shape before weights are downloaded
+    quantization = quantization_fields(teacher)
+    directory = local_directory(str(source), revision, field="model.name_or_path")
+    student = LazyStudent.open(directory, request, {}, dtype="auto")
+    config = student.model.config
+    if has_tokenizer(directory):
+        load_tokenizer(directory, config.vocab_size)  # refuse it now rather than in serving
+    if calibration is None:
+        tensors = student.new_tensors()
+    else:
+        tensors = calibrate_streamed(student, calibration, workers=Workers(alone=True))
+    total, num_bytes = len(student.new_names), 0
+    with new_directory(target) as partial:
+        writer = ShardWriter(partial, "swiftkv", max_shard_bytes)
+        for done, (name, tensor) in enumerate(tensors, start=1):
+            writer.add(name, tensor)
+            num_bytes += tensor.nbytes
+            progress(done, total)
+        writer.place(student.base, "teacher", files)
+        writer.finish()
+        copy_companions(directory, partial)
+        config.architectures = [type(student.model).__name__]
+        if quantization is not None:
+            config.quantization_config = without_swiftkv(quantization)
+        config.save_pretrained(partial)
+    return Converted(target, config, total, num_bytes)

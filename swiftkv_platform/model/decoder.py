@@ -23,15 +23,57 @@ from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, attention_input
-from swiftkv_platform.model.bypass import Bypass, bypass_before
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
-from swiftkv_platform.model.context import DecoderContext
-from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
-from swiftkv_platform.model.embeddings import ScaledEmbedding
-from swiftkv_platform.model.masks import Masks, make_masks
-from swiftkv_platform.model.rotations import LayerRotations
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import DecoderContext, Masks, TokenSelection, make_masks
+from swiftkv_platform.model.deep_tokens import Bypass, DeepGroup, DeepSuffix, DeepWriter, bypass_before
 from swiftkv_platform.student_shape import LayerMap
+
+LENGTH_DEPENDENT = ("longrope", "dynamic")
+"""Kinds of RoPE whose factors depend on the length of the sequence."""
+
+
+class LayerRotations:
+    """Rotations by layer of a model, whose layer types may each have their own RoPE."""
+
+    def __init__(self, config: Any) -> None:
+        self._layer_types: list[str] = config.layer_types if config.family.rotates_by_layer_type else []
+        self._types = sorted(set(self._layer_types))
+
+    def make(self, rotary_emb: nn.Module, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
+        """Make the tokens' rotation for all layers: the outputs of `rotary_emb` for each layer type, concatenated."""
+        if not self._types:
+            one: Rotation = rotary_emb(hidden, position_ids=position_ids)
+            return one
+        return tuple(part for kind in self._types for part in rotary_emb(hidden, position_ids, kind))
+
+    def of(self, i: int, rotation: Rotation) -> Rotation:
+        """Return layer i's part of a rotation from `make`."""
+        if not self._types:
+            return rotation
+        first = 2 * self._types.index(self._layer_types[i])
+        return rotation[first : first + 2]
+
+
+def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
+    """Return RoPE's parameters in a transformers configuration by layer type; under None if all layers share them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_type = {kind: values for kind, values in rope.items() if isinstance(values, dict)}
+    return by_type or {None: rope}
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embedding whose output is multiplied by `scale`. `rounds`: round the factor to the weight's dtype."""
+
+    def __init__(self, config: Any, scale: float, *, rounds: bool) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self._scale, self._rounds = scale, rounds
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().forward(input_ids))
+
+    def scaled(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Multiply embeddings read from the weight by the factor."""
+        return embedded * (torch.tensor(self._scale).to(embedded.dtype).item() if self._rounds else self._scale)
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):

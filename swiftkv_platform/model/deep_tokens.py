@@ -8,7 +8,7 @@ hidden state in the group's first layer, as its teacher does. Which tokens are d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch
 
 from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin
 from swiftkv_platform.model.cache import Stored, append, read, take_rows
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import TokenSelection
 
 
 class DeepWriter(Protocol):
@@ -90,3 +90,19 @@ class DeepSuffix:
         begins = first if isinstance(first, int) else first[:, None]
         deep = (torch.arange(self.num_tokens, device=own.device) >= begins).view(-1, 1, self.num_tokens, 1)
         return torch.where(deep, shared.index_copy(2, at, own), shared)
+
+
+Bypass = Callable[[Any, int, torch.Tensor, Any], torch.Tensor]
+"""Function that returns the hidden states after a layer that skipped tokens bypass, [batch, num_tokens, hidden_size].
+Skipped tokens keep their hidden state and write K and V to the cache; deep tokens run through the layer."""
+
+
+def bypass_before(
+    first_deep: int | torch.Tensor, decoder: Any, i: int, hidden: torch.Tensor, context: Any
+) -> torch.Tensor:
+    """A `Bypass` for rows whose tokens from `first_deep` on are deep (one index for all rows, or one each, [batch]).
+    The other tokens run through the layer too, for their K and V, but their output is discarded."""
+    output = decoder.run_layer(i, hidden, context)
+    begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
+    deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
+    return torch.where(deep.view(-1, hidden.shape[1], 1), output, hidden)

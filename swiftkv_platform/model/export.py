@@ -16,37 +16,34 @@ from transformers import PreTrainedModel
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.adapters import whole_model, write_adapter
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.calibration.rounding import round_calibrated
-from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import check_whole, read_config
-from swiftkv_platform.model.directories import (
-    Files,
-    ShardWriter,
-    check_new,
-    copy_companions,
-    new_directory,
-    place,
-    shard_names,
-    write_index,
-    write_shard,
-)
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.lazy_student import LazyStudent
-from swiftkv_platform.model.loading import first_dtype
-from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, quantization_fields
-from swiftkv_platform.model.stored_weights import check_finite, settle_head
-from swiftkv_platform.model.streaming import Progress
-from swiftkv_platform.model.weight_formats import (
+from swiftkv_platform.model.weights.adapters import whole_model, write_adapter
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.lazy_student import LazyStudent
+from swiftkv_platform.model.weights.loading import check_finite, first_dtype, settle_head
+from swiftkv_platform.model.weights.quantization import (
     WeightFormat,
+    as_floats,
     compressed_tensors_config,
     group_size,
     int8_in_mixed,
     is_int8_in_mixed,
     is_projection,
+    is_quantized,
+    quantization_fields,
     quantize_weight,
     stored_form,
+)
+from swiftkv_platform.model.weights.writing import (
+    Files,
+    Progress,
+    ShardWriter,
+    check_new,
+    copy_companions,
+    new_directory,
 )
 from swiftkv_platform.sources.model_directories import local_directory
 
@@ -64,7 +61,7 @@ def export(
     files: Files = "link",
     revision: str | None = None,
     base_model: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _done, _total: None,
 ) -> Path:
     """Write `student` to the directory `target`, completely or not at all.
 
@@ -124,7 +121,7 @@ def export_adapter(
     base: str | Path,
     name_or_path: str | None = None,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _done, _total: None,
 ) -> AdapterConfig:
     """Write the tensors in which `student` differs from its base model to the directory `target`, completely or not at
     all.
@@ -159,9 +156,8 @@ def export_adapter(
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for done, name in enumerate(checkpoint.shards, start=1):
-            yield name, checkpoint.tensors([name])[name]
-            if progress is not None:
-                progress(done, len(checkpoint.shards))
+            yield name, checkpoint.read(name)
+            progress(done, len(checkpoint.shards))
 
     with new_directory(target) as partial:
         adapter = write_adapter(
@@ -192,21 +188,13 @@ def _export_files(
     prefill_only: bool,
     files: Files,
     revision: str | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Path:
     config, directory, checkpoint, kept = _kept(source, teacher, prefill_only, revision)
-    names = shard_names(kept.values(), "weights")
     with new_directory(target) as partial:
-        for done, (shard, name) in enumerate(names.items(), start=1):
-            wanted = [tensor for tensor, file in kept.items() if file == shard]
-            if len(wanted) == sum(1 for file in checkpoint.shards.values() if file == shard):
-                place(checkpoint.path(shard), partial / name, files)
-            else:
-                write_shard(checkpoint.tensors(wanted), partial / name)
-            if progress is not None:
-                progress(done, len(names))
-        num_bytes = sum(checkpoint.headers[tensor].num_bytes for tensor in kept)
-        write_index(partial, {tensor: names[shard] for tensor, shard in kept.items()}, num_bytes)
+        writer = ShardWriter(partial, "weights")
+        writer.place(checkpoint, "weights", files, kept, progress)
+        writer.finish()
         copy_companions(directory, partial)
         config.save_pretrained(partial)
     return target
@@ -220,7 +208,7 @@ def _export_quantized(
     form: Quantization,
     calibration: Iterable[TokenBatch] | None,
     revision: str | None,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Path:
     config, directory, stored, kept = _kept(source, teacher, prefill_only, revision)
     settle_head(config, stored)
@@ -265,7 +253,7 @@ def _export_quantized(
                 yield stored_form(name, *values, formats[name][0])
         for name in names:
             if name not in rounded:
-                tensor = checkpoint.tensors([name])[name].to(dtype)
+                tensor = checkpoint.read(name).to(dtype)
                 check_finite(name, tensor, str(source))
                 if name in formats:
                     yield stored_form(name, *quantize_weight(tensor, *formats[name]), formats[name][0])
@@ -274,15 +262,11 @@ def _export_quantized(
 
     with new_directory(target) as partial:
         writer = ShardWriter(partial, "weights")
-        num_bytes = 0
         for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():
                 writer.add(part, values)
-                num_bytes += values.nbytes
-            if progress is not None:
-                progress(done, len(names))
-        writer.flush()
-        write_index(partial, writer.shards, num_bytes)
+            progress(done, len(names))
+        writer.finish()
         copy_companions(directory, partial)
         targets: dict[WeightFormat, str] = (
             {"int8": f"re:{int8_in_mixed(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
@@ -296,15 +280,15 @@ def _export_quantized(
 
 def _kept(
     source: str | Path, teacher: bool, prefill_only: bool, revision: str | None
-) -> tuple[Any, Path, Checkpoint, dict[str, str]]:
-    """Return the configuration to write, the directory, its checkpoint, and the files by name of tensors to keep."""
+) -> tuple[Any, Path, Checkpoint, set[str]]:
+    """Return the configuration to write, the directory, its checkpoint, and the names of the tensors to keep."""
     config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     modules = {name.rpartition(".")[0] for name in checkpoint.shards}
     if teacher and modules.isdisjoint(teacher_modules(config)):
         raise _no_teacher(str(source))
-    return config, directory, checkpoint, {name: shard for name, shard in checkpoint.shards.items() if keeps(name)}
+    return config, directory, checkpoint, {name for name in checkpoint.shards if keeps(name)}
 
 
 def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from swiftkv_platform import configs
+from swiftkv_platform.configs import SwiftKVConfigMixin
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
-from swiftkv_platform.model.attention import HeadAttentionMixin
+from swiftkv_platform.model.attention import HeadAttentionMixin, LatentAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
-from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 from swiftkv_platform.planning.config import check_kind
-from swiftkv_platform.student_shape import StudentShape
+from swiftkv_platform.student_shape import ShapeRequest, StudentShape
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
@@ -93,3 +94,16 @@ def student_classes(model_type: str) -> StudentClasses:
     """Return the classes of a family, given the `model_type` of a teacher or a student. Raises `ModelError`: it is
     unknown; the message lists the families."""
     return STUDENTS[find_family({"model_type": model_type}).model_type]
+
+
+def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
+    """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
+    if isinstance(teacher, SwiftKVConfigMixin):
+        name = cast("Any", teacher).name_or_path
+        raise ModelError(
+            f"{name!r} is a SwiftKV student already; give the teacher it was made from",
+            field="model.name_or_path",
+            value=name,
+        )
+    classes = student_classes(teacher.model_type)
+    return classes.config_from(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))

@@ -4,7 +4,7 @@ for third-party loaders, which are cleaned copies of a model's small JSON files,
 Loaders open names that they find in configurations, and files with known names in the directory. A view has neither:
 only files that are listed here, with what `loader_rules` keep of them. If sources are restricted, a model may also
 consist only of files of its own directory, and its code only of this package and `transformers`: `auto_map` is never
-followed, and no pickle is read (`model.checkpoint` accepts only safetensors).
+followed, and no pickle is read (`model.weights.checkpoint` accepts only safetensors).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, export_adapter
-from swiftkv_platform.model.adapters import whole_model
-from swiftkv_platform.model.bases import model_directory
+from swiftkv_platform.model.weights.adapters import whole_model
+from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.sources import Access
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory

@@ -21,8 +21,9 @@ from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
-from swiftkv_platform.model import checkpoint, convert
-from swiftkv_platform.model.lazy_student import LazyStudent
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.weights import checkpoint
+from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.student_shape import ShapeRequest

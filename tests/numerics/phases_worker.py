@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
 import swiftkv_platform.jobs.worker.setup as setup
-import swiftkv_platform.model.lazy_student as weights
+import swiftkv_platform.model.weights.lazy_student as weights
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import MeasuredStudent
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
@@ -40,8 +40,8 @@ from swiftkv_platform.jobs.worker.setup import (
     set_up_process,
     shared_workspace,
 )
-from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.model.directories import MAX_SHARD_BYTES, write_model_shards
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.writing import MAX_SHARD_BYTES, write_model_shards
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -168,7 +168,7 @@ def run_training(case: Case) -> Outcome:
 
 def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
     spec = case.request.spec
-    lazy = open_lazy(spec, case.teacher, StoredTensors(start))
+    lazy = open_lazy(spec, case.teacher, Checkpoint.of_files(start))
     fork = Fork(lazy.model, spec.distillation, dtype=compute_dtype(spec))
     lazy.attach(fork)
     parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=CPU, weights=lazy)
@@ -187,7 +187,7 @@ def run_evaluation(case: Case) -> Outcome:
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
-    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
+    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), Checkpoint.of_files(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
     checkpoint = workers.from_first(newest)
     keep = StoredParts.put

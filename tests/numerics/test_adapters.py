@@ -14,8 +14,8 @@ from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import ConflictError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter, load_dense
-from swiftkv_platform.model.adapters import check_can_be_base
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.adapters import check_can_be_base
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
@@ -170,7 +170,7 @@ def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, 
         ]
     ):
         other = save(teacher, tmp_path / f"other-{number}")
-        reads = patch("swiftkv_platform.model.checkpoint.Checkpoint.tensors", None)
+        reads = patch("swiftkv_platform.model.weights.checkpoint.Checkpoint.tensors", None)
         with reads, pytest.raises(ModelError, match=message):
             logits(tmp_path / "adapter", base_model=str(other))
 

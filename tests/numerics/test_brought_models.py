@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from swiftkv_platform.configs import CONFIGS
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
-from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import MeasuredStudent
 from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
 from swiftkv_platform.jobs.worker.prepare import prepare
 from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
-from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig

@@ -15,7 +15,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate_streamed
 from swiftkv_platform.model.calibration.regression import RIDGE
-from swiftkv_platform.model.lazy_student import LazyStudent
+from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.student_shape import ShapeRequest
 from tests.support.checkpoints import ROWS, save, save_fp8

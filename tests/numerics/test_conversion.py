@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import ConflictError, ModelError
-from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export
-from swiftkv_platform.model.checkpoint import Checkpoint, stored_checkpoint
+from swiftkv_platform.model import convert, convert_checkpoint, export
+from swiftkv_platform.model.weights import checkpoint
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
@@ -171,7 +172,7 @@ def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> N
     student = convert(family_teacher(name), **SHAPE, early_exit=True, decode_key_value="own")
     source = save(student, tmp_path / "student", max_shard_size="100KB") if streamed else student
     export(source, tmp_path / "half", prefill_only=True)
-    kept = stored_checkpoint(tmp_path / "half").shards
+    kept = Checkpoint.of_files(tmp_path / "half").shards
     above = {name.removeprefix("model.layers.") for name in kept if re.match(r"model\.layers\.[234]\.", name)}
     parts = ("k_proj_swiftkv", "v_proj_swiftkv", *(["k_norm"] if name == "qwen3" else []))
     leaders = student.config.layer_map.leaders

@@ -191,7 +191,7 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
         return reference_varlen_attn(*args, **kwargs, seqused_k=used, block_table=None)
 
     chosen = operator if way == "operator" else None
-    with patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=chosen):
+    with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=chosen):
         sums = fork(**to_tensors(batch), sample_lengths=lengths)
     torch.testing.assert_close(sums["logits_loss"], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums["exit_loss"], expected[1], rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from tests.support import reference
 from tests.support.parameters import KINDS, WIDE, few, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_tokens

@@ -14,8 +14,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import causal_lm, convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache, stored_dtype
-from swiftkv_platform.model.masks import can_select
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import TokenSelection, can_select
 from tests.support.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
 ARGUMENTS = {"max_new_tokens": 10, "pad_token_id": 256, "eos_token_id": None, "do_sample": False}

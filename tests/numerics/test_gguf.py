@@ -21,7 +21,7 @@ from transformers import (
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import teacher_path
 from swiftkv_platform.model import convert_checkpoint
-from swiftkv_platform.model.gguf import gguf_directory
+from swiftkv_platform.model.weights.bases import gguf_directory
 from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.specs import ModelSpec
 from tests.support.fakes.gguf import save_gguf
@@ -88,7 +88,7 @@ def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.gguf.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
     (tmp_path / "own").mkdir()
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
     spec = ModelSpec(name_or_path=str(file))

@@ -16,7 +16,7 @@ import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.context import TokenSelection
 from tests.numerics.test_families import make_student
 from tests.support.parameters import in_turn, pairwise
 from tests.support.tiny_models import random_tokens

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy
 from swiftkv_platform.student_shape import ShapeRequest
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
 from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
@@ -74,7 +74,7 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     converted.save_pretrained(tmp_path / "theirs")
     save_lazy(lazy, tmp_path / "ours", teacher=True)
-    ours, theirs = (StoredTensors(tmp_path / which) for which in ("ours", "theirs"))
+    ours, theirs = (Checkpoint.of_files(tmp_path / which) for which in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(ours[tensor].equal(theirs[tensor]) for tensor in theirs)
     lazy.fill(lazy.model)

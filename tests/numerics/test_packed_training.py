@@ -93,7 +93,7 @@ def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
     end."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     expected = step(student, rows)
-    with patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=varlen_on_cpu) as chosen:
+    with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=varlen_on_cpu) as chosen:
         actual = step(student, rows, multiple=16)
     assert chosen.called
     assert_equal(actual, expected)

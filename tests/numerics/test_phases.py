@@ -19,8 +19,8 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.model.directories import write_model_shards
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
@@ -137,7 +137,7 @@ def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None
 
 def start_apart(case: Case, other: Case) -> float:
     """Return the largest distance of a calibrated parameter from the other case's, relative to its norm."""
-    ours, expected = (StoredTensors(Path(which.directory) / "start") for which in (case, other))
+    ours, expected = (Checkpoint.of_files(Path(which.directory) / "start") for which in (case, other))
     assert ours.keys() == expected.keys()
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 

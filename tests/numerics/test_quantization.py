@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.quantization import PAYLOAD_DTYPES, dequantize, pack, payload_dtype, quantize, unpack
+from swiftkv_platform.model.cache import PAYLOAD_DTYPES, dequantize, pack, payload_dtype, quantize, unpack
 from tests.support.parameters import in_turn
 
 MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -17,9 +17,10 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.loading import _read_model
 from swiftkv_platform.engine.sharding import shard, whole_name
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import convert, convert_checkpoint, export, stored_weights
-from swiftkv_platform.model.checkpoint import stored_checkpoint
-from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model import convert, convert_checkpoint, export
+from swiftkv_platform.model.weights import loading
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.loading import StoredWeights
 from tests.numerics.distillation_worker import counted_reads
 from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
 from tests.support.parameters import KINDS, in_turn
@@ -88,7 +89,7 @@ def check_same(model: Any, kept: Any) -> None:
 
 def stored_bytes(kept: Any, directory: Path) -> int:
     """Return the bytes that a rank's part takes in the files, with all scales of FP8 weights."""
-    headers = stored_checkpoint(directory).headers
+    headers = Checkpoint.of_files(directory).headers
     total = sum(info.num_bytes for name, info in headers.items() if name.endswith(("_scale", "_scale_inv")))
     for name, parameter in kept.named_parameters():
         if parameter.shape == (1, 1):
@@ -190,7 +191,7 @@ def test_fp8(quantization: dict[str, Any], student: bool, tmp_path: Path) -> Non
 
 def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path) -> None:
     model = family_teacher("mixtral")
-    weights = StoredWeights.open(save(model, tmp_path), model.config)
+    weights = StoredWeights(Checkpoint.open(save(model, tmp_path)), model.config)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
     for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # gate rows, rows of both, up rows
@@ -204,8 +205,8 @@ def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path) -> None:
     """No supported family has such a conversion; the tensor is read whole, and a part of it kept."""
     model = random_teacher()
     transposed = WeightConverter("up_proj.weight", "up_proj.weight", operations=[Transpose(0, 1)])
-    with patch.object(stored_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed]):
-        weights = StoredWeights.open(save(model, tmp_path), model.config)
+    with patch.object(loading, "get_checkpoint_conversion_mapping", lambda _: [transposed]):
+        weights = StoredWeights(Checkpoint.open(save(model, tmp_path)), model.config)
     name, part = "model.layers.1.mlp.up_proj.weight", (slice(8, 24), slice(30, 90))
     with counted_reads() as sizes:
         found = weights.read(name, part)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes
-from swiftkv_platform.model.initialization import share_heads
+from swiftkv_platform.model.weights.lazy_student import share_heads
 from swiftkv_platform.planning import equal_cache_group_size
 from tests.support import reference
 from tests.support.parameters import in_turn, pairwise

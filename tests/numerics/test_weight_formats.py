@@ -14,8 +14,9 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.export import Quantization
-from swiftkv_platform.model.stored_weights import StoredWeights
-from swiftkv_platform.model.weight_formats import WeightFormat, pack_int4, quantize_weight, unpack_int32
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.loading import StoredWeights
+from swiftkv_platform.model.weights.quantization import WeightFormat, pack_int4, quantize_weight, unpack_int32
 from tests.support.checkpoints import ROWS, rewrite, save, save_fp8
 from tests.support.tiny_models import family_teacher, random_teacher, random_tokens
 
@@ -82,7 +83,7 @@ def test_a_quantised_student_is_what_its_files_say(
     assert in_int8 == {"int8": quantised, "int4": set(), "mixed": makes_heads | last_mlp}[form]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
     assert not hasattr(model.config, "quantization_config")
-    weights = StoredWeights.open(tmp_path / "served", read_config(tmp_path / "served"))
+    weights = StoredWeights(Checkpoint.open(tmp_path / "served"), read_config(tmp_path / "served"))
     for name, parameter in model.named_parameters():
         assert torch.equal(weights.read(name).to(parameter.dtype), parameter), name
     assert (

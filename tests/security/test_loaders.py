@@ -20,8 +20,8 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.jobs.worker.measure import _load as load_for_evaluation
 from swiftkv_platform.model import convert_checkpoint, load_dense
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.model.tokenizers import load_tokenizer
+from swiftkv_platform.model.weights.bases import gguf_directory
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, model_view

@@ -10,8 +10,8 @@ import pytest
 from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
+from swiftkv_platform.model.context import FULL, layer_types
 from swiftkv_platform.model.families import STUDENTS
-from swiftkv_platform.model.masks import FULL, layer_types
 from swiftkv_platform.vllm.versions import is_tested
 from tests.support.tiny_models import FAMILY_CONFIGS
 

@@ -26,7 +26,7 @@ from torch.utils import cpp_extension
 
 from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.model.weight_formats import IntegerWeight
+from swiftkv_platform.model.weights.quantization import IntegerWeight
 from swiftkv_platform.private_directories import is_private, private_directory
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -
 
 def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, payload: torch.dtype | None = None) -> None:
     """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]; or, with a
-    payload, what `model.quantization.pack` makes of it into [num_heads, num_slots, dim + 2]."""
+    payload, what `model.cache.pack` makes of it into [num_heads, num_slots, dim + 2]."""
     torch.ops.swiftkv_cpu.write(rows, slots, x, _FORMATS[payload])
 
 

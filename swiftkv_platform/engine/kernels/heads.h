@@ -96,7 +96,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return output.transpose(1, 2);
 }
 
-// How a row of the cache stores the numbers that one head has of one token (model/quantization.py).
+// How a row of the cache stores the numbers that one head has of one token (model/cache.py).
 enum class Format : int64_t {
   kBFloat16,
   kFloat8,  // e4m3, then a bfloat16 scale

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from swiftkv_platform.model.weight_formats import IntegerWeight
+from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 PAGE = 2 << 20
 """Bytes of a huge page."""

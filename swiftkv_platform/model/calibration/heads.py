@@ -31,7 +31,7 @@ from swiftkv_platform.model.calibration.regression import (
     Method,
     share_components,
 )
-from swiftkv_platform.model.initialization import share_heads
+from swiftkv_platform.model.weights.lazy_student import share_heads
 
 
 @dataclass

@@ -27,14 +27,11 @@ from swiftkv_platform.model.calibration.layerwise import (
     decoder_inputs,
     filled,
 )
-from swiftkv_platform.model.context import DecoderContext
+from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
-from swiftkv_platform.model.masks import PACKED
-from swiftkv_platform.model.packed_attention import sample_lengths
-from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
-from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.model.weight_formats import WeightFormat, dequantize_weight, quantize_weight
+from swiftkv_platform.model.packed_attention import DeepTurns, begin_packed, sample_lengths, with_turns
+from swiftkv_platform.model.weights.quantization import WeightFormat, dequantize_weight, quantize_weight
 
 
 @torch.no_grad()

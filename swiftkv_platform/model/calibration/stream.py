@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.attention import LatentAttentionMixin
 from swiftkv_platform.model.calibration.heads import HEADS
 from swiftkv_platform.model.calibration.latent import LATENTS
 from swiftkv_platform.model.calibration.layerwise import (
@@ -29,7 +30,6 @@ from swiftkv_platform.model.calibration.layerwise import (
     filled,
 )
 from swiftkv_platform.model.calibration.regression import GroupSums, Method, Regression, ridge_factor
-from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 from swiftkv_platform.model.workers import Workers
 
 K = TypeVar("K")

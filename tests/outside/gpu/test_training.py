@@ -22,8 +22,7 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
-from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.parallel import MeasuredStudent, Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, micro_batches, parallelize
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.evaluation.quality import Totals
@@ -37,7 +36,7 @@ from swiftkv_platform.jobs.worker.setup import (
     open_lazy,
     spread_fork,
 )
-from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.outside.gpu.device import ON_GPU, needs_gpu
@@ -141,7 +140,7 @@ def step(
         compile_layers(fork)
     parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=device)
     [(batch, lengths)] = micro_batches(parallel, rows(), range(len(rows())), spec.training)
-    operator = patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=on_cpu)
+    operator = patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=on_cpu)
     with operator if fakes else nullcontext(), parallel.micro_batch(last=True):
         sums = parallel(batch, lengths)
         parallel.backward(torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum())
@@ -323,7 +322,7 @@ def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
     def said(directory: str, device: torch.device) -> dict[str, Tensor]:
         (tmp_path / directory).mkdir()
         calibrate(spec, path, rows(60), tmp_path / directory, device=device)
-        student, start = disturbed(spec, path), StoredTensors(tmp_path / directory)
+        student, start = disturbed(spec, path), Checkpoint.of_files(tmp_path / directory)
         assert set(start) == student.swiftkv_parameters().keys()
         load_trained(student, start)
         ids = torch.from_numpy(rows().batch([0])["input_ids"])

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
 from swiftkv_platform.model.export import Quantization
-from swiftkv_platform.model.stored_quantization import without_swiftkv
+from swiftkv_platform.model.weights.quantization import without_swiftkv
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,

@@ -10,8 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from swiftkv_platform.distillation import pieces
-from swiftkv_platform.distillation.pieces import Piece, read_pieces
-from swiftkv_platform.distillation.ranged_tensors import RangedTensors
+from swiftkv_platform.distillation.pieces import Piece, RangedTensors, read_pieces
 from swiftkv_platform.errors import ArtifactCorruptError
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.distillation.fork import sharding_units
-from swiftkv_platform.model.conversion import make_student_config
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.student_shape import ShapeRequest, Sharing

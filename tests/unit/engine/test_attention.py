@@ -24,8 +24,8 @@ from swiftkv_platform.engine.varlen import (
     reference_varlen_attn,
 )
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.quantization import pack, unpack
-from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.cache import pack, unpack
+from swiftkv_platform.model.context import TokenSelection
 from tests.support.parameters import pairwise
 
 HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3

@@ -12,8 +12,8 @@ from swiftkv_platform.engine.integer_weights import attach_stored, common_weight
 from swiftkv_platform.engine.loading import load_model, prepare
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export
-from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.weight_formats import IntegerWeight, dequantize_weight
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.model.weights.quantization import IntegerWeight, dequantize_weight
 from tests.support.tiny_models import disturb, random_teacher
 
 BF16 = EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8)

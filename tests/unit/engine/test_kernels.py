@@ -23,8 +23,8 @@ from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.native_layers import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
-from swiftkv_platform.model.quantization import pack, unpack
-from swiftkv_platform.model.weight_formats import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
+from swiftkv_platform.model.cache import pack, unpack
+from swiftkv_platform.model.weights.quantization import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
 
 BF16 = torch.bfloat16
 

@@ -14,7 +14,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.stored import find_rows
 from swiftkv_platform.jobs.driver import prepare, write
 from swiftkv_platform.jobs.worker.setup import calibrate
-from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.unit.jobs.attempts import COPIED, Job, request, said
@@ -56,7 +56,7 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
     assert not stored.lacks_start
     assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
     stored.fetch_start(tmp_path / "rows")
-    calibrated, found = stored.open(tmp_path / "rows").calibrated, StoredTensors(tmp_path / "found")
+    calibrated, found = stored.open(tmp_path / "rows").calibrated, Checkpoint.of_files(tmp_path / "found")
     assert calibrated.keys() == found.keys()
     assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
     assert is_discarded(job)

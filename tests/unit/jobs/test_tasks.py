@@ -22,7 +22,7 @@ from swiftkv_platform.jobs.values import Plan
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.jobs.worker.setup import calibrate, load_student
-from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -47,7 +47,7 @@ def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
     if spec.swiftkv.initialization == "copied":
         return plan, Prepared(data, None)
     calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
-    return plan, Prepared(data, dict(StoredTensors(place)))
+    return plan, Prepared(data, dict(Checkpoint.of_files(place)))
 
 
 def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.directories import copy_companions
+from swiftkv_platform.model.weights.writing import copy_companions
 from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.tools.families import (
     FAMILIES,

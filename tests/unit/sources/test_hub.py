@@ -9,8 +9,8 @@ from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.jobs.worker.prepare import _load_engine
 from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
-from swiftkv_platform.model.adapters import whole_model
-from swiftkv_platform.model.bases import model_directory
+from swiftkv_platform.model.weights.adapters import whole_model
+from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import local_directory
 from tests.support.distill_jobs import job_spec

@@ -1,6 +1,8 @@
-"""Conversion of GGUF files (llama.cpp's format) to model directories, cached on each machine. Needs `gguf`.
+"""Teachers and base models by name: resolve a name under the access rules of `sources`, and download the model. The
+caller passes the function that downloads from an object store.
 
-Quantised weights are dequantised to bfloat16.
+GGUF files (llama.cpp's format, which needs the package `gguf`) become model directories, cached on each machine, with
+their quantised weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +20,77 @@ from huggingface_hub.constants import HF_HOME
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.directories import new_directory
+from swiftkv_platform.model.weights.writing import new_directory
 from swiftkv_platform.private_directories import is_private, private_directory
-from swiftkv_platform.sources import UNBOUNDED, Boundary
+from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.model_directories import check_model_files, local_directory
+from swiftkv_platform.sources.names import refuse_shadowed
+from swiftkv_platform.sources.teacher_config import SPEC_FIELD, builtin_teacher
+
+Download = Callable[[str], Path]
+"""Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""
+
+
+def model_directory(
+    name: str,
+    revision: str | None = None,
+    *,
+    access: Access = OPEN,
+    download: Download | None = None,
+    field: str = SPEC_FIELD,
+) -> str:
+    """Return a name that transformers can load: a directory, or an unchanged hub id if access is unrestricted. A GGUF
+    file becomes a directory in this machine's cache.
+
+    Args:
+        revision: hub revision.
+        access: rules on what may be read; they apply to a directory and to every file in it.
+        download: function for `s3://` addresses; None: they are refused.
+        field: name of the input in error messages.
+
+    Raises:
+        ModelError: the built-in teacher is unknown, nothing is below the address, or the model needs remote code or
+            files that may not be read.
+        InvalidInputError: the name is not allowed, or a path in the working directory shadows the hub id.
+    """
+    match access.model(name, field):
+        case BuiltinSource(name):
+            return str(_directory(builtin_teacher(name, field=field), name, field))
+        case S3Source(name):
+            if download is None:
+                raise ModelError(
+                    f"{field} is {name!r}, which this loader does not download; use a directory that holds its files, "
+                    "or `swiftkv export` the adapter",
+                    field=field,
+                    value=name,
+                )
+            return str(download(name))
+        case PathSource(name, path):
+            if path.suffix == SUFFIX:
+                return str(_directory(path, name, field, access.boundary))
+            if not access.is_restricted:
+                return str(path) if path.exists() else name
+            directory = access.boundary.check(path, field, error=ModelError)
+            if not directory.is_dir():
+                raise ModelError(f"{field} is {name!r}: no such directory", field=field, value=name)
+            check_model_files(directory, access.boundary, field)
+            return str(directory)
+        case HubSource(name):
+            if not access.is_restricted:
+                return name
+            refuse_shadowed(name, field)
+            directory = local_directory(name, revision, field=field)
+            check_model_files(directory, Boundary.of(directory.parents[1]), field)  # loaders read these files
+            return str(directory)
+
+
+def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED) -> Path:
+    """Return `path` if it is a directory, or the directory made of a GGUF file."""
+    if path.suffix != SUFFIX:
+        return path
+    return gguf_directory(path, name, field=field, boundary=boundary)
+
 
 CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
 """Cache of converted directories by digest of their file, next to the hub's cache, which operators size and mount."""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -17,10 +17,14 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
 Files = Literal["link", "copy", "symlink"]
 """Way to put an unchanged weight file into a new directory: a hard link, which takes no space and no time; a copy, for
 a target that must not share its bytes with the source; or a symbolic link, for a target that its source outlives."""
+
+Progress = Callable[[int, int], None]
+"""Function that gets the number of tensors (or files) done and of all."""
 
 MAX_SHARD_BYTES = 2 << 30
 """Largest weight file, unless a single tensor is larger."""
@@ -99,6 +103,7 @@ class ShardWriter:
         self._directory, self._name, self._max_bytes = directory, name, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
+        self._num_bytes = 0
         self.shards: dict[str, str] = {}
         """File by tensor, complete after `flush`."""
         self._num_files = 0
@@ -110,6 +115,7 @@ class ShardWriter:
         # A view would keep its larger storage alive, and safetensors refuses tensors that share memory.
         self._pending[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         self._pending_bytes += tensor.nbytes
+        self._num_bytes += tensor.nbytes
 
     def flush(self) -> None:
         if not self._pending:
@@ -120,14 +126,41 @@ class ShardWriter:
         self.shards |= dict.fromkeys(self._pending, file)
         self._pending, self._pending_bytes = {}, 0
 
+    def place(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        files: Files,
+        kept: Collection[str] | None = None,
+        progress: Progress = lambda _done, _total: None,
+    ) -> None:
+        """Put the files of a checkpoint into the directory: as `files` says if all their tensors are `kept` (None: all
+        are), else rewritten with those that are."""
+        kept = checkpoint.shards.keys() if kept is None else kept
+        wanted = {shard: [name for name in names if name in kept] for shard, names in checkpoint.names_in.items()}
+        targets = shard_names((shard for shard, names in wanted.items() if names), prefix)
+        for done, (shard, file) in enumerate(targets.items(), start=1):
+            names = wanted[shard]
+            if len(names) == len(checkpoint.names_in[shard]):
+                place(checkpoint.path(shard), self._directory / file, files)
+            else:
+                write_shard(checkpoint.tensors(names), self._directory / file)
+            self.shards |= dict.fromkeys(names, file)
+            self._num_bytes += sum(checkpoint.headers[name].num_bytes for name in names)
+            progress(done, len(targets))
+
+    def finish(self) -> None:
+        """Write the last file and the index."""
+        self.flush()
+        write_index(self._directory, self.shards, self._num_bytes)
+
 
 def write_model_shards(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write a model's tensors to files named as by `save_pretrained`, with one file's tensors in memory at a time."""
-    writer, num_bytes = ShardWriter(directory, "partial", max_shard_bytes), 0
+    writer = ShardWriter(directory, "partial", max_shard_bytes)
     for name, tensor in tensors:
-        num_bytes += tensor.nbytes
         writer.add(name, tensor)
     writer.flush()
     files = sorted(set(writer.shards.values()))
@@ -137,7 +170,8 @@ def write_model_shards(
     names = shard_names(files, "model")
     for file, name in names.items():
         (directory / file).rename(directory / name)
-    write_index(directory, {tensor: names[file] for tensor, file in writer.shards.items()}, num_bytes)
+    writer.shards = {tensor: names[file] for tensor, file in writer.shards.items()}
+    writer.finish()
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:

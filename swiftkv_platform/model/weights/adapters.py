@@ -30,11 +30,11 @@ from swiftkv_platform.configs.adapter import (
     read_adapter,
 )
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.bases import model_directory
-from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
-from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
-from swiftkv_platform.model.loading import find_checkpoint
-from swiftkv_platform.model.stored_quantization import QUANTIZED_DTYPES
+from swiftkv_platform.model.weights.bases import model_directory
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
+from swiftkv_platform.model.weights.loading import find_checkpoint
+from swiftkv_platform.model.weights.quantization import QUANTIZED_DTYPES
+from swiftkv_platform.model.weights.writing import Files, ShardWriter, copy_companions
 from swiftkv_platform.sources.model_directories import local_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
@@ -76,7 +76,7 @@ class _Difference:
 
     def describe(self, name: str) -> torch.Tensor:
         """Read a tensor of the base and record its digest."""
-        tensor = self._base.tensors([name])[name]
+        tensor = self._base.read(name)
         self.tensors[name] = BaseTensor.of(tensor)
         return tensor
 
@@ -142,7 +142,7 @@ def write_adapter(
 def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
     """Assemble an adapter and its base in the new directory `target`, after checking the base tensor by tensor. Raises
     `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
-    own = stored_checkpoint(directory)
+    own = Checkpoint.of_files(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
     adapter.check_own(own.shards, str(directory))
     check_base(adapter, base)
@@ -152,15 +152,13 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
         for shard in kept.values()
         if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in[shard])
     }
-    shards = _place(base, {name: shard for name, shard in kept.items() if shard in whole}, target, "base", files)
-    shards |= _place(own, own.shards, target, "swiftkv", files)
     writer = ShardWriter(target, "changed")
+    writer.place(base, "base", files, [name for name, shard in kept.items() if shard in whole])
+    writer.place(own, "swiftkv", files)
     for name, shard in kept.items():
         if shard not in whole:
-            writer.add(name, adapter.as_stored(name, base.tensors([name])[name]))
-    writer.flush()
-    shards |= writer.shards
-    write_index(target, shards, sum(path.stat().st_size for path in target.glob("*.safetensors")))
+            writer.add(name, adapter.as_stored(name, base.read(name)))
+    writer.finish()
     copy_companions(directory, target, leaving_out=(ADAPTER,))
     shutil.copyfile(directory / "config.json", target / "config.json")
 
@@ -183,7 +181,7 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
         adapter.check_header(name, "unknown" if info.dtype is None else dtype_name(info.dtype), info.shape, base.source)
 
     def check(name: str) -> None:
-        adapter.check_tensor(name, base.tensors([name])[name], base.source)
+        adapter.check_tensor(name, base.read(name), base.source)
 
     with ThreadPoolExecutor(_PARALLEL_TENSORS) as pool:
         checks = [pool.submit(check, name) for name in base.shards]
@@ -259,13 +257,6 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
     if place_of.find(ADAPTER) is None:
         return None
     return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
-
-
-def _place(base: Checkpoint, shards: dict[str, str], target: Path, prefix: str, files: Files) -> dict[str, str]:
-    names = shard_names(shards.values(), prefix)
-    for shard, name in names.items():
-        place(base.path(shard), target / name, files)
-    return {tensor: names[shard] for tensor, shard in shards.items()}
 
 
 def _not_of(names: Iterable[str], modules: Iterable[str]) -> list[str]:

@@ -2,30 +2,34 @@
 
 A module is filled before it runs or is sharded, and released after it has run; for a model that is sharded already each
 worker reads its own rows.
+
+New tensors start as copies, made of these teacher tensors:
+
+    q_*, o_proj   the layer's own                 norm_swiftkv  layer l's input_layernorm
+    k_*, v_*, ... the mean over the group         exit_norm, exit_head  the teacher's final norm and head
+
+Source: paper, sections 3.1 and 3.2; with other key-value heads than the teacher's, appendix C.
 """
 
 from __future__ import annotations
 
-import copy
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.core_model_loading import revert_weight_conversion
 
-from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
-from swiftkv_platform.model.configuration import made_without_weights, read_config
-from swiftkv_platform.model.conversion import make_student_config
-from swiftkv_platform.model.directories import write_model_shards
-from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.initialization import copied_start
-from swiftkv_platform.model.loading import build_empty, check_tensors
-from swiftkv_platform.model.stored_quantization import is_quantized
-from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
+from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
+from swiftkv_platform.model.weights.loading import StoredWeights, build_empty, check_fits, first_dtype
+from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.student_shape import ShapeRequest
 
 _KEPT = "kept_teacher."
@@ -61,13 +65,14 @@ class LazyStudent:
         start: Mapping[str, Tensor],
         *,
         revision: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["auto"] | None = None,
         device: torch.device | str = "cpu",
     ) -> LazyStudent:
         """Make the student of the teacher at `path`, whose tensor names and shapes are checked first.
 
         Args:
-            dtype: dtype of the student; None keeps the checkpoint's values and the configuration's dtype.
+            dtype: dtype of the student; "auto" is that of the configuration, or else of the checkpoint. None keeps the
+                checkpoint's values and the configuration's dtype.
 
         Raises:
             ModelError: unreadable model, unknown family, or tensors that are missing or have another shape.
@@ -75,15 +80,13 @@ class LazyStudent:
         """
         teacher = read_config(path, revision=revision)
         config = make_student_config(teacher, shape)
-        quantized = is_quantized(teacher)
         checkpoint = Checkpoint.open(path, revision=revision)
-        settle_head(teacher, checkpoint)
+        quantized = check_fits(checkpoint, teacher, student_classes(teacher.model_type).teacher)
         config.tie_word_embeddings = teacher.tie_word_embeddings
-        with made_without_weights(checkpoint.source):
-            whole = student_classes(teacher.model_type).teacher(copy.deepcopy(teacher))
-        check_tensors(checkpoint, whole, quantized=quantized)
         if quantized:
             del config.quantization_config  # the student's weights are dequantised
+        if dtype == "auto":
+            dtype = config.dtype or first_dtype(checkpoint)
         if dtype is not None:
             config.dtype = dtype
 
@@ -101,6 +104,16 @@ class LazyStudent:
     @property
     def stored_bytes(self) -> int:
         return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
+
+    @property
+    def new_names(self) -> list[str]:
+        """Names of the tensors that the student adds to its teacher's."""
+        return list(self._copied)
+
+    def new_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the student adds to its teacher's, each read or made on demand."""
+        for name in self._copied:
+            yield name, self.read(name)
 
     def started_from(self, start: Mapping[str, Tensor]) -> None:
         """Read the student's own tensors from `start` from now on."""
@@ -225,3 +238,84 @@ def stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, T
             read = {name: lazy.read(name).to(parameter.dtype)}
             # Tensors fused in memory are stored separately.
             yield from revert_weight_conversion(model, read).items()
+
+
+_SUFFIX = re.compile(r"(_decode)?_swiftkv")
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
+
+
+ReadTeacher = Callable[[str, slice | None], torch.Tensor]
+"""Function that returns a teacher's tensor by name, or only the given rows of it."""
+
+
+@dataclass(frozen=True)
+class StartingTensor:
+    """A tensor that the student adds to its teacher's."""
+
+    name: str
+    sources: tuple[str, ...]
+    """Teacher tensors of which this tensor is the mean."""
+    rows: slice | None = None
+    """Rows of the sources to use; None: all."""
+    heads: tuple[int, int] | None = None
+    """Key-value heads of a source and of this tensor, if they differ; the first dimension is then heads x head_dim."""
+
+    def made(self, read: ReadTeacher, rows: slice | None = None) -> torch.Tensor:
+        """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32."""
+        if self.heads is not None:  # sharing heads changes the rows
+            tensor = self._mean([read(source, self.rows) for source in self.sources])
+            return tensor if rows is None else tensor[rows]
+        wanted = self.rows
+        if rows is not None:
+            first = 0 if self.rows is None else self.rows.start
+            wanted = slice(first + rows.start, first + rows.stop)
+        return self._mean([read(source, wanted) for source in self.sources])
+
+    def _mean(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(sources) == 1 and self.heads is None:
+            return sources[0]
+        mean = sources[0].float()
+        for source in sources[1:]:
+            mean = mean + source.float()
+        mean = mean / len(sources)
+        if self.heads is not None:
+            mean = share_heads(mean, *self.heads)
+        return mean.to(sources[0].dtype)
+
+
+def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.Tensor:
+    """[num_heads * head_dim, ...] -> [num_shared * head_dim, ...].
+
+    Fewer heads: each is the mean of the consecutive heads that it replaces. More: each head is repeated for the query
+    heads that read it, which does not change the output but gives training more parameters.
+    """
+    heads: torch.Tensor = tensor.unflatten(0, (num_heads, -1))
+    if num_shared < num_heads:
+        pools: torch.Tensor = heads.unflatten(0, (num_shared, -1))
+        return pools.mean(1).flatten(0, 1)
+    return heads.repeat_interleave(num_shared // num_heads, dim=0).flatten(0, 1)
+
+
+def copied_start(student: Any) -> Iterator[StartingTensor]:
+    """Yield every tensor that `student`, which may be on the meta device, adds to its teacher, layer by layer."""
+    config, layer_map = student.config, student.config.layer_map
+    attention_class = student.decoder_class.layer_class.attention_class
+    heads = None
+    if config.num_key_value_heads_swiftkv not in (None, config.num_key_value_heads):
+        heads = (config.num_key_value_heads, config.num_key_value_heads_swiftkv)
+    for name, _ in student.named_parameters():
+        match = _LAYER_TENSOR.fullmatch(name)
+        if match is None or not _SUFFIX.search(name):
+            continue
+        layer, module = int(match[1]), _SUFFIX.sub("", match[2])
+        shared = not module.startswith(("q_", "o_"))
+        layers = layer_map.group(layer) if shared else (layer,)
+        module, rows = attention_class.rows_of_teacher(config, module)
+        sources = tuple(f"model.layers.{i}.self_attn.{module}.{match[3]}" for i in layers)
+        yield StartingTensor(name, sources, rows, heads if shared else None)
+    first = layer_map.num_key_value_layers
+    if first < layer_map.num_hidden_layers and config.family.normalises_inputs:
+        yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
+    if config.shape.has_exit_head:
+        yield StartingTensor("exit_norm.weight", ("model.norm.weight",))
+        yield StartingTensor("exit_head.weight", ("lm_head.weight",))

@@ -54,8 +54,33 @@ class TensorInfo:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class LazyTensors(Mapping[str, torch.Tensor], ABC):
+    """Mapping of tensors that are read on access."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Mapping[str, Any]:
+        """Location of each tensor by its name."""
+
+    @abstractmethod
+    def read(self, name: str, rows: slice | None = None, /) -> torch.Tensor:
+        """Read a tensor, or only `rows` of its first dimension."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places  # Mapping's default would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(LazyTensors):
     """The tensors of a checkpoint and the files that hold them."""
 
     source: str
@@ -87,6 +112,22 @@ class Checkpoint:
                 source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
             )
         raise _unusable(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+    @classmethod
+    def of_files(cls, directory: Path) -> Checkpoint:
+        """Find the tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
+        shards: dict[str, str] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with _opened(path, directory) as file:
+                shards |= dict.fromkeys(file.keys(), path.name)
+        return cls(str(directory), shards)
+
+    @property
+    def places(self) -> dict[str, str]:
+        return self.shards
+
+    def read(self, name: str, part: Part | None = None, /) -> torch.Tensor:
+        return self.tensors([name], part)[name]
 
     def path(self, shard: str) -> Path:
         """Return the path of a file; one on the hub is downloaded."""
@@ -133,29 +174,6 @@ class Checkpoint:
         return read
 
 
-class LazyTensors(Mapping[str, torch.Tensor], ABC):
-    """Mapping of tensors that are read on access."""
-
-    places: Mapping[str, Any]
-    """Location of each tensor by its name."""
-
-    @abstractmethod
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Read a tensor, or only `rows` of its first dimension."""
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places  # Mapping's default would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None) -> torch.Tensor:
     """Return rows of one of `tensors`, or all of it if `rows` is None; lazy tensors read only these rows."""
     if isinstance(tensors, LazyTensors):
@@ -163,30 +181,10 @@ def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None
     return tensors[name] if rows is None else tensors[name][rows]
 
 
-class StoredTensors(LazyTensors):
-    """The tensors of the safetensors files in a directory, each read on access."""
-
-    def __init__(self, directory: Path) -> None:
-        self._checkpoint = stored_checkpoint(directory)
-        self.places = self._checkpoint.shards
-
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        return self._checkpoint.tensors([name], rows)[name]
-
-
 def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
     """Return `part` as one range for each dimension of a tensor; None selects the whole tensor."""
     given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
     return (*given, *[slice(None)] * (num_dims - len(given)))
-
-
-def stored_checkpoint(directory: Path) -> Checkpoint:
-    """Find the tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
-    shards: dict[str, str] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with _opened(path, directory) as file:
-            shards |= dict.fromkeys(file.keys(), path.name)
-    return Checkpoint(str(directory), shards)
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

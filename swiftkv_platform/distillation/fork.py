@@ -304,8 +304,6 @@ class Fork(nn.Module):
         """Return the sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`:
         squared). With `sequence`, the inputs are whole rows and the sums are over this worker's tokens.
 
-        With `sequence`, whole rows come in, and the sums are over this worker's tokens.
-
         Args:
             input_ids: int64 [batch, num_tokens].
             position_ids: int64 of the same shape; they restart with every packed sample.

@@ -15,7 +15,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.context import TokenSelection, can_select
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
-from swiftkv_platform.model.generation import ExitStep, SwiftKVGenerationMixin, ThresholdExits
+from swiftkv_platform.model.generation import SwiftKVGenerationMixin, ThresholdExits
 from swiftkv_platform.model.weights.adapters import readable
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
@@ -92,10 +92,9 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         if self.model.layer_map.deep_leaders and tokens is not None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             kwargs["first_deep"] = _first_deep(prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen))
-        step = None if exits is None else ExitStep(exits, self.exit_logits)
         kept: Any = None
-        if step is not None:
-            kept, logits_to_keep = step.choose, 0
+        if exits is not None:
+            kept, logits_to_keep = exits.choose, 0
         elif tokens is not None and labels is None and not self._records_every_token(kwargs):
             selection, among = _select_logits(logits_to_keep, tokens.shape[1])
             if selection is not None and can_select(self.config, selection):
@@ -111,8 +110,8 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             **kwargs,
         )
         logits = self.lm_head(_slice_logits(outputs.last_hidden_state, logits_to_keep))
-        if step is not None:
-            logits = step.merge(logits)
+        if exits is not None:
+            logits = exits.merge(logits)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -84,14 +84,6 @@ class SelectsTokens(Protocol):
         ...
 
 
-def select_arguments(arguments: dict[str, Any], selection: TokenSelection) -> dict[str, Any]:
-    """Return `layer_arguments` for the kept tokens: `SelectsTokens` select, all other values are passed on."""
-    return {
-        name: value.select_tokens(selection) if isinstance(value, SelectsTokens) else value
-        for name, value in arguments.items()
-    }
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 PACKED = "swiftkv_packed"
 """Name of the attention implementation in `packed_attention.py`; it is SDPA if no sample lengths are passed."""
@@ -187,25 +179,17 @@ def can_select(config: Any, selection: TokenSelection) -> bool:
 def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:
     """Return the masks for the selected ones of `num_tokens` queries; the keys stay the same."""
     selected: dict[tuple[int, int], Any] = {}
-    by_layer = []
-    for mask, context_len in zip(
-        masks.by_layer, masks.context_lens or (num_tokens,) * len(masks.by_layer), strict=True
-    ):
-        key = (id(mask), context_len)
-        if key not in selected:
-            flagged = mask is None and masks.causal_flag
-            selected[key] = (
-                _write_out(selection, num_tokens, context_len, device) if flagged else _select(mask, selection)
-            )
-        by_layer.append(selected[key])
-    return replace(masks, by_layer=tuple(by_layer))
-
-
-def _select(mask: torch.Tensor | None, selection: TokenSelection) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    # Backends without a dense mask take [batch, context_len] and align causal queries to the last keys.
-    return selection.take_queries(mask) if mask.ndim == 4 else selection.take_rows(mask)
+    context_lens = masks.context_lens or (num_tokens,) * len(masks.by_layer)
+    keys = [(id(mask), context_len) for mask, context_len in zip(masks.by_layer, context_lens, strict=True)]
+    for key, mask in zip(keys, masks.by_layer, strict=True):
+        if key in selected:
+            continue
+        if mask is None:
+            selected[key] = _write_out(selection, num_tokens, key[1], device) if masks.causal_flag else None
+        else:
+            # Backends without a dense mask take [batch, context_len] and align causal queries to the last keys.
+            selected[key] = selection.take_queries(mask) if mask.ndim == 4 else selection.take_rows(mask)
+    return replace(masks, by_layer=tuple(selected[key] for key in keys))
 
 
 def _write_out(
@@ -247,5 +231,8 @@ class DecoderContext:
             rotation=tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation),
             masks=select_queries(self.masks, kept, self.num_tokens, self.hidden.device),
             past_key_values=self.past_key_values,
-            layer_arguments=select_arguments(self.layer_arguments, kept),
+            layer_arguments={
+                name: value.select_tokens(kept) if isinstance(value, SelectsTokens) else value
+                for name, value in self.layer_arguments.items()
+            },
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -95,18 +96,24 @@ def export(
     if isinstance(student, str | Path):
         read_config(student, revision=revision)  # raises for a bad config.json before weights are downloaded
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
-            of_hub = revision if adapter is None else None
+            source = _Source.open(whole, teacher, prefill_only, revision if adapter is None else None)
             if quantize is not None:
-                return _export_quantized(whole, target, teacher, prefill_only, quantize, calibration, of_hub, progress)
-            return _export_files(whole, target, teacher, prefill_only, files, of_hub, progress)
+                return _export_quantized(source, target, quantize, calibration, progress)
+            with new_directory(target) as partial:
+                writer = ShardWriter(partial, "weights")
+                writer.place(source.checkpoint, "weights", files, source.kept, progress)
+                writer.finish()
+                copy_companions(source.directory, partial)
+                source.config.save_pretrained(partial)
+            return target
     config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
     config.dtype = student.dtype
     if teacher and not student.config.swiftkv_teacher_weights:
         raise _no_teacher(str(student.config.name_or_path))
     if quantize is not None:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
-            source = export(student, Path(whole) / "student", teacher=teacher)
-            return _export_quantized(source, target, teacher, prefill_only, quantize, calibration, None, progress)
+            source = _Source.open(export(student, Path(whole) / "student", teacher=teacher), teacher, prefill_only)
+            return _export_quantized(source, target, quantize, calibration, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with new_directory(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
@@ -181,42 +188,46 @@ def drop_teacher(student: Any) -> None:
         layer.self_attn.drop_teacher()
 
 
-def _export_files(
-    source: str | Path,
-    target: Path,
-    teacher: bool,
-    prefill_only: bool,
-    files: Files,
-    revision: str | None,
-    progress: Progress,
-) -> Path:
-    config, directory, checkpoint, kept = _kept(source, teacher, prefill_only, revision)
-    with new_directory(target) as partial:
-        writer = ShardWriter(partial, "weights")
-        writer.place(checkpoint, "weights", files, kept, progress)
-        writer.finish()
-        copy_companions(directory, partial)
-        config.save_pretrained(partial)
-    return target
+@dataclass(frozen=True)
+class _Source:
+    """A student on disk that is exported."""
+
+    name: str
+    directory: Path
+    whole: Any
+    """Its configuration."""
+    config: Any
+    """The configuration to write."""
+    checkpoint: Checkpoint
+    kept: frozenset[str]
+    """Names of the tensors to keep."""
+
+    @classmethod
+    def open(cls, source: str | Path, teacher: bool, prefill_only: bool, revision: str | None = None) -> _Source:
+        whole = read_config(source, revision=revision)
+        config, keeps = _checked(whole, str(source), teacher, prefill_only)
+        directory = local_directory(str(source), revision, field="model.name_or_path")
+        checkpoint = Checkpoint.open(directory)
+        modules = {name.rpartition(".")[0] for name in checkpoint.shards}
+        if teacher and modules.isdisjoint(teacher_modules(config)):
+            raise _no_teacher(str(source))
+        return cls(str(source), directory, whole, config, checkpoint, frozenset(filter(keeps, checkpoint.shards)))
 
 
 def _export_quantized(
-    source: str | Path,
+    source: _Source,
     target: Path,
-    teacher: bool,
-    prefill_only: bool,
     form: Quantization,
     calibration: Iterable[TokenBatch] | None,
-    revision: str | None,
     progress: Progress,
 ) -> Path:
-    config, directory, stored, kept = _kept(source, teacher, prefill_only, revision)
+    config, stored, kept = source.config, source.checkpoint, source.kept
     settle_head(config, stored)
     checkpoint = as_floats(stored) if is_quantized(config) else stored
     if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):
         method = (quantization_fields(config) or {}).get("quant_method")
         raise ModelError(
-            f"quantize is {form!r}, but {str(source)!r} is quantised to integers already ({method}); export the model "
+            f"quantize is {form!r}, but {source.name!r} is quantised to integers already ({method}); export the model "
             "that it was made from",
             field="quantize",
             value=form,
@@ -234,7 +245,7 @@ def _export_quantized(
         four = (name for name, size in projections.items() if name not in formats and size % group == 0)
         formats |= dict.fromkeys(four, ("int4", group))
     if not formats or (form != "int8" and not group):
-        raise ModelError.of("quantize", form, f", and no projection of {str(source)!r} has inputs in groups of 32")
+        raise ModelError.of("quantize", form, f", and no projection of {source.name!r} has inputs in groups of 32")
     embeddings = ("embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ()))
     plain = [name.removesuffix(".weight") for name in inputs if name not in formats]
     ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})
@@ -242,9 +253,8 @@ def _export_quantized(
     def tensors() -> Iterator[dict[str, torch.Tensor]]:
         rounded = set()
         if calibration is not None:
-            whole = read_config(source, revision=revision)
-            classes = student_classes(whole.model_type)
-            model, weights = classes.causal_lm.without_weights(directory, config=whole, dtype=torch.float32)
+            student = student_classes(source.whole.model_type).causal_lm
+            model, weights = student.without_weights(source.directory, config=source.whole, dtype=torch.float32)
             if model.config.swiftkv_teacher_weights:
                 drop_teacher(model)
             lazy = LazyStudent(model, weights, {})
@@ -254,7 +264,7 @@ def _export_quantized(
         for name in names:
             if name not in rounded:
                 tensor = checkpoint.read(name).to(dtype)
-                check_finite(name, tensor, str(source))
+                check_finite(name, tensor, source.name)
                 if name in formats:
                     yield stored_form(name, *quantize_weight(tensor, *formats[name]), formats[name][0])
                 else:
@@ -267,7 +277,7 @@ def _export_quantized(
                 writer.add(part, values)
             progress(done, len(names))
         writer.finish()
-        copy_companions(directory, partial)
+        copy_companions(source.directory, partial)
         targets: dict[WeightFormat, str] = (
             {"int8": f"re:{int8_in_mixed(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
         )
@@ -276,19 +286,6 @@ def _export_quantized(
         )
         config.save_pretrained(partial)
     return target
-
-
-def _kept(
-    source: str | Path, teacher: bool, prefill_only: bool, revision: str | None
-) -> tuple[Any, Path, Checkpoint, set[str]]:
-    """Return the configuration to write, the directory, its checkpoint, and the names of the tensors to keep."""
-    config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
-    directory = local_directory(str(source), revision, field="model.name_or_path")
-    checkpoint = Checkpoint.open(directory)
-    modules = {name.rpartition(".")[0] for name in checkpoint.shards}
-    if teacher and modules.isdisjoint(teacher_modules(config)):
-        raise _no_teacher(str(source))
-    return config, directory, checkpoint, {name for name in checkpoint.shards if keeps(name)}
 
 
 def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:

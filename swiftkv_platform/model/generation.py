@@ -33,23 +33,33 @@ def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
 
 
 class ThresholdExits:
-    """Decides in each step which rows exit, and counts their tokens. A step is one `decide`, then one `finish`."""
+    """Decides in each step which rows exit, and counts their tokens. A step is `choose`, `merge`, then `finish`."""
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
+    def __init__(self, threshold: float, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._threshold, self._exit_logits = threshold, exit_logits
         self.num_exited_tokens: torch.Tensor | None = None
         """Exited tokens by row, int64 [batch]; tokens after a row's end do not count."""
+        self._logits: torch.Tensor | None = None
         self._exited: torch.Tensor | None = None
         self._running: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
 
-    def decide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the mask of rows that exit, bool [batch], given the exit head's logits [batch, vocab_size]."""
-        self._exited = exit_confidence(logits) >= self.threshold
-        return self._exited
+    def choose(self, x: torch.Tensor) -> TokenSelection:
+        """Select the last token of the rows that do not exit. `x` [batch, num_tokens, hidden_size]: layer l's input."""
+        self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
+        self._exited = exit_confidence(self._logits[:, 0]) >= self._threshold
+        self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
+        return TokenSelection(1, rows=self._rows)
+
+    def merge(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all rows [batch, 1, vocab_size], given those of rows that went on [num_rows, 1,
+        vocab_size]."""
+        assert self._logits is not None, "merged before a row was chosen"
+        return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
 
     def finish(self, done: torch.Tensor) -> None:
         """Count the step's exited tokens. `done`: rows that have ended with this step, bool [batch]."""
-        assert self._exited is not None, "a step ends before it was decided"
+        assert self._exited is not None, "a step ends before a row was chosen"
         if self.num_exited_tokens is None or self._running is None:
             self.num_exited_tokens = torch.zeros_like(done, dtype=torch.long)
             self._running = torch.ones_like(done)
@@ -59,29 +69,6 @@ class ThresholdExits:
     def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """Wrap stopping criteria so that they also report finished rows to this object."""
         return _WatchedCriteria(self, criteria)
-
-
-class ExitStep:
-    """One forward pass with exits: selects from x the rows that go on, then merges both kinds of logits."""
-
-    def __init__(self, exits: ThresholdExits, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._exits = exits
-        self._exit_logits = exit_logits
-        self._logits: torch.Tensor | None = None
-        self._rows: torch.Tensor | None = None
-
-    def choose(self, x: torch.Tensor) -> TokenSelection:
-        """Select the last token of the rows that do not exit. `x` [batch, num_tokens, hidden_size]: layer l's input."""
-        self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
-        exited = self._exits.decide(self._logits[:, 0])
-        self._rows = (~exited).nonzero().squeeze(1) if bool(exited.any()) else None
-        return TokenSelection(1, rows=self._rows)
-
-    def merge(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all rows [batch, 1, vocab_size], given those of rows that went on [num_rows, 1,
-        vocab_size]."""
-        assert self._logits is not None, "merged before a row was chosen"
-        return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
 
 
 class _WatchedCriteria(StoppingCriteriaList):
@@ -108,6 +95,7 @@ class SwiftKVGenerationMixin(nn.Module):
 
     config: Any
     model: Any
+    exit_logits: Any
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Add `kv_cache_dtype` and `early_exit` to the configuration; arguments override its entries."""
@@ -260,7 +248,7 @@ class SwiftKVGenerationMixin(nn.Module):
         family: Any = super()
         if generation_config.early_exit.mode == "off":
             return family._sample(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        exits = ThresholdExits(generation_config.early_exit.threshold)
+        exits = ThresholdExits(generation_config.early_exit.threshold, self.exit_logits)
         output = family._sample(
             input_ids,
             logits_processor,

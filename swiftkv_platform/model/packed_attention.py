@@ -122,9 +122,7 @@ class PackedSamples:
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
     ) -> Self:
-        borders = None
-        if operator is not None:
-            borders = _borders(lengths, device)
+        borders = None if operator is None else _borders(lengths, device)
         return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
 
     def with_turns(self, counts: Tensor) -> Self:
@@ -206,15 +204,10 @@ class PackedSamples:
         if self.operator is None:
             output = _attend_by_sample(query, key, value, self.lengths, scaling, window)
         else:
-            output = self._attend_at_once(query, key, value, scaling, window)
+            assert self.borders is not None
+            borders, longest = (self.borders, self.borders), (max(self.lengths),) * 2
+            output = self._run_operator(query, key, value, borders, longest, scaling, window)
         return output if used == num_tokens else F.pad(output, (0, 0, 0, 0, 0, num_tokens - used))
-
-    def _attend_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        assert self.borders is not None
-        borders, longest = (self.borders, self.borders), (max(self.lengths),) * 2
-        return self._run_operator(query, key, value, borders, longest, scaling, window)
 
     def _run_operator(
         self,

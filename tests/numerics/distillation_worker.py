@@ -192,7 +192,7 @@ def run(scenario: Run) -> Outcome:
         notes=recorder.notes,
         trained={name: after[name] for name in trained_names},
         largest_share=1.0 if weights is None else max(weights.held),
-        share_read=1.0 if lazy is None else sum(sizes) / lazy.stored_bytes,
+        share_read=1.0 if lazy is None else sum(sizes) / sum(one.num_bytes for one in lazy.base.headers.values()),
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )
 

@@ -80,12 +80,16 @@ def keep_output(outputs: dict[str, torch.Tensor], name: str, _module: Any, _inpu
 
 
 @pytest.mark.parametrize(
-    ("biases", "g", "sharing"), [(False, 1, "gqa"), (True, 2, "gqa"), (True, 1, "mqa"), (True, 2, "mha")]
+    ("name", "shape"),
+    [
+        *in_turn(FAMILY_CONFIGS, [{"key_value_group_size": 1}, {"key_value_group_size": 2}], KINDS),
+        ("llama-biased", {"key_value_group_size": 1, "sharing": "mqa"}),
+        ("llama-biased", {"key_value_group_size": 2, "sharing": "mha"}),
+    ],
 )
-def test_calibrated_start_beats_the_copied_one(biases: bool, g: int, sharing: Any, tokens: torch.Tensor) -> None:
-    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": g, "sharing": sharing}
-    copied = convert(random_teacher(attention_bias=biases), **shape)
-    calibrated = convert(random_teacher(attention_bias=biases), **shape, calibration=tokens[:24].split(8))
+def test_calibrated_start_beats_the_copied_one(name: str, shape: dict[str, Any], tokens: torch.Tensor) -> None:
+    copied = convert(family_teacher(name), num_key_value_layers=2, **shape)
+    calibrated = convert(family_teacher(name), num_key_value_layers=2, **shape, calibration=tokens[:24].split(8))
     assert divergence(calibrated, tokens[24:]) < 0.9 * divergence(copied, tokens[24:])
 
 
@@ -219,11 +223,7 @@ def test_heads_that_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Ten
     attention = teacher.model.layers[3].self_attn
     with torch.no_grad():
         attention.q_proj.weight.mul_(3)  # sharp attention, sensitive to wrong keys
-        first, second = attention.k_proj.weight.unflatten(0, (2, 2, -1))[0]  # halves of the first head
-        angle = torch.rand(4, 1) * 6.28
-        size = 0.5 + torch.rand(4, 1)
-        turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
-        attention.k_proj.weight[8:].copy_(torch.cat([size * part for part in turned]))
+        attention.k_proj.weight[8:].copy_(turn(attention.k_proj.weight[None, :8])[0])
         attention.v_proj.weight[8:].copy_(attention.v_proj.weight[:8])
     shape: dict[str, Any] = {"num_key_value_layers": 3, "sharing": "mqa"}
     copied = convert(copy.deepcopy(teacher), **shape)

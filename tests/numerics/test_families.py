@@ -16,7 +16,7 @@ from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from tests.support import reference
 from tests.support.parameters import KINDS, WIDE, few, in_turn
-from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_tokens
+from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 
 LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
 """l and g for 5 layers; the first map ends with a group of one layer."""
@@ -195,19 +195,6 @@ def test_a_mixed_group_keeps_its_longest_window(prompt: torch.Tensor) -> None:
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
     assert cache.layers[2].keys.shape[2] == 40
     assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the next token takes the last place
-
-
-@pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2], KINDS))
-@torch.no_grad()
-def test_calibration_improves_every_family(name: str, g: int) -> None:
-    tokens = random_tokens(32, 64, seed=1)
-
-    def error(calibration: Any) -> float:
-        student = convert(family_teacher(name), num_key_value_layers=2, key_value_group_size=g, calibration=calibration)
-        difference = student(tokens[24:]).logits - student.swiftkv(False)(tokens[24:]).logits
-        return float(difference.norm())
-
-    assert error(tokens[:24].split(8)) < error(None)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ l."""
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +145,3 @@ def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, 
     if kv_cache_dtype == "auto":
         for step, logits in zip((-1, None), whole, strict=True):
             torch.testing.assert_close(student(prompts[:, :step]).logits[:, -1], logits, atol=1e-5, rtol=1e-5)
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """Metadata of queries for an attention backend."""
-
-    sequence_of: torch.Tensor
-    """[num_queries]"""
-
-    def select_tokens(self, selection: TokenSelection) -> Metadata:
-        return Metadata(selection.take(self.sequence_of[None])[0])

@@ -110,41 +110,9 @@ def test_every_family(family: str, other: str, tmp_path: Path) -> None:
     check(tmp_path / ("dense" if other == "dense" else "student"), swiftkv=other == "dense")
 
 
-def with_biases(directory: Path) -> None:
-    save(disturb(convert(random_teacher(attention_bias=True, mlp_bias=True), **STUDENT)), directory)
-
-
-def with_outputs_of_its_own(directory: Path) -> None:
-    save(disturb(convert(random_teacher(attention_bias=True), **STUDENT, own_output_projection=True)), directory)
-
-
-def with_heads_of_its_own(directory: Path) -> None:
-    save(disturb(convert(random_teacher(), **STUDENT, sharing="mha")), directory)
-
-
-def without_teacher(directory: Path) -> None:
-    export(disturb(convert(family_teacher("qwen3"), **STUDENT)), directory)
-
-
-def streamed(directory: Path) -> None:
-    convert_checkpoint(save(family_teacher("mixtral"), directory.parent / "teacher"), directory, **STUDENT)
-
-
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     save(family_teacher("llama"), directory)
     rewrite(directory, change)
-
-
-def with_head_alone(directory: Path) -> None:
-    change_tensors(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-
-
-def with_equal_head(directory: Path) -> None:
-    change_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-
-
-def with_other_head(directory: Path) -> None:
-    change_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
 
 
 def with_fused_experts(directory: Path) -> None:
@@ -162,20 +130,37 @@ def without_dtype(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-CHECKPOINTS = (with_biases, with_outputs_of_its_own, with_heads_of_its_own, without_teacher, streamed, with_head_alone)
-CHECKPOINTS += (with_fused_experts, without_dtype)
+def trained(teacher: Any, **shape: Any) -> Any:
+    return disturb(convert(teacher, **STUDENT, **shape))
 
 
-@pytest.mark.parametrize(("write", "dtype"), in_turn(CHECKPOINTS, ["auto", "bfloat16"]))
-def test_every_checkpoint(write: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
-    write(tmp_path / "model")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+BIASED = {"attention_bias": True}
+CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "biases": lambda path: save(trained(random_teacher(**BIASED, mlp_bias=True)), path),
+    "its own outputs": lambda path: save(trained(random_teacher(**BIASED), own_output_projection=True), path),
+    "its own heads": lambda path: save(trained(random_teacher(), sharing="mha"), path),
+    "no teacher": lambda path: export(trained(family_teacher("qwen3")), path),
+    "streamed": lambda path: convert_checkpoint(
+        save(family_teacher("mixtral"), path.parent / "teacher"), path, **STUDENT
+    ),
+    "the head alone": lambda path: change_tensors(path, lambda t: t.update({HEAD: t.pop(EMBEDDING)})),
+    "fused experts": with_fused_experts,
+    "no dtype": without_dtype,
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CHECKPOINTS, ["auto", "bfloat16"]))
+def test_every_checkpoint(name: str, dtype: str, tmp_path: Path) -> None:
+    CHECKPOINTS[name](tmp_path / "model")
     check(tmp_path / "model", dtype=dtype)
 
 
-@pytest.mark.parametrize(("write", "tied"), [(with_equal_head, True), (with_other_head, False)])
-def test_a_tied_head_that_is_stored_as_well(write: Callable[[Path], None], tied: bool, tmp_path: Path) -> None:
-    write(tmp_path)
-    head = load_file(tmp_path / "model.safetensors")["lm_head.weight"].nbytes
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_that_is_stored_as_well(tied: bool, tmp_path: Path) -> None:
+    """The head equals the embedding, or differs from it."""
+    change_tensors(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING] + (0 if tied else 1)}))
+    head = load_file(tmp_path / "model.safetensors")[HEAD].nbytes
     first, _ = check(tmp_path, also_read=2 * head)  # read whole, to compare the two
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
 

@@ -123,8 +123,7 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
 
 
 @starts
-@starts
-@pytest.mark.soak("starts a process more")
+@in_soak
 def test_two_ranks_cut_integers_as_floats(tmp_path: Path) -> None:
     """Prompts get the log-probabilities of one rank, up to the rounding of a sum in two parts."""
     teacher = family_teacher("phi3", hidden_size=128, intermediate_size=128)  # 64 columns per rank: whole groups

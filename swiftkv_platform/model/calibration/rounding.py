@@ -41,7 +41,6 @@ def round_calibrated(
     formats: Mapping[str, tuple[WeightFormat, int | None]],
     *,
     dtype: torch.dtype,
-    max_activation_bytes: int = MAX_ACTIVATION_BYTES,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Yield, layer by layer, the integers and scales (see `quantize_weight`) of each weight in `formats` that belongs
     to a linear module which got a token. Raises `InvalidInputError`: there are no tokens, or a batch has ids that are
@@ -54,7 +53,7 @@ def round_calibrated(
         formats: format and group size by weight.
         dtype: dtype of the scales.
     """
-    with ActivationStore.open(max_activation_bytes) as store:
+    with ActivationStore.open(MAX_ACTIVATION_BYTES) as store:
         yield from _Pass(source, store, formats, dtype).run(batches)
 
 

@@ -32,7 +32,6 @@ from swiftkv_platform.configs.adapter import (
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
-from swiftkv_platform.model.weights.loading import find_checkpoint
 from swiftkv_platform.model.weights.quantization import QUANTIZED_DTYPES
 from swiftkv_platform.model.weights.writing import Files, ShardWriter, copy_companions
 from swiftkv_platform.sources.model_directories import local_directory
@@ -118,7 +117,8 @@ def write_adapter(
     missing = [name for name in base.shards if name not in found.seen]
     for name in missing:
         found.describe(name)
-    dropped = missing if found.replaced else _not_of(missing, teacher_modules)
+    modules = frozenset(teacher_modules)
+    dropped = [name for name in missing if found.replaced or name.rpartition(".")[0] not in modules]
     returned = set(missing) - set(dropped)
     if found.cast:  # cast the teacher's projections to the student's dtype too
         found.cast |= {name: next(iter(found.cast.values())) for name in returned}
@@ -216,8 +216,12 @@ def whole_model(
             raise ModelError.of("base_model", str(base_model), f", but {str(source)!r} is not an adapter; leave it out")
         yield source, None
         return
-    found = (find_base or _by_name)(adapter.base) if base_model is None else base_model
-    base = Checkpoint.open(found, revision=adapter.base.revision)
+    name, revision = adapter.base.name_or_path, adapter.base.revision
+    if base_model is None and find_base is not None:
+        base_model = find_base(adapter.base)
+    elif base_model is None:
+        base_model = model_directory(name, revision, field="base.name_or_path")
+    base = Checkpoint.open(base_model, revision=revision)
     with tempfile.TemporaryDirectory(prefix="swiftkv-whole-") as workspace:
         target = Path(workspace)
         assemble(directory, adapter, base, target, "symlink")
@@ -237,11 +241,7 @@ def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[st
         if adapter is not None:
             for name in hub_arguments(arguments):
                 del arguments[name]
-        yield directory, find_checkpoint(directory, arguments)
-
-
-def _by_name(base: BaseModelReference) -> str:
-    return model_directory(base.name_or_path, base.revision, field="base.name_or_path")
+        yield directory, Checkpoint.open(directory, **arguments)
 
 
 def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
@@ -257,11 +257,6 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
     if place_of.find(ADAPTER) is None:
         return None
     return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
-
-
-def _not_of(names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    known = frozenset(modules)
-    return [name for name in names if name.rpartition(".")[0] not in known]
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

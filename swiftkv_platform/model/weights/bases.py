@@ -56,7 +56,8 @@ def model_directory(
     """
     match access.model(name, field):
         case BuiltinSource(name):
-            return str(_directory(builtin_teacher(name, field=field), name, field))
+            path = builtin_teacher(name, field=field)
+            return str(path if path.suffix != SUFFIX else gguf_directory(path, name, field=field))
         case S3Source(name):
             if download is None:
                 raise ModelError(
@@ -68,7 +69,7 @@ def model_directory(
             return str(download(name))
         case PathSource(name, path):
             if path.suffix == SUFFIX:
-                return str(_directory(path, name, field, access.boundary))
+                return str(gguf_directory(path, name, field=field, boundary=access.boundary))
             if not access.is_restricted:
                 return str(path) if path.exists() else name
             directory = access.boundary.check(path, field, error=ModelError)
@@ -83,13 +84,6 @@ def model_directory(
             directory = local_directory(name, revision, field=field)
             check_model_files(directory, Boundary.of(directory.parents[1]), field)  # loaders read these files
             return str(directory)
-
-
-def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED) -> Path:
-    """Return `path` if it is a directory, or the directory made of a GGUF file."""
-    if path.suffix != SUFFIX:
-        return path
-    return gguf_directory(path, name, field=field, boundary=boundary)
 
 
 CACHE = Path(HF_HOME) / "swiftkv" / "gguf"

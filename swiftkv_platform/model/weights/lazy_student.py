@@ -102,10 +102,6 @@ class LazyStudent:
         return self._teacher.checkpoint
 
     @property
-    def stored_bytes(self) -> int:
-        return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
-
-    @property
     def new_names(self) -> list[str]:
         """Names of the tensors that the student adds to its teacher's."""
         return list(self._copied)
@@ -244,10 +240,6 @@ _SUFFIX = re.compile(r"(_decode)?_swiftkv")
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
 
 
-ReadTeacher = Callable[[str, slice | None], torch.Tensor]
-"""Function that returns a teacher's tensor by name, or only the given rows of it."""
-
-
 @dataclass(frozen=True)
 class StartingTensor:
     """A tensor that the student adds to its teacher's."""
@@ -260,8 +252,9 @@ class StartingTensor:
     heads: tuple[int, int] | None = None
     """Key-value heads of a source and of this tensor, if they differ; the first dimension is then heads x head_dim."""
 
-    def made(self, read: ReadTeacher, rows: slice | None = None) -> torch.Tensor:
-        """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32."""
+    def made(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
+        """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32.
+        `read`: returns a teacher's tensor by name, or only the given rows of it."""
         if self.heads is not None:  # sharing heads changes the rows
             tensor = self._mean([read(source, self.rows) for source in self.sources])
             return tensor if rows is None else tensor[rows]

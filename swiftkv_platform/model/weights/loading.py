@@ -46,13 +46,6 @@ Load = Callable[..., Any]
 """A `from_pretrained` function."""
 
 
-def find_checkpoint(source: str | Path, arguments: dict[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint that `from_pretrained` would read with `arguments`; None for a state dict or GGUF file."""
-    if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
-        return None
-    return Checkpoint.open(source, **arguments)
-
-
 def load_checked(
     load: Load,
     build: Callable[[Any], Any],
@@ -67,7 +60,7 @@ def load_checked(
     Args:
         load: the `from_pretrained` of transformers.
         build: function that makes the model of a configuration; called on the meta device, so it takes no memory.
-        checkpoint: result of `find_checkpoint`; None checks nothing.
+        checkpoint: the files that `load` reads; None (for a state dict or GGUF file) checks nothing.
 
     Raises:
         ModelError: tensors are missing, unexpected, of another shape or not finite; the quantisation is unknown.

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
-from swiftkv_platform.distillation.checkpoint import CheckpointFiles, Retries, Uploader
-from swiftkv_platform.distillation.course import CourseNote, Progress
+from swiftkv_platform.distillation.checkpoint import Retries, Uploader
+from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.planning.steering import RunSchedule
@@ -52,18 +53,6 @@ class Store:
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         self.lost.append(name)
 
-    def candidates(self) -> list[str]:
-        return self.committed[::-1]
-
-    def of_step(self, step: int) -> list[str]:
-        raise NotImplementedError
-
-    def fetch(self, key: str, directory: Path) -> None:
-        raise NotImplementedError
-
-    def open(self, key: str) -> CheckpointFiles:
-        raise NotImplementedError
-
 
 def staged(tmp_path: Path, name: str) -> Path:
     directory = tmp_path / name
@@ -75,7 +64,7 @@ def staged(tmp_path: Path, name: str) -> Path:
 def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Path) -> None:
     store = Store()
     store.reachable.clear()
-    uploader = Uploader(store, AT_ONCE)
+    uploader = Uploader(cast("Any", store), AT_ONCE)
     directory = staged(tmp_path, "a")
     uploader.start(directory, "a", Progress(1))
     assert store.committed == []  # `start` did not wait for the upload
@@ -88,7 +77,7 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
 def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
     """A checkpoint that cannot be stored is reported, and those before and after it are stored."""
     store = Store(failures=2)
-    uploader = Uploader(store, AT_ONCE)
+    uploader = Uploader(cast("Any", store), AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
     uploader.finish()
     assert (store.committed, store.lost) == (["a"], [])
@@ -105,27 +94,11 @@ def test_the_last_checkpoint_must_arrive(
 ) -> None:
     """`finish` raises; an error that is not the store's is neither retried nor reported as a lost checkpoint."""
     store = Store(failures=failures, error=error)
-    uploader = Uploader(store, AT_ONCE)
+    uploader = Uploader(cast("Any", store), AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
     with pytest.raises(error, match="away"):
         uploader.finish()
     assert store.lost == lost
-
-
-class _Alone:
-    """Stand-in for a trainer's worker and listener: alone, without a model, and never asked to stop."""
-
-    def agree(self, stop_request: int) -> int:
-        return stop_request
-
-    def on_start(self, progress: Progress) -> None: ...
-
-    def on_step(self, metrics: StepMetrics) -> None: ...
-
-    def on_course(self, note: CourseNote) -> None: ...
-
-    def stop_request(self) -> StopRequest:
-        return StopRequest.NONE
 
 
 class _Checkpointer:
@@ -133,7 +106,7 @@ class _Checkpointer:
 
     def __init__(self, store: Store, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
-        self._uploader = Uploader(store, AT_ONCE)
+        self._uploader = Uploader(cast("Any", store), AT_ONCE)
         self.finish = self._uploader.finish
 
     def restore(self) -> Progress:
@@ -149,7 +122,9 @@ class _Trainer(Trainer):
 
     def __init__(self, store: Store, tmp_path: Path, *, diverges: bool) -> None:
         spec = JobSpec.model_validate({"name": "n", "checkpoint": {"every_steps": 1}})
-        alone, checkpointer = cast("Any", _Alone()), cast("Any", _Checkpointer(store, tmp_path))
+        # A worker and listener that is alone and never asked to stop.
+        alone: Any = Mock(agree=lambda request: request, stop_request=lambda: StopRequest.NONE)
+        checkpointer: Any = _Checkpointer(store, tmp_path)
         super().__init__(alone, cast("Any", ()), checkpointer, spec, total_steps=2, listener=alone)
         self._diverges = diverges
 

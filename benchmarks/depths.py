@@ -140,18 +140,13 @@ class TrainingRuns:
         _, self.data = prepare(spec, directory / "rows", answers=answers)
         self._starts: dict[str, Checkpoint] = {}
 
-    def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
-        """Calibrate and train. The model's tensors are stored in `directory`, which must be empty."""
+    def train(self, spec: JobSpec, directory: Path | None) -> TrainedRun:
+        """Calibrate and train. The model's tensors are stored in `directory`, which must be empty; None: the run ends
+        at its start."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
-        end = self._train(plan.spec, plan.total_steps, start, directory, notes)
+        end = start if directory is None else self._train(plan.spec, plan.total_steps, start, directory, notes)
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
-
-    def untrained(self, spec: JobSpec) -> TrainedRun:
-        """Calibrate only: the run ends at its start."""
-        plan, _ = prepare(spec, self._directory / "rows")
-        start = self._start(plan.spec)
-        return TrainedRun(plan.spec, start, start, tokens=0, notes=())
 
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
         """Load a student with these tensors; it can also run as its teacher."""
@@ -316,7 +311,7 @@ def main() -> int:
                 with tempfile.TemporaryDirectory(dir=name) as trained:
                     settled = point_spec(spec, point, args, seed)
                     runs = by_form[settled.swiftkv.decode_key_value]
-                    run = runs.train(settled, Path(trained)) if args.steps else runs.untrained(settled)
+                    run = runs.train(settled, Path(trained) if args.steps else None)
                     write_report(measure(runs, run, needles), done)
                     if needles and not teacher.is_file():
                         write_report(needles_found(runs, run, needles, swiftkv=False), teacher)

@@ -30,11 +30,10 @@ import torch
 
 from benchmarks.gpu import agreement
 from benchmarks.gpu.agreement import Answer, engine_answers
-from benchmarks.gpu.models import Model, prepare, release_memory
-from benchmarks.serving.__main__ import write
+from benchmarks.gpu.models import prepare, release_memory
+from benchmarks.serving.__main__ import summary, write
 from benchmarks.serving.loads import Figures, Request, at_once, at_rate, figures
 from benchmarks.serving.output import by_row
-from benchmarks.serving.parts import summary
 from benchmarks.serving.systems import engine_system, random_prompts
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.engine.loading import load_model
@@ -160,7 +159,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 class Run:
     """The measurements of one command."""
 
-    def __init__(self, models: list[Model], args: argparse.Namespace, loads: Loads) -> None:
+    def __init__(self, models: dict[str, Path], args: argparse.Namespace, loads: Loads) -> None:
         self._models = models
         self._args = args
         self._loads = loads
@@ -175,7 +174,7 @@ class Run:
             enable_prefix_caching=False,
             seed=0,
         )
-        config = json.loads((models[0].directory / "config.json").read_text())
+        config = json.loads((models["dense"] / "config.json").read_text())
         self._vocab_size: int = config["vocab_size"]
 
     def head(self) -> Report:
@@ -188,10 +187,10 @@ class Run:
         """Comparison of the engine with PyTorch, by model."""
         prompts = self._prompts([Request(0.0, length, 1) for length in self._loads.agreement_lengths], seed=0)
         found, dtype = {}, getattr(torch, self._args.dtype)
-        for model in self._models:
+        for name, model in self._models.items():
             answers = self._answers(model, prompts)
             release_memory()
-            found[model.name] = agreement.judge(model.directory, answers, dtype, self._args.device)
+            found[name] = agreement.judge(model, answers, dtype, self._args.device)
         return found
 
     def measure(self, directory: Path) -> str:
@@ -203,7 +202,7 @@ class Run:
             at_rate(rate, max(2, round(rate * loads.rate_seconds)), loads.input_tokens, loads.output_tokens)
             for rate in loads.rates
         ]
-        by_model = {model.name: self._play(model, played) for model in self._models}
+        by_model = {name: self._play(model, played) for name, model in self._models.items()}
         # From [model][load] to [load][model].
         runs = [dict(zip(by_model, rounds, strict=True)) for rounds in zip(*by_model.values(), strict=True)]
         rows = {
@@ -221,11 +220,11 @@ class Run:
 
     # In separate methods, an engine's last references end before the next engine needs the device's memory.
 
-    def _answers(self, model: Model, prompts: list[list[int]]) -> list[Answer]:
+    def _answers(self, model: Path, prompts: list[list[int]]) -> list[Answer]:
         with self._start(model) as engine:
             return engine_answers(engine, prompts, NUM_AGREEMENT_TOKENS)
 
-    def _play(self, model: Model, loads: list[list[Request]]) -> list[list[Figures]]:
+    def _play(self, model: Path, loads: list[list[Request]]) -> list[list[Figures]]:
         """Play each load in rounds; return their figures."""
         with self._start(model) as engine:
             play = engine_system(engine)
@@ -236,9 +235,9 @@ class Run:
                 for requests in loads
             ]
 
-    def _start(self, model: Model) -> closing[LLMEngine]:
+    def _start(self, model: Path) -> closing[LLMEngine]:
         release_memory()
-        return closing(LLMEngine(load_model(model.directory, self._config), self._config))
+        return closing(LLMEngine(load_model(model, self._config), self._config))
 
     def _rows(self, name: str, values: tuple[float, ...], runs: list[Rounds]) -> list[Report]:
         return [{KEYS[name][0]: value, **summary(some)} for value, some in zip(values, runs, strict=True)]

@@ -146,10 +146,11 @@ def agreements(directory: Path, dtype: torch.dtype, device: str) -> dict[str, di
     """Compare each model of `SMALL` and its students with PyTorch; results by name. Models are saved in `directory`."""
     found = {}
     for shape in SMALL:
-        for model in prepare(shape, directory / shape, dtype=dtype, device=device, group_sizes=[1]):
-            answers = _answers(model.directory, dtype, device)
+        models = prepare(shape, directory / shape, dtype=dtype, device=device, group_sizes=[1])
+        for name, model in models.items():
+            answers = _answers(model, dtype, device)
             release_memory()
-            found[f"{shape}, {model.name}"] = judge(model.directory, answers, dtype, device)
+            found[f"{shape}, {name}"] = judge(model, answers, dtype, device)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +52,9 @@ SMALL: dict[str, dict[str, Any]] = {
 """Shapes of random models that leave most of a GPU idle, so that attention splits keys (`agreement.agreements`)."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model under test."""
-
-    name: str
-    """Name: `dense`, or `swiftkv_gG` for a student with groups of G layers, plus `_own` if deep tokens keep their own K
-    and V."""
-    directory: Path
-
-
 def prepare(
     model: Path | str, directory: Path, *, dtype: torch.dtype, device: str, group_sizes: list[int]
-) -> list[Model]:
+) -> dict[str, Path]:
     """Make the dense model and its students, half of whose layers compute no KV of their own.
 
     The students are converted, not distilled: a step costs the same whatever the weights are.
@@ -73,6 +62,10 @@ def prepare(
     Args:
         model: a dense model's directory, or one of `SHAPES` and `SMALL`, which is made with random weights.
         device: device on which random weights are drawn.
+
+    Returns:
+        Directories by name: `dense`, or `swiftkv_gG` for a student with groups of G layers, plus `_own` if deep tokens
+        keep their own K and V.
 
     Raises:
         ModelError: the model's family is unknown.
@@ -83,18 +76,17 @@ def prepare(
         dense = directory / "dense"
         _save_random(shapes[model], dense, dtype, device)
     num_layers = AutoConfig.from_pretrained(dense).num_hidden_layers
-    models = [Model("dense", dense)]
+    models = {"dense": dense}
     for group_size, form in [(group_sizes[0], "own"), *((g, "shared") for g in group_sizes)]:
         name = f"swiftkv_g{group_size}{'_own' * (form == 'own')}"
-        student = Model(name, directory / name)
+        models[name] = directory / name
         convert_checkpoint(
             dense,
-            student.directory,
+            models[name],
             num_key_value_layers=num_layers // 2,
             key_value_group_size=group_size,
             decode_key_value=form,
         )
-        models.append(student)
     return models
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.common import benchmark_parser, conditions, markdown, write_report
 from benchmarks.engine_worker import EngineWorker, engine_arguments
-from benchmarks.gpu.models import Model, prepare, release_memory
+from benchmarks.gpu.models import prepare, release_memory
 from benchmarks.serving.loads import Figures, Request, at_once
 from benchmarks.serving.systems import play_in_turns, random_prompts, vllm_system
 from swiftkv_platform.model import export
@@ -140,23 +140,15 @@ def models(directory: Path, shape: str, args: argparse.Namespace) -> list[Served
     release_memory()
     served = []
     for weights in args.weights:
-        served += _in_integers(directory, made) if weights == "int8" else _as_made(weights, made)
+        if weights == "int8":
+            integers = export(made[OWN], directory / "int8", teacher=True, quantize="int8")
+            served.append(Served(DENSE, weights, integers, {"hf_overrides": {"swiftkv": False}}))
+            served.append(Served(OWN, weights, integers, {}))
+        else:
+            options = {"quantization": "fp8"} if weights == "fp8" else {}
+            shown = made if weights == "bfloat16" else (DENSE, OWN)
+            served += [Served(name, weights, made[name], options) for name in shown]
     return served
-
-
-def _as_made(weights: str, made: Sequence[Model]) -> list[Served]:
-    options = {"quantization": "fp8"} if weights == "fp8" else {}
-    shown = made if weights == "bfloat16" else [one for one in made if one.name in (DENSE, OWN)]
-    return [Served(one.name, weights, one.directory, options) for one in shown]
-
-
-def _in_integers(directory: Path, made: Sequence[Model]) -> list[Served]:
-    (student,) = (one.directory for one in made if one.name == OWN)
-    integers = export(student, directory / "int8", teacher=True, quantize="int8")
-    return [
-        Served(DENSE, "int8", integers, {"hf_overrides": {"swiftkv": False}}),
-        Served(OWN, "int8", integers, {}),
-    ]
 
 
 def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorker:
@@ -168,7 +160,7 @@ def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorke
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
     )
-    arguments |= {"gpu_memory_utilization": 0.1, "enforce_eager": args.tiny} | served.options
+    arguments |= {"gpu_memory_utilization": 0.1, "enforce_eager": args.tiny, **served.options}
     return EngineWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
 

@@ -59,17 +59,6 @@ def test_arithmetic_and_time_of_a_token() -> None:
     assert plan_training(LLAMA_8B, setup).seconds is None
 
 
-def test_attention_is_that_of_the_samples() -> None:
-    """A token of 133 sees 67 on average, one of 8,192 sees 4,096.5; forward in the 16 lower, the teacher's and the
-    student's 16 upper layers, and backward in the student's, which costs twice as much."""
-    row, packed = (plan_training(LLAMA_8B, TrainingSetup(samples=samples)) for samples in (None, ((133, 1),)))
-    difference = row.flops_per_token.total - packed.flops_per_token.total
-    assert difference == pytest.approx((4096.5 - 67) * 4 * 4096 * (16 + 16 + 3 * 16))
-    mixed = plan_training(LLAMA_8B, TrainingSetup(samples=((100, 2), (200, 1)))).flops_per_token.total
-    alone = [plan_training(LLAMA_8B, TrainingSetup(samples=((n, 1),))).flops_per_token.total for n in (100, 200)]
-    assert mixed == pytest.approx((2 * 100 * alone[0] + 200 * alone[1]) / 400)
-
-
 def test_long_rows_fit_where_workers_share_them() -> None:
     """A row of 128K tokens fits 80 GB GPUs where eight workers share it (Llama-3.1-8B)."""
     base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)

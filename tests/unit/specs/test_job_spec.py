@@ -46,12 +46,7 @@ LISTED = ("swiftkv.prefill_layers",)
                 ({}, {"decode_key_value": "shared"}, {}, "'shared'; use own"),
                 ({}, {}, {"sharding": {"sequence_parallel_size": 2}}, "sequence_parallel_size 2; use 1"),
                 ({}, {}, {"training": {"gradient_checkpointing": True}}, "use false"),
-                (
-                    {},
-                    {},
-                    {"sweep": {"num_key_value_layers": [4, 5]}},
-                    "sweep.num_key_value_layers; leave out one of them",
-                ),
+                ({}, {}, {"sweep": {"num_key_value_layers": [4, 5]}}, "num_key_value_layers; leave out one of them"),
                 (
                     {"distillation": {"trainable": "all"}, "sharding": {"strategy": "ddp"}},
                     {},
@@ -143,14 +138,14 @@ def test_rows_fit_the_context_and_divide_among_the_workers_that_share_one(
     assert resolve_defaults(shared, context_length=context_length, hidden_size=64).data.max_length == length
 
 
+SIX_A_PASS = {"resources": {"num_workers": 3}, "training": {"micro_batch_size": 2}}
+
+
 @pytest.mark.parametrize(
     ("fields", "num_rows", "size"),
     [
-        *[({}, num_rows, size) for num_rows, size in ((6400, 32), (6399, 16), (2000, 8), (400, 2), (7, 2))],
-        *[
-            ({"resources": {"num_workers": 3}, "training": {"micro_batch_size": 2}}, *each)
-            for each in ((10**5, 30), (10, 6))
-        ],
+        *(({}, num_rows, size) for num_rows, size in ((6400, 32), (6399, 16), (2000, 8), (400, 2), (7, 2))),
+        *((SIX_A_PASS, num_rows, size) for num_rows, size in ((10**5, 30), (10, 6))),
         ({"training": {"max_steps": 10}}, 5, 32),
     ],
 )

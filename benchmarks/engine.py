@@ -110,9 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
             report[name], report["speedups"][name] = results, speedups(results)
             print_table(name, results)
-        report["workers"] = {
-            name: worker.made | {"idle_cpu_seconds": worker.idle_cpu_seconds} for name, worker in workers.items()
-        }
+        report["workers"] = {name: worker.made for name, worker in workers.items()}
     write_report(report, args.output)
 
 

@@ -79,7 +79,6 @@ class EngineWorker:
         arguments: Mapping[str, Any],
         *,
         num_threads: int,
-        answer_seconds: float = ANSWER_SECONDS,
         script: Path = SCRIPT,
     ) -> None:
         """Start it and wait until it has loaded the model.
@@ -89,12 +88,11 @@ class EngineWorker:
             arguments: of vLLM's engine, or the script's first line.
             num_threads: number of OpenMP threads.
             script: another program with the protocol of `vllm_worker.py`.
-            answer_seconds: time limit of one answer.
 
         Raises:
             WorkerError: the worker does not start, ends, or exceeds the time limit.
         """
-        self._answer_seconds = answer_seconds
+        self._answer_seconds = ANSWER_SECONDS
         self._directory = tempfile.TemporaryDirectory(prefix="vllm-worker-")
         self._stderr = Path(self._directory.name) / "stderr"
         ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -110,8 +108,6 @@ class EngineWorker:
         except OSError as error:
             self._directory.cleanup()
             raise WorkerError(f"the interpreter {str(python)!r} does not run ({error})") from error
-        self.idle_cpu_seconds = 0.0
-        """CPU seconds that the worker used while idle."""
         try:
             self.made: dict[str, Any] = self._ask(arguments)
             """Versions and the settings that vLLM runs with."""
@@ -119,16 +115,8 @@ class EngineWorker:
             self.close()
             raise
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: Sequence[int],
-        arrivals: Sequence[float] | None = None,
-    ) -> list[list[float]]:
-        """Answer prompts greedily, each to its length.
-
-        Args:
-            arrivals: seconds after which each is sent; None: all at once.
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[float]]:
+        """Answer prompts greedily, all at once, each to its length.
 
         Returns:
             For each prompt, the seconds until each token of its answer.
@@ -136,10 +124,7 @@ class EngineWorker:
         Raises:
             WorkerError: the worker has ended or exceeded the time limit.
         """
-        arrivals = arrivals or [0.0] * len(prompts)
-        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens, "arrivals": arrivals})
-        self.idle_cpu_seconds += answer["idle_cpu_s"]
-        token_times: list[list[float]] = answer["token_times"]
+        token_times: list[list[float]] = self._ask({"prompts": prompts, "max_tokens": max_tokens})
         lengths = [len(times) for times in token_times]
         if lengths != list(max_tokens):
             raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")
@@ -164,15 +149,14 @@ class EngineWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, question: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._failed("has ended") from error
-        answer: dict[str, Any] = json.loads(self._line())
-        return answer
+        return json.loads(self._line())
 
     def _line(self) -> bytes:
         """Read one answer. Notices that the worker has ended even if a child of it keeps the pipe open."""

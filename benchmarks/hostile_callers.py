@@ -74,6 +74,9 @@ EXTREMES: list[dict[str, Any]] = [
     {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
 ]
 
+SERVE = ["--max-num-seqs", "8", "--num-threads", "1", "--kv-cache-bytes", "67108864", "--stream-interval-s", "0"]
+"""Engine options of the replica."""
+
 Count = Callable[[object], None]
 Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
 
@@ -326,30 +329,6 @@ def save_model(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def serve(directory: str, port: str, keys: str) -> None:
-    """Serve that model in a process of its own. `keys`: the file of API keys."""
-    import uvicorn
-
-    from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
-    from swiftkv_platform.security.credentials import open_credentials
-    from swiftkv_platform.serve.current import Current, ModelCard, Version
-    from swiftkv_platform.serve.http import create_http_app
-    from swiftkv_platform.web.server import ConnectionLimits, answer_promptly, server_options
-
-    config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
-    engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))
-    card = ModelCard(
-        deployment="dep_bench",
-        model="mdl_bench",
-        manifest_digest=None,
-        swiftkv=None,
-        max_model_len=engine.engine.max_model_len,
-    )
-    app = create_http_app(Current(Version(engine, card, created=1)), key_ring=open_credentials(Path(keys), None))
-    answer_promptly()  # like a replica
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error", **server_options(ConnectionLimits()))
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=150, help="requests of the other tenant in each measurement")
@@ -396,8 +375,8 @@ def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
     if case.is_replica:
         student = directory / "student"
         save_model(student)
-        program = "import sys; from benchmarks.hostile_callers import serve; serve(*sys.argv[1:])"
-        server = Process(["-c", program, str(student), str(port), str(keys)], port)
+        command = ["-m", "swiftkv_platform.cli", "serve", str(student), "--port", str(port), *SERVE]
+        server = Process([*command, "--api-keys-file", str(keys)], port)
         answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         asks = [("GET", "/health", None), ("POST", "/generate", answer)]
         asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))

@@ -40,15 +40,11 @@ def main() -> None:
         options = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
         pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options)
     _say(answers, {"openvino": openvino.__version__, "threads": threads, "form": given["form"]})
-    resting_since = time.process_time()
     for line in sys.stdin:
-        command = json.loads(line)
-        idle_cpu_s = time.process_time() - resting_since
-        _say(answers, {"token_times": _generate(pipeline, command), "idle_cpu_s": idle_cpu_s})
-        resting_since = time.process_time()
+        _say(answers, _generate(pipeline, json.loads(line)))
 
 
-def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+def _say(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 

@@ -3,12 +3,10 @@
 It imports only vLLM and the standard library, since this project may not be installed there. JSON Lines:
 
     in,  first: vLLM's engine arguments           out, first: vLLM's resulting settings
-    in,  later: {"prompts", "max_tokens",         out, later: {"token_times", "idle_cpu_s"}
-                 "arrivals"}
+    in,  later: {"prompts", "max_tokens"}         out, later: the seconds until each token of each answer
 
-`prompts` are token ids and `max_tokens` the lengths of their answers, by request, which is sent `arrivals` seconds
-after the first. `token_times` are the seconds until each token of each answer. `idle_cpu_s` is the CPU time that this
-process used while idle. It exits at the end of its input.
+`prompts` are token ids and `max_tokens` the lengths of their answers, by request; all are sent at once. It exits at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -41,12 +39,8 @@ def main() -> None:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
     _say(answers, made)
-    resting_since = time.process_time()
     for number, line in enumerate(sys.stdin):
-        command = json.loads(line)
-        idle_cpu_s = time.process_time() - resting_since
-        _say(answers, _generate(engine, f"{number}", command) | {"idle_cpu_s": idle_cpu_s})
-        resting_since = time.process_time()
+        _say(answers, _generate(engine, f"{number}", json.loads(line)))
 
 
 def _claim_stdout() -> TextIO:
@@ -56,33 +50,28 @@ def _claim_stdout() -> TextIO:
     return answers
 
 
-def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+def _say(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
-def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
-    """Send each request when it is due, and record when its tokens arrive."""
+def _generate(engine: Any, name: str, command: dict[str, Any]) -> list[list[float]]:
     from vllm import SamplingParams
 
     start = time.perf_counter()
-    times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(command["prompts"]))}
-    requests = zip(times, command["prompts"], command["max_tokens"], command["arrivals"], strict=True)
-    waiting = sorted(requests, key=lambda request: request[3], reverse=True)
-    while waiting or engine.has_unfinished_requests():
-        while waiting and waiting[-1][3] <= time.perf_counter() - start:
-            request_id, prompt, length, _ = waiting.pop()
-            params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-        if not engine.has_unfinished_requests():
-            time.sleep(max(waiting[-1][3] - (time.perf_counter() - start), 0.0))
-            continue
+    times: dict[str, list[float]] = {}
+    for prompt, length in zip(command["prompts"], command["max_tokens"], strict=True):
+        request_id = f"{name}-{len(times)}"
+        times[request_id] = []
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
             seen = times[output.request_id]
             seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
-    return {"token_times": list(times.values())}
+    return list(times.values())
 
 
 if __name__ == "__main__":

@@ -192,16 +192,12 @@ def generate_system(model: Any, batch_size: int) -> System:
 
 
 def vllm_system(worker: EngineWorker) -> System:
-    """vLLM's own batching; requests are sent when they are due."""
+    """Return vLLM's own batching as a system for requests that all arrive at once."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
-        times = worker.generate(
-            prompts,
-            [request.num_output_tokens for request in requests],
-            [request.arrival for request in requests],
-        )
+        times = worker.generate(prompts, [request.num_output_tokens for request in requests])
         return [
-            RequestTimes(request.arrival, request.num_input_tokens, tuple(one))
+            RequestTimes(0.0, request.num_input_tokens, tuple(one))
             for request, one in zip(requests, times, strict=True)
         ]
 

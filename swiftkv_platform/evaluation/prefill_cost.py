@@ -32,12 +32,12 @@ class ModeCost:
     kv_bytes_per_token: float
     """Bytes in the cache, in the model's own dtype."""
     ttft_ms: float
-    """Median milliseconds from the prompts to their first tokens; here prompts run through the layers of gaps too."""
+    """Median milliseconds from the prompt to its first token; here prompts run through the layers of gaps too."""
 
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """Prefill cost of teacher and student mode, on prompts of one length."""
+    """Prefill cost of teacher and student mode, on one prompt."""
 
     prompt_length: int
     dense: ModeCost
@@ -53,14 +53,13 @@ class PrefillCost:
 
 
 @torch.no_grad()
-def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: int = 1) -> PrefillCost:
-    """Count and time the prefill of random prompts of one length in teacher and in student mode.
+def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCost:
+    """Count and time the prefill of a random prompt in teacher and in student mode.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
         prompt_length: tokens, at most the model's context.
         rounds: timed passes of each mode, alternating so that both see the same noise, after one of each to warm up.
-        batch_size: prompts of a pass.
 
     Raises:
         InvalidInputError: the prompt is longer than the context, or empty.
@@ -70,7 +69,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: 
     if not 1 <= prompt_length <= context:
         raise InvalidInputError.of("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, (batch_size, prompt_length), generator=generator).to(model.device)
+    prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}
     milliseconds: dict[bool, list[float]] = {False: [], True: []}
     with evaluation_mode(model):
@@ -86,7 +85,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: 
 
 
 def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
-    """FLOPs and cache bytes a token of prompts [batch_size, prompt_length].
+    """FLOPs and cache bytes a token of a prompt [1, prompt_length].
 
     Plain attention is used, since the counter sees fused kernels on some devices only.
     """
@@ -107,7 +106,7 @@ def _let_go(config: Any, prompt: torch.Tensor) -> float:
         prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
         for each in (layer_map.without_gaps(), layer_map)
     )
-    return len(prompt) * (whole - served)
+    return whole - served
 
 
 def _time_first_token(model: Any, prompt: torch.Tensor) -> float:

@@ -254,7 +254,6 @@ def test_prefill_cost_leaves_out_what_serving_bypasses() -> None:
             convert(LlamaForCausalLM(LlamaConfig(**TEACHER)).eval(), **shape, decode_key_value="own"),
             prompt_length=40,
             rounds=1,
-            batch_size=2,
         )
         for shape in shapes
     )
@@ -265,11 +264,11 @@ def test_prefill_cost_leaves_out_what_serving_bypasses() -> None:
     assert around.dense.flops_per_token == through.dense.flops_per_token
 
 
-@pytest.mark.parametrize(("implementation", "group_size", "batch_size"), [("sdpa", 1, 3), ("eager", 2, 1)])
-def test_prefill_cost_is_counted_right(implementation: str, group_size: int, batch_size: int) -> None:
+@pytest.mark.parametrize(("implementation", "group_size"), [("sdpa", 1), ("eager", 2)])
+def test_prefill_cost_is_counted_right(implementation: str, group_size: int) -> None:
     model, num_tokens = make_student(2, group_size), 40
     model.set_attn_implementation(implementation)
-    cost = measure_prefill(model, prompt_length=num_tokens, rounds=1, batch_size=batch_size)
+    cost = measure_prefill(model, prompt_length=num_tokens, rounds=1)
     planned = read_architecture(model.config.to_dict())
     for layers, counted in ((LayerMap.dense(len(planned.layers)), cost.dense), (model.config.layer_map, cost.swiftkv)):
         flops = prefill_flops(planned, layers, num_tokens, "executed", square=True)

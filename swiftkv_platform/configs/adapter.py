@@ -101,37 +101,23 @@ class AdapterConfig(FrozenModel):
 
     def check_own(self, names: Iterable[str], source: str) -> None:
         """Raise `ModelError` unless `names`, those in the adapter's files, are the added and replaced tensors."""
-        expected, found = {*self.added, *self.replaced}, set(names)
-        for what, which in (("lacks", expected - found), ("has no place for", found - expected)):
-            if which:
-                raise ModelError(
-                    f"the adapter {source!r} {what} {_listed(which)}; use its files as `swiftkv export --adapter` "
-                    "wrote them",
-                    field="adapter",
-                    value=source,
-                )
+        differ = _difference({*self.added, *self.replaced}, names, "has no place for")
+        if differ:
+            advice = "use its files as `swiftkv export --adapter` wrote them"
+            raise ModelError(f"the adapter {source!r} {differ}; {advice}", field="adapter", value=source)
 
     def check_names(self, names: Iterable[str], found_at: str) -> None:
         """Raise `ModelError` unless `names`, those of the base at `found_at`, are the tensors of the adapter's base."""
-        found = set(names)
-        for what, which in (
-            ("lacks", self.base.tensors.keys() - found),
-            ("also holds", found - self.base.tensors.keys()),
-        ):
-            if which:
-                raise self.refusal(f"{found_at!r} {what} {_listed(which)}", found_at)
+        if differ := _difference(self.base.tensors, names, "also holds"):
+            raise self.refusal(f"{found_at!r} {differ}", found_at)
 
     def check_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype or shape than the adapter's base."""
         expected = self.base.tensors[name]
-        if shape != expected.shape:
-            raise self.refusal(
-                f"{name} of {found_at!r} is {list(shape)}, and the adapter was made of {list(expected.shape)}", found_at
-            )
-        if dtype != expected.dtype:
-            raise self.refusal(
-                f"{name} of {found_at!r} is {dtype}, and the adapter was made of {expected.dtype}", found_at
-            )
+        for found, wanted in ((list(shape), list(expected.shape)), (dtype, expected.dtype)):
+            if found != wanted:
+                what = f"{name} of {found_at!r} is {found}, and the adapter was made of {wanted}"
+                raise self.refusal(what, found_at)
 
     def check_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype, shape or content than the adapter's base."""
@@ -205,7 +191,12 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
+def _difference(expected: Iterable[str], names: Iterable[str], has_more: str) -> str:
+    """Return which tensors lack, or are too many (`has_more`); empty if the names are equal."""
+    wanted, found = set(expected), set(names)
+    if wanted == found:
+        return ""
+    ordered = sorted(wanted - found or found - wanted)
+    what = "lacks" if wanted - found else has_more
     count = f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''}"
-    return f"{count}: {', '.join(ordered[:_SHOWN])}" + (", ..." if len(ordered) > _SHOWN else "")
+    return f"{what} {count}: {', '.join(ordered[:_SHOWN])}" + (", ..." if len(ordered) > _SHOWN else "")

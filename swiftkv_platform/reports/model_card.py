@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
 from swiftkv_platform.installing import install_from_source
-from swiftkv_platform.student_shape import format_layers
+from swiftkv_platform.student_shape import bypassed_layers, format_layers
 
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
@@ -32,7 +32,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         _limits(report),
         _origin(lineage, report),
         _licence(teacher, licence),
-        _serving(name, bypasses=_bypasses(lineage)),
+        _serving(name, spec.get("swiftkv") or {}),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -87,12 +87,7 @@ def _limits(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
         return ""
-    lines = [
-        "## Quality limits, worst first",
-        "",
-        "| limit | required | measured | |",
-        "|---|---|---|---|",
-    ]
+    lines = ["## Quality limits, worst first", "", "| limit | required | measured | |", "|---|---|---|---|"]
     for gate in gates:
         limit, value = _number(gate["limit"]), _number(gate["value"])
         lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {verdict_of(gate)} |")
@@ -111,7 +106,7 @@ def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     data = ", ".join(f"`{each['name_or_path']}`" for each in sources)
     lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
-    if _keeps_own(lineage):
+    if swiftkv.get("decode_key_value") == "own":
         lines.append("- generated tokens have their own K and V; quality is measured on tokens that follow a prompt")
     if report.get("tokens_trained") is not None:
         lines.append(f"- tokens trained on: {report['tokens_trained']:,}")
@@ -134,47 +129,32 @@ def _licence(teacher: str, licence: str | None) -> str:
     return f"## Licence\n\n{said}"
 
 
-def _keeps_own(lineage: Mapping[str, Any]) -> bool:
-    """Whether the student's generated tokens keep K and V of their own."""
-    swiftkv: Mapping[str, Any] = (lineage.get("spec") or {}).get("swiftkv") or {}
-    return swiftkv.get("decode_key_value") == "own"
-
-
-def _bypasses(lineage: Mapping[str, Any]) -> bool:
-    """Whether prompts bypass layers, so that vLLM does not serve the student."""
-    layers = ((lineage.get("spec") or {}).get("swiftkv") or {}).get("prefill_layers") or ()
-    return len(layers) <= max(layers, default=-1)
-
-
-def _serving(name: str, *, bypasses: bool) -> str:
-    if bypasses:
+def _serving(name: str, swiftkv: Mapping[str, Any]) -> str:
+    layers = swiftkv.get("prefill_layers") or ()
+    if bypassed_layers(layers):
         engine = "With SwiftKV Platform's own engine (vLLM does not serve it), or with transformers:"
         extra, command = "serve", f"swiftkv serve ./{name}"
     else:
         engine = "With vLLM and SwiftKV Platform's plugin, or with transformers:"
         extra, command = "vllm", f"vllm serve ./{name}"
-    return "\n".join(
-        [
-            "## Use",
-            "",
-            engine,
-            "",
-            "```bash",
-            install_from_source(extra),
-            command,
-            "```",
-            "",
-            "SwiftKV Platform is on no package index: a package with its name there is another one. Ask the publisher "
-            "of this model for the address of its repository.",
-            "",
-            "```python",
-            "import swiftkv_platform.model  # registers the SwiftKV classes",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f'model = AutoModelForCausalLM.from_pretrained("./{name}")',
-            "```",
-        ]
-    )
+    return f"""## Use
+
+{engine}
+
+```bash
+{install_from_source(extra)}
+{command}
+```
+
+SwiftKV Platform is on no package index: a package with its name there is another one. Ask the publisher of this model \
+for the address of its repository.
+
+```python
+import swiftkv_platform.model  # registers the SwiftKV classes
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("./{name}")
+```"""
 
 
 def _number(value: Any) -> str:

@@ -26,6 +26,7 @@ from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
 from swiftkv_platform.control_plane.database.tables import (
+    PENDING,
     AuditRow,
     Base,
     DeletionRow,
@@ -41,7 +42,6 @@ from swiftkv_platform.control_plane.database.tables import (
     UseRow,
 )
 from swiftkv_platform.control_plane.deployments.rows import deployments_turn
-from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.model import IMPORTED, Model

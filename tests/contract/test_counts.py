@@ -104,7 +104,7 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
         "keep": keep,
         "delete": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.DELETING)),
         "remove": lambda: registry.remove_deployment(own.spec.id),
-        "demand": lambda: registry.demand(TENANT),
+        "demand": lambda: JobRepository(database).held(TENANT),
     }
     for name, write in writes.items():
         with fetched(monkeypatch) as numbers:

@@ -1,4 +1,5 @@
-"""Demand of the jobs and deployments that tenants have, summed by the database from columns. No spec is read.
+"""What tenants hold, within their quotas: resources of the cluster, objects and their bytes. Queries read columns only;
+no spec is parsed.
 
 `demand.py` has no SQL, since the command line plans jobs without SQLAlchemy.
 """
@@ -6,12 +7,109 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.database.tables import DeploymentRow, JobRow
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.database.tables import (
+    PENDING,
+    DeletionRow,
+    DeliveryRow,
+    DeploymentRow,
+    FileRow,
+    JobRow,
+    ModelRow,
+    PromotionRow,
+)
+from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING
+from swiftkv_platform.errors import QuotaExceededError
+
+_TENANT: Any = bindparam("tenant")
+
+
+def _rows(table: Any, *where: Any) -> Select[Any]:
+    return select(func.count()).where(table.tenant == _TENANT, *where)
+
+
+_COUNTED: dict[str, tuple[str, Select[Any], str]] = {
+    "max_queued_jobs": (
+        "jobs that wait or are paused",
+        _rows(JobRow, JobRow.status.in_(WAITING)),
+        "submit again when one has started, or cancel one",
+    ),
+    "max_unfinished_jobs": (
+        "jobs that have not ended",
+        _rows(JobRow, JobRow.status.in_(LIVE)),
+        "submit again when one has ended, or cancel one",
+    ),
+    "max_stored_jobs": (
+        "jobs that are stored, including ended ones",
+        _rows(JobRow),
+        "submit again when you have deleted one",
+    ),
+    "max_deployments": ("deployments", _rows(DeploymentRow), "delete one, and try again when it is gone"),
+    "max_files": ("files", _rows(FileRow), "delete one (`DELETE /v1/files/{id}`), and upload again"),
+    "max_imported_models": (
+        "imported models",
+        _rows(ModelRow, ModelRow.job_id.is_(None)),
+        "delete one (`DELETE /models/{id}`), and import again",
+    ),
+    "max_aliases": (
+        "aliases",
+        select(func.count(PromotionRow.alias.distinct())).where(PromotionRow.tenant == _TENANT),
+        "promote to one of these, or ask the operator for more",
+    ),
+    "max_pending_deliveries": (
+        "deliveries that wait to be sent",
+        _rows(DeliveryRow, DeliveryRow.status == PENDING),
+        "wait until some are sent",
+    ),
+}
+"""What limits of a policy count: the objects' name, their number, and the way to make room."""
+
+
+def count(session: Session, limit: str, tenant: str) -> int:
+    """Return how many objects a tenant has of those that a field of `TenantPolicy` limits, such as `max_files`."""
+    return session.scalar(_COUNTED[limit][1], {"tenant": tenant}) or 0
+
+
+def check_number(session: Session, limit: str, tenant: str, policy: TenantPolicy) -> None:
+    """Raise `QuotaExceededError` if a tenant has as many objects as the policy's field `limit` allows."""
+    most = getattr(policy, limit)
+    if most is not None and (number := count(session, limit, tenant)) >= most:
+        kind, _, cure = _COUNTED[limit]
+        message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"
+        raise QuotaExceededError(message, field=limit, value=number)
+
+
+def check_bytes(session: Session, tenant: str, more: int, policy: TenantPolicy) -> None:
+    """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
+    most = policy.max_stored_bytes
+    if most is not None and (used := used_bytes(session, tenant) + more) > most:
+        raise QuotaExceededError(
+            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
+            "some, whose bytes are free within minutes, or ask the operator for more",
+            field="max_stored_bytes",
+            value=used,
+        )
+
+
+def used_bytes(session: Session, tenant: str) -> int:
+    """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
+    are gone."""
+    tables = (FileRow, ModelRow, DeletionRow)
+    sums = (select(func.coalesce(func.sum(table.size), 0)).where(table.tenant == tenant) for table in tables)
+    return sum(int(session.scalar(each) or 0) for each in sums)
+
+
+def held_by(session: Session, tenant: str, *, without: str = "") -> Demand:
+    """Return the demand of a tenant's jobs on the cluster and of its deployments. `without`: id of a deployment that
+    does not count."""
+    jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+    return jobs + held_by_deployments(session, tenants=[tenant], without=without).get(tenant, Demand())
 
 
 def held_by_jobs(

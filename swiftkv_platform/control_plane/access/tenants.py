@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import (
     ALIAS_CHANGES,
@@ -85,14 +84,6 @@ class TenantPolicy(FiniteModel):
     without API keys, else no other."""
     webhook: WebhookSpec | None = None
     """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
-
-    def check_number(self, limit: str, number: int, *, tenant: str, kind: str, cure: str) -> None:
-        """Raise `QuotaExceededError` if a tenant that has `number` objects (`kind`, e.g. "deployments") may not add one
-        by the policy's field `limit`. `cure`: the way to make room, e.g. "delete one"."""
-        most = getattr(self, limit)
-        if most is not None and number >= most:
-            message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"
-            raise QuotaExceededError(message, field=limit, value=number)
 
 
 class _TenantsFile(FiniteModel):

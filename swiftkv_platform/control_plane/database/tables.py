@@ -151,6 +151,10 @@ class DeploymentRow(Base):
     )
 
 
+PENDING, DELIVERED, FAILED = "pending", "delivered", "failed"
+"""Values of `DeliveryRow.status`."""
+
+
 class DeliveryRow(Base):
     __tablename__ = "deliveries"
 

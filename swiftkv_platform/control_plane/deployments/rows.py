@@ -12,7 +12,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.holdings import check_number, held_by
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable
@@ -27,7 +27,6 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     inner_routes,
     outer_routes,
 )
-from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.base import STORED
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -62,10 +61,9 @@ class DeploymentRepository(Store):
         with self._database.writing() as session:
             # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
             self._await_turn(session, deployment.tenant)
-            number, cure = _number(session, deployment.tenant), "delete one, and try again when it is gone"
-            policy.check_number("max_deployments", number, tenant=deployment.tenant, kind="deployments", cure=cure)
+            check_number(session, "max_deployments", deployment.tenant, policy)
             if admit is not None:
-                admit(_held_beside(session, deployment.spec.id, deployment.tenant))
+                admit(held_by(session, deployment.tenant, without=deployment.spec.id))
             self._database.take_turns(session, "routes of deployments")
             _check_route(session, deployment)
             deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
@@ -120,15 +118,6 @@ class DeploymentRepository(Store):
             if row is not None:
                 _set_columns(row, read_deployment(row).spec)
 
-    def count_deployments(self, tenant: str) -> int:
-        with self._database.reading() as session:
-            return _number(session, tenant)
-
-    def demand(self, tenant: str) -> Demand:
-        """Return the demand of a tenant's deployments."""
-        with self._database.reading() as session:
-            return held_by_deployments(session, tenants=[tenant]).get(tenant, Demand())
-
     def deployments_of(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
@@ -150,7 +139,7 @@ class DeploymentRepository(Store):
             if deployment.state.status is DeploymentStatus.DELETING:
                 message = f"deployment {deployment_id} is being deleted; create another one"
                 raise ConflictError(message, field="deployment_id", value=deployment_id)
-            spec, state = change(deployment, _held_beside(session, deployment_id, tenant))
+            spec, state = change(deployment, held_by(session, tenant, without=deployment_id))
             write_deployment(row, _as_promoted(session, spec, tenant), state)
             return read_deployment(row)
 
@@ -186,10 +175,6 @@ def deployments_turn(tenant: str) -> str:
     return f"deployments of {tenant}"
 
 
-def _number(session: Session, tenant: str) -> int:
-    return session.scalar(select(func.count()).where(DeploymentRow.tenant == tenant)) or 0
-
-
 def _check_route(session: Session, wanted: Deployment) -> None:
     """Raise `ConflictError` if a deployment's route interferes; another tenant's is not named."""
     route_prefix, held = wanted.spec.route_prefix, DeploymentRow.held_route
@@ -209,13 +194,6 @@ def _check_route(session: Session, wanted: Deployment) -> None:
             "prefix"
         )
     raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
-
-
-def _held_beside(session: Session, deployment_id: str, tenant: str) -> Demand:
-    """Return what the tenant's jobs on the cluster and its other deployments hold."""
-    jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
-    deployments = held_by_deployments(session, tenants=[tenant], without=deployment_id)
-    return jobs + deployments.get(tenant, Demand())
 
 
 def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:

@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import file_key
+from swiftkv_platform.control_plane.access.holdings import check_bytes, check_number
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import DeletionRow, FileRow, ModelRow
+from swiftkv_platform.control_plane.database.tables import FileRow
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.data.checks import UploadedRows
-from swiftkv_platform.errors import ConflictError, InvalidInputError, QuotaExceededError
+from swiftkv_platform.errors import ConflictError, InvalidInputError
 
 Purpose = Literal["fine-tune"]
 
@@ -54,7 +55,7 @@ class FileRepository(Store):
         with self._database.writing() as session:
             take_turn(self._database, session, file.tenant)  # so that no other upload or import adds to it meanwhile
             check_bytes(session, file.tenant, file.size, policy)
-            _check_number(session, file.tenant, policy)
+            check_number(session, "max_files", file.tenant, policy)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
@@ -75,20 +76,10 @@ class FileRepository(Store):
         with self._database.reading() as session:
             return {row.id: _file(row) for row in session.scalars(query)}
 
-    def used_bytes(self, tenant: str) -> int:
-        """Return the total bytes of the tenant's files and models."""
-        with self._database.reading() as session:
-            return used_bytes(session, tenant)
-
-    def count(self, tenant: str) -> int:
-        """Return the number of the tenant's files."""
-        with self._database.reading() as session:
-            return _number(session, tenant)
-
     def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not store another file, of `size` bytes."""
         with self._database.reading() as session:
-            _check_number(session, tenant, policy)
+            check_number(session, "max_files", tenant, policy)
             check_bytes(session, tenant, size, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
@@ -121,30 +112,6 @@ def take_turn(database: Database, session: Session, tenant: str) -> None:
     database.take_turns(session, f"files of {tenant}")
 
 
-def check_bytes(session: Session, tenant: str, more: int, policy: TenantPolicy) -> None:
-    """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
-    most = policy.max_stored_bytes
-    if most is None:
-        return
-    used = used_bytes(session, tenant) + more
-    if used > most:
-        raise QuotaExceededError(
-            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
-            "some, whose bytes are free within minutes, or ask the operator for more",
-            field="max_stored_bytes",
-            value=used,
-        )
-
-
-def _check_number(session: Session, tenant: str, policy: TenantPolicy) -> None:
-    cure = "delete one (`DELETE /v1/files/{id}`), and upload again"
-    policy.check_number("max_files", _number(session, tenant), tenant=tenant, kind="files", cure=cure)
-
-
-def _number(session: Session, tenant: str) -> int:
-    return session.scalar(select(func.count()).where(FileRow.tenant == tenant)) or 0
-
-
 def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
     """Raise `InvalidInputError` for a file that was deleted after the job was checked."""
     present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
@@ -152,14 +119,6 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
         if file_id not in present:
             message = f"data.sources names {file_id}, which has been deleted; upload the file again"
             raise InvalidInputError(message, field="data.sources", value=file_id)
-
-
-def used_bytes(session: Session, tenant: str) -> int:
-    """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
-    are gone."""
-    tables = (FileRow, ModelRow, DeletionRow)
-    sums = (select(func.coalesce(func.sum(table.size), 0)).where(table.tenant == tenant) for table in tables)
-    return sum(int(session.scalar(each) or 0) for each in sums)
 
 
 def _file(row: FileRow) -> File:

@@ -14,17 +14,22 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
+from swiftkv_platform.control_plane.access.holdings import count
 from swiftkv_platform.control_plane.database.paging import Store, stored_bytes, value_of
-from swiftkv_platform.control_plane.database.tables import DeliveryRow, EventRow, JobRow, PointRow
+from swiftkv_platform.control_plane.database.tables import (
+    DELIVERED,
+    FAILED,
+    PENDING,
+    DeliveryRow,
+    EventRow,
+    JobRow,
+    PointRow,
+)
 from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.limits import EVENT_POINTS
 from swiftkv_platform.specs.publish import WebhookSpec
 
 Recipients = Callable[[Job], Sequence[WebhookSpec]]
-
-PENDING = "pending"
-DELIVERED = "delivered"
-FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,10 @@ def give_up_excess(session: Session, deliveries: Sequence[DeliveryRow], tenant: 
     """Mark new deliveries of a tenant as failed that would take its pending ones above `most`. None: no limit."""
     if most is None:
         return
-    room = max(most - _number_pending(session, tenant), 0)
+    room = max(most - count(session, "max_pending_deliveries", tenant), 0)
     for row in deliveries[room:]:
         row.status = FAILED
         row.error = f"not sent: {most} deliveries of tenant {tenant!r} are pending (max_pending_deliveries)"
-
-
-def _number_pending(session: Session, tenant: str) -> int:
-    pending = select(func.count()).where(DeliveryRow.tenant == tenant, DeliveryRow.status == PENDING)
-    return session.scalar(pending) or 0
 
 
 class Outbox(Store):
@@ -131,11 +131,6 @@ class Outbox(Store):
         with self._database.reading() as session:
             found = {row.status: row.number for row in session.execute(query)}
             return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
-
-    def count_pending(self, tenant: str) -> int:
-        """Return the number of the tenant's deliveries that wait to be sent."""
-        with self._database.reading() as session:
-            return _number_pending(session, tenant)
 
     def _set(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)

@@ -8,7 +8,10 @@ from typing import Literal
 from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
+from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.holdings import count, held_by_deployments, held_by_jobs, used_bytes
 from swiftkv_platform.control_plane.http.answers import Answer
+from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.control_plane.parts import RAY_ANSWERS_WITHIN_S, Parts, TheNodes
 from swiftkv_platform.control_plane.ray.places import Node
 
@@ -93,27 +96,35 @@ class QuotaAnswer(Answer):
     """Null if Ray does not answer, or does not report its nodes."""
 
 
+_COUNTS = {
+    "queued_jobs": "max_queued_jobs",
+    "stored_jobs": "max_stored_jobs",
+    "deployments": "max_deployments",
+    "files": "max_files",
+    "imported_models": "max_imported_models",
+    "aliases": "max_aliases",
+    "pending_deliveries": "max_pending_deliveries",
+}
+"""Fields that count what a limit bounds."""
+
+
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
-    usage = parts.jobs.usage(caller.tenant)
-    jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
-    held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
-    told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
+    tenant, told = caller.tenant, nodes.within(RAY_ANSWERS_WITHIN_S, None)
+    with parts.database.reading() as session:
+        jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+        deployments = held_by_deployments(session, tenants=[tenant]).get(tenant, Demand())
+        counts = {name: count(session, limit, tenant) for name, limit in _COUNTS.items()}
+        stored_bytes = used_bytes(session, tenant)
     return QuotaAnswer.model_validate(
         {
-            **dict(policy),
-            **vars(held),
-            "tenant": caller.tenant,
-            "queued_jobs": usage.waiting,
-            "running_jobs": held.jobs,
-            "stored_bytes": parts.files.used_bytes(caller.tenant),
-            "stored_jobs": usage.stored,
-            "deployments": parts.deployments.count_deployments(caller.tenant),
-            "files": parts.files.count(caller.tenant),
-            "imported_models": parts.registry.count_imported(caller.tenant),
-            "aliases": parts.registry.count_aliases(caller.tenant),
-            "pending_deliveries": parts.outbox.count_pending(caller.tenant),
+            **dict(parts.policies.policy(tenant)),
+            **vars(jobs + deployments),
+            **counts,
+            "tenant": tenant,
+            "running_jobs": jobs.jobs,
+            "stored_bytes": stored_bytes,
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
             "cluster": None if told is None else ClusterAnswer.of(told),

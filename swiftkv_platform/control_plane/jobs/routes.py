@@ -87,7 +87,7 @@ def _present(
         return None if empty is None or empty.hold(needs.bundles) else needs.nowhere
 
     places, running = cache(parts.jobs.queue_places), cache(lambda: len(parts.jobs.on_cluster()))
-    held = cache(lambda tenant: parts.jobs.usage(tenant).held + parts.deployments.demand(tenant))
+    held = cache(parts.jobs.held)
 
     def present(job: Job) -> JobAnswer:
         place = places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None

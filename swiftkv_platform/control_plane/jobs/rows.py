@@ -14,7 +14,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.holdings import held_by_deployments, held_by_jobs
+from swiftkv_platform.control_plane.access.holdings import (
+    check_bytes,
+    check_number,
+    held_by,
+    held_by_deployments,
+    held_by_jobs,
+)
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
@@ -30,7 +36,7 @@ from swiftkv_platform.control_plane.database.paging import (
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
 from swiftkv_platform.control_plane.deployments.rows import deployments_turn
-from swiftkv_platform.control_plane.files.rows import check_bytes, check_present, take_turn
+from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import (
     bytes_of_points,
     delivery_rows,
@@ -42,7 +48,6 @@ from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.job import (
     LIVE,
     ON_CLUSTER,
-    WAITING,
     Event,
     Job,
     JobStatus,
@@ -123,17 +128,6 @@ class Standing:
     """Sum over all deployments, and jobs on the cluster and in the queue."""
     waiting: Mapping[str, Sequence[Waiting]]
     """First jobs of each tenant that may start now: by priority, then by age."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Jobs of one tenant."""
-
-    waiting: int
-    """Jobs that wait or are paused."""
-    stored: int
-    """All jobs, including ended ones."""
-    held: Demand
 
 
 Claim = Callable[[str, Demand, Demand], bool]
@@ -293,12 +287,10 @@ class JobRepository(Store):
             ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
-    def usage(self, tenant: str) -> Usage:
-        stored = select(func.count()).where(JobRow.tenant == tenant)
-        waiting = stored.where(JobRow.status.in_(WAITING))
+    def held(self, tenant: str) -> Demand:
+        """Return the demand of the tenant's jobs on the cluster and of its deployments."""
         with self._database.reading() as session:
-            held = held_by_jobs(session, ON_CLUSTER, tenants=[tenant])
-            return Usage(session.scalar(waiting) or 0, session.scalar(stored) or 0, held.get(tenant, Demand()))
+            return held_by(session, tenant)
 
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
@@ -430,17 +422,8 @@ class JobRepository(Store):
         if policy is None:
             return
         self._database.take_turns(session, f"jobs of {tenant}")
-        kinds = (
-            ("max_queued_jobs", WAITING, "that wait or are paused", "when one has started, or cancel"),
-            ("max_unfinished_jobs", LIVE, "that have not ended", "when one has ended, or cancel"),
-            ("max_stored_jobs", None, "that are stored, including ended ones", "when you have deleted"),
-        )
-        for name, statuses, which, then in kinds:
-            if getattr(policy, name) is not None:
-                query = select(func.count()).where(JobRow.tenant == tenant)
-                query = query if statuses is None else query.where(JobRow.status.in_(statuses))
-                number, cure = session.scalar(query) or 0, f"submit again {then} one"
-                policy.check_number(name, number, tenant=tenant, kind=f"jobs {which}", cure=cure)
+        for limit in ("max_queued_jobs", "max_unfinished_jobs", "max_stored_jobs"):
+            check_number(session, limit, tenant, policy)
         check_bytes(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.control_plane.access.holdings import check_bytes, check_number
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
@@ -22,7 +23,7 @@ from swiftkv_platform.control_plane.database.paging import (
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, changed
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
-from swiftkv_platform.control_plane.files.rows import check_bytes, take_turn
+from swiftkv_platform.control_plane.files.rows import take_turn
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.errors import StorageError
 
@@ -62,13 +63,13 @@ class Registry(DeploymentRepository):
                 )
             take_turn(self._database, session, model.tenant)
             check_bytes(session, model.tenant, model.size, policy)
-            _check_imported(session, model.tenant, policy)
+            check_number(session, "max_imported_models", model.tenant, policy)
             session.add(ModelRow(**vars(model)))
 
     def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not import another model, of `size` bytes."""
         with self._database.reading() as session:
-            _check_imported(session, tenant, policy)
+            check_number(session, "max_imported_models", tenant, policy)
             check_bytes(session, tenant, size, policy)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
@@ -100,15 +101,6 @@ class Registry(DeploymentRepository):
         with self._database.reading() as session:
             rows = fetch(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
             return [value_of(Promotion, row) for row in reversed(rows)]
-
-    def count_aliases(self, tenant: str) -> int:
-        with self._database.reading() as session:
-            return _number_of_aliases(session, tenant)
-
-    def count_imported(self, tenant: str) -> int:
-        """Return the number of the tenant's imported models."""
-        with self._database.reading() as session:
-            return _number_of_imported(session, tenant)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
         """A page of aliases by name: the `newest` promotions of each, in the order in which they happened. It ends as
@@ -152,9 +144,7 @@ class Registry(DeploymentRepository):
             if promotion == newest:
                 return promotion
             if newest is None:
-                number = _number_of_aliases(session, tenant)
-                cure = "promote to one of these, or ask the operator for more"
-                policy.check_number("max_aliases", number, tenant=tenant, kind="aliases", cure=cure)
+                check_number(session, "max_aliases", tenant, policy)
             _trim(session, promotion, policy.max_alias_changes)
             session.add(PromotionRow(**vars(promotion)))
             model = value_of(Model, session.get_one(ModelRow, promotion.model))
@@ -182,21 +172,6 @@ def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART
         rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(part)).all()
         yield from (value_of(Promotion, row) for row in rows)
         before = rows[-1].sequence if len(rows) == part else 0
-
-
-def _check_imported(session: Session, tenant: str, policy: TenantPolicy) -> None:
-    number, cure = _number_of_imported(session, tenant), "delete one (`DELETE /models/{id}`), and import again"
-    policy.check_number("max_imported_models", number, tenant=tenant, kind="imported models", cure=cure)
-
-
-def _number_of_aliases(session: Session, tenant: str) -> int:
-    names = select(func.count(PromotionRow.alias.distinct())).where(PromotionRow.tenant == tenant)
-    return session.scalar(names) or 0
-
-
-def _number_of_imported(session: Session, tenant: str) -> int:
-    imported = select(func.count()).where(ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
-    return session.scalar(imported) or 0
 
 
 def _trim(session: Session, promotion: Promotion, most: int | None) -> None:

@@ -183,13 +183,13 @@ def _last_used() -> Mapping[str, int]:
     chosen = settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would create it
-    from swiftkv_platform.control_plane.access.sessions import SqlKeyUses  # other commands need no SQL
+    from swiftkv_platform.control_plane.access.sessions import last_uses  # other commands need no SQL
     from swiftkv_platform.control_plane.database.session import open_database
 
     try:
         with closing(open_database(chosen)) as database:
             database.check_schema()
-            return SqlKeyUses(database).all()
+            return last_uses(database)
     except (DatabaseUnavailableError, InvalidInputError) as error:
         err().print(f"Last uses are unknown: {error.message}", highlight=False, soft_wrap=True, markup=False)
         return {}

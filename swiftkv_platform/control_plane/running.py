@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
-from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions, SqlKeyUses, SqlSessions
+from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
@@ -122,9 +122,9 @@ async def running(
 def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, parts: Components) -> None:
     """Give `app` the state that limits and records its callers."""
     app.state.authenticator = credentials
-    app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
+    app.state.key_uses = KeyUses(parts.database, parts.clock)
     app.state.sessions = credentials and Sessions(
-        SqlSessions(parts.database), credentials, parts.clock, lifetime_s=settings.session_lifetime_s
+        parts.database, credentials, parts.clock, lifetime_s=settings.session_lifetime_s
     )
     app.state.sign_ins = RateLimit(
         SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_INS_AT_ONCE.default, of="address"

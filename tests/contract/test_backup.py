@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.sessions import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
@@ -58,7 +57,8 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
     registry.create_deployment(Deployment(spec, TENANT, 300))
     row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
-    SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
+    with database.writing() as session:
+        session.add(SessionRow(**row, created_at=1.0, expires_at=50.0))
     return job.id, spec.id
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.access.sessions import SqlSessions
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
@@ -100,7 +99,8 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     assert rows.remove_old("idempotency_keys", before=100, limit=9, dry_run=False) == 1
     assert store(jobs, make_job(), key="once").id != job.id
     row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
-    SqlSessions(database).add(SessionRow(**row, created_at=1.0, expires_at=50.0), now=1.0)
+    with database.writing() as session:
+        session.add(SessionRow(**row, created_at=1.0, expires_at=50.0))
     assert rows.remove_old("sessions", before=49, limit=9, dry_run=False) == 0
     assert rows.remove_old("sessions", before=50, limit=9, dry_run=True) == 1
     assert rows.remove_old("sessions", before=50, limit=9, dry_run=False) == 1

@@ -1,19 +1,19 @@
 """Limits of the number and bytes of stored objects of a tenant: SQLite and PostgreSQL alike."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
 
 from swiftkv_platform.control_plane.access.holdings import used_bytes
-from swiftkv_platform.control_plane.access.sessions import SqlSessions
+from swiftkv_platform.control_plane.access.sessions import Sessions
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import status_event
@@ -22,8 +22,10 @@ from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.retention import RetainedRows
-from swiftkv_platform.errors import ConflictError, QuotaExceededError
+from swiftkv_platform.errors import ConflictError, QuotaExceededError, UnauthenticatedError
 from swiftkv_platform.limits import SESSIONS, Scope, all_limits
+from swiftkv_platform.security import principals
+from swiftkv_platform.security.keys import KeyRing, create_key
 from tests.contract.test_catalog import HOOK, make_deployment, make_file
 from tests.support.records import TENANT, make_job, store
 from tests.support.threads import at_once
@@ -153,20 +155,18 @@ def test_an_aliass_history_keeps_its_newest_changes(registry: Registry, models: 
     assert promotions.find("production", TENANT).id == models[0].id
 
 
-def test_a_key_has_as_many_sessions_as_it_may(database: Database) -> None:
-    sessions = SqlSessions(database)
-    made = [(f"{number:064}", key) for number in range(SESSIONS.default + 5) for key in ("acme/ann", "acme/bob")]
-    for number, (digest, key) in enumerate(made):
-        if key == "acme/ann" or number < 6:
-            row = SessionRow(
-                id_sha256=key[-3:] + digest[3:], key_name=key, sealed_key="", created_at=1.0, expires_at=50.0 + number
-            )
-            sessions.add(row, now=1.0)
-    with database.reading() as session:
-        counts = dict(session.execute(select(SessionRow.key_name, func.count()).group_by(SessionRow.key_name)).all())
-    assert counts == {"acme/ann": SESSIONS.default, "acme/bob": 3}
-    assert sessions.get("ann" + made[0][0][3:]) is None, "the oldest one has ended"
-    assert sessions.get("ann" + made[-1][0][3:]) is not None
+def test_a_key_has_as_many_sessions_as_it_may(database: Database, tmp_path: Path) -> None:
+    ids, clock, reads = dict[str, list[str]](), itertools.count(1000.0), frozenset({principals.Scope.JOBS_READ})
+    path = tmp_path / "keys.json"
+    keys = {name: create_key(path, name=name, tenant="acme", scopes=reads) for name in ("ann", "bob")}
+    sessions = Sessions(database, KeyRing(path), lambda: next(clock), lifetime_s=9999)
+    for name, number in (("bob", 3), ("ann", SESSIONS.default + 5)):
+        ids[name] = [sessions.open(keys[name], sessions.identify(keys[name])).id for _ in range(number)]
+    for ended in ids["ann"][:5]:
+        with pytest.raises(UnauthenticatedError, match="has ended"):
+            sessions.find(ended)
+    assert {sessions.find(each).key.name for each in ids["ann"][5:]} == {"ann"}
+    assert {sessions.find(each).key.name for each in ids["bob"]} == {"bob"}
 
 
 def test_deliveries_beyond_the_limit_count_as_failed(database: Database) -> None:

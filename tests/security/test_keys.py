@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app as cli
-from swiftkv_platform.control_plane.access.sessions import KeyUses, SqlKeyUses
+from swiftkv_platform.control_plane.access.sessions import KeyUses, last_uses
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
@@ -161,27 +161,27 @@ def test_a_use_is_written_once_a_minute(start: Start, tmp_path: Path) -> None:
 
     server = start("http://swiftkv.example", {"clock": clock}, api_keys_file=path)
     event.listen(server.parts.database._engine, "before_cursor_execute", count)
-    began, uses = int(clock.now), SqlKeyUses(server.parts.database)
+    began, database = int(clock.now), server.parts.database
     for _ in range(5):
         server.client.get("/jobs", headers={"authorization": f"Bearer {first}"})
         clock.now += 10.0
-    assert uses.all() == {old.id: began}
+    assert last_uses(database) == {old.id: began}
     assert len(written) == 1
     clock.now += 10.0
     for token in (second, first, "skv_unknown"):
         server.client.get("/jobs", headers={"authorization": f"Bearer {token}"})
-    assert uses.all() == {old.id: began + 60, new.id: began + 60}
-    KeyUses(uses, lambda: clock.now + 59.0).note(new)  # as noted by another control plane
-    assert uses.all()[new.id] == began + 60
+    assert last_uses(database) == {old.id: began + 60, new.id: began + 60}
+    KeyUses(database, lambda: clock.now + 59.0).note(new)  # as noted by another control plane
+    assert last_uses(database)[new.id] == began + 60
 
 
 def test_no_request_fails_for_a_use_that_cannot_be_stored(tmp_path: Path) -> None:
     create_key(tmp_path / "keys.json", name="ann", tenant="acme", scopes=frozenset({Scope.JOBS_READ}))
     [key] = KeyRing(tmp_path / "keys.json").read()
-    store = SqlKeyUses(Database(f"sqlite:///{tmp_path}"))  # a directory
+    database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        store.all()
-    KeyUses(store, lambda: 1000.0).note(key)
+        last_uses(database)
+    KeyUses(database, lambda: 1000.0).note(key)
 
 
 def test_the_operator_sees_the_last_use_of_each_key(tmp_path: Path, empty_database: Path) -> None:
@@ -195,7 +195,8 @@ def test_the_operator_sees_the_last_use_of_each_key(tmp_path: Path, empty_databa
 
     made = keys("create", "ann", "--scope", "admin")
     new = keys("rotate", "ann", "--overlap", "2d")
-    SqlKeyUses(Database(f"sqlite:///{tmp_path / 'swiftkv.db'}")).note(made["id"], 1000.0, at_least_s=60.0)
+    [key, _] = KeyRing(tmp_path / "keys.json").read()
+    KeyUses(Database(f"sqlite:///{tmp_path / 'swiftkv.db'}"), lambda: 1000.0).note(key)
     listed = keys("list")["keys"]
     assert [(key["id"], key["last_used_at"]) for key in listed] == [(made["id"], 1000), (new["id"], None)]
     assert listed[0]["expires_at"] is not None

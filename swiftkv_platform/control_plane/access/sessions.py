@@ -13,10 +13,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, select
 
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.database.paging import Store
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import KeyUseRow, SessionRow
 from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
 from swiftkv_platform.limits import SESSIONS
@@ -26,54 +26,12 @@ from swiftkv_platform.security.principals import Authenticator, Principal
 
 _MOST_ENDED = 100
 """Most excess sessions of a key that a new one ends; earlier versions did not limit them."""
-
-
-class SqlSessions(Store):
-    """Sessions in a database that several control planes share."""
-
-    def add(self, session: SessionRow, *, now: float) -> None:
-        """Store a session; delete those that have ended, and the key's oldest ones beyond `SESSIONS`."""
-        of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == session.key_name)
-        with self._database.writing() as transaction:
-            self._database.take_turns(transaction, f"sessions of {session.key_name}")
-            transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
-            excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MOST_ENDED)
-            if oldest := transaction.scalars(excess).all():
-                transaction.execute(delete(SessionRow).where(SessionRow.id_sha256.in_(oldest)))
-            transaction.add(session)
-
-    def get(self, id_sha256: str) -> SessionRow | None:
-        with self._database.reading() as transaction:
-            return transaction.get(SessionRow, id_sha256)
-
-    def remove(self, id_sha256: str) -> None:
-        with self._database.writing() as transaction:
-            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == id_sha256))
-
-
-class SqlKeyUses(Store):
-    """Last uses in a database that several control planes share."""
-
-    def note(self, key_id: str, now: float, *, at_least_s: float) -> None:
-        """Store a use, unless the stored one is less than `at_least_s` seconds older."""
-        with self._database.writing() as session:
-            self._database.take_turns(session, f"uses of {key_id}")
-            seen = session.scalar(select(KeyUseRow.last_used_at).where(KeyUseRow.key_id == key_id))
-            if seen is None:
-                session.execute(insert(KeyUseRow).values(key_id=key_id, last_used_at=int(now)))
-            elif seen <= now - at_least_s:
-                session.execute(update(KeyUseRow).where(KeyUseRow.key_id == key_id).values(last_used_at=int(now)))
-
-    def all(self) -> Mapping[str, int]:
-        """Return Unix seconds of the last use by key id."""
-        with self._database.reading() as session:
-            return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}
-
-
 _ID_BYTES = 32
 _LONGEST_NAME = 64
 """Characters of a stored name."""
 _SEAL = b"swiftkv session seal\0"
+_INTERVAL_S = 60.0
+"""Least seconds between two stored uses of a key."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +53,8 @@ class Sessions:
     """Sessions of all control planes that share a database. `lifetime_s`: seconds from signing in to the end, however
     much the session is used."""
 
-    def __init__(self, store: SqlSessions, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
-        self._store = store
+    def __init__(self, database: Database, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
+        self._database = database
         self._authenticator = authenticator
         self._clock = clock
         self._lifetime_s = lifetime_s
@@ -106,28 +64,36 @@ class Sessions:
         return self._authenticator.authenticate(f"Bearer {api_key}")
 
     def open(self, api_key: str, key: Principal) -> Session:
-        """Begin a session of `key`, the caller that `identify` returned for `api_key`."""
-        authorization = f"Bearer {api_key}"
+        """Begin a session of `key`, the caller that `identify` returned for `api_key`. Sessions that have ended are
+        deleted, and the key's oldest ones beyond `SESSIONS`."""
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
-        sealed = _seal(session_id, api_key.strip().encode()).hex()
+        name = _stored_name(key)
         row = SessionRow(
             id_sha256=_digest(session_id),
-            key_name=_stored_name(key),
-            sealed_key=sealed,
+            key_name=name,
+            sealed_key=_seal(session_id, api_key.strip().encode()).hex(),
             created_at=now,
             expires_at=expires_at,
         )
-        self._store.add(row, now=now)
+        of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == name)
+        excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MOST_ENDED)
+        with self._database.writing() as transaction:
+            self._database.take_turns(transaction, f"sessions of {name}")
+            transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            if oldest := transaction.scalars(excess).all():
+                transaction.execute(delete(SessionRow).where(SessionRow.id_sha256.in_(oldest)))
+            transaction.add(row)
         get_logger().info("signed in", tenant=key.tenant, key=key.name)
-        return Session(session_id, key, authorization, now, expires_at)
+        return Session(session_id, key, f"Bearer {api_key}", now, expires_at)
 
     def find(self, session_id: str) -> Session:
         """Return the session of a cookie. Raises `UnauthenticatedError`; a session whose key is no longer valid is
         ended."""
-        stored = self._store.get(_digest(session_id))
+        with self._database.reading() as transaction:
+            stored = transaction.get(SessionRow, _digest(session_id))
         if stored is None or stored.expires_at <= self._clock():
             raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
         authorization = f"Bearer {_seal(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
@@ -140,7 +106,8 @@ class Sessions:
 
     def close(self, session_id: str) -> None:
         """End a session; no error if it has ended already."""
-        self._store.remove(_digest(session_id))
+        with self._database.writing() as transaction:
+            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _digest(session_id)))
 
 
 def _stored_name(key: Principal) -> str:
@@ -164,15 +131,12 @@ def _seal(session_id: str, text: bytes) -> bytes:
     return bytes(left ^ right for left, right in zip(text, pad, strict=True))
 
 
-_INTERVAL_S = 60.0
-
-
 class KeyUses:
     """Recorder of the last uses of API keys. All control planes of a database together store one use per minute and
     key."""
 
-    def __init__(self, store: SqlKeyUses, clock: Clock) -> None:
-        self._store = store
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
         self._clock = clock
         self._noted: dict[str, float] = {}
         """Unix seconds by key id; as many as there are keys in the file."""
@@ -191,8 +155,24 @@ class KeyUses:
                 return
             self._noted[principal.id] = now
         try:
-            self._store.note(principal.id, now, at_least_s=_INTERVAL_S)
+            self._store(principal.id, now)
         except DatabaseUnavailableError as error:
             get_logger().warning(
                 "use of a key not stored", key=principal.name, key_id=principal.id, reason=error.message
             )
+
+    def _store(self, key_id: str, now: float) -> None:
+        """Store a use, unless another control plane has stored one in the last minute."""
+        with self._database.writing() as session:
+            self._database.take_turns(session, f"uses of {key_id}")
+            seen = session.get(KeyUseRow, key_id)
+            if seen is None:
+                session.add(KeyUseRow(key_id=key_id, last_used_at=int(now)))
+            elif seen.last_used_at <= now - _INTERVAL_S:
+                seen.last_used_at = int(now)
+
+
+def last_uses(database: Database) -> Mapping[str, int]:
+    """Return Unix seconds of the last use by key id."""
+    with database.reading() as session:
+        return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from swiftkv_platform.contract.attempts import StoredFile
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, tenant_access
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database, open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
@@ -107,7 +107,7 @@ def build_components(settings: Settings) -> Components:
             settings.resolved_serve_dashboard_url,
             settings.serve_url,
             api_keys_file=settings.serve_api_keys_file,
-            access=partial(tenant_access, source_rules(settings), policies),
+            access=partial(tenant_access, settings, policies),
             oidc_file=settings.serve_oidc_file,
             allowed_hosts=settings.allowed_hosts,
         ),

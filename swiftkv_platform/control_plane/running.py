@@ -21,7 +21,6 @@ from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhoo
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
 from swiftkv_platform.control_plane.jobs.queue import nodes_of
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership
@@ -75,7 +74,7 @@ async def running(
         orphans.tick()
         sweeper.tick()
 
-    deploying = build_deployment_reconciler(settings, parts, leaderships["deployments"])
+    deploying = DeploymentReconciler(parts, settings, leaderships["deployments"])
     steps = {
         "jobs": reconciler.tick,
         "deployments": deploying.tick,
@@ -143,20 +142,6 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.spec_parsers = spec_parsers()
     app.state.upload_parsers = upload_parsers()
     app.state.import_parsers = import_parsers()
-
-
-def build_deployment_reconciler(settings: Settings, parts: Components, lease: Leadership) -> DeploymentReconciler:
-    """Build the reconciler of deployments from the settings."""
-    own = settings.serve_dashboard_url
-    return DeploymentReconciler(
-        parts.deployments,
-        parts.serving,
-        lease,
-        nodes=parts.cluster.capacity if own is None else RayJobs(own).capacity,
-        share=settings.resolved_deployments_share,
-        policies=parts.policies,
-        clock=parts.clock,
-    )
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

@@ -1,6 +1,7 @@
 """Models are imported from buckets: bounded before they are read, and never more than was listed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.errors import ModelError, QuotaExceededError
-from swiftkv_platform.sources import OPEN, S3Source
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import S3Source
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
 from swiftkv_platform.storage.downloads import list_bucket
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
+from tests.support.components import make_components
 
 CALLER = Caller("acme", "ann")
 
@@ -30,15 +32,9 @@ def put_student(store: ObjectStore, directory: Path) -> None:
 
 def imports(database: Database, directory: Path, quota: int | None = None) -> ModelImports:
     (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
-    return ModelImports(
-        Registry(database),
-        LocalObjectStore(directory / "own"),
-        clock=lambda: 100.0,
-        access=lambda _tenant: OPEN,
-        client=Client(),
-        run=run_here,
-        policies=Tenants(directory / "tenants.yaml"),
-    )
+    parts = make_components(database, LocalObjectStore(directory / "own"), clock=lambda: 100.0)
+    parts = replace(parts, policies=Tenants(directory / "tenants.yaml"))
+    return ModelImports(parts, Settings(_env_file=None), Client(), run_here)  # type: ignore[call-arg]
 
 
 def test_a_model_comes_from_a_bucket(database: Database, s3_store: ObjectStore, tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_a_model_comes_from_a_bucket(database: Database, s3_store: ObjectStore, 
     service = imports(database, tmp_path)
     model = service.add(f"{s3_store.uri}/student", None, CALLER)
     assert (model.lineage["teacher"], model.metrics, model.job_id) == ("tiny", {"kl": 0.1}, None)
-    fetch_directory(service.objects, model.prefix, tmp_path / "fetched")
+    fetch_directory(service.parts.objects, model.prefix, tmp_path / "fetched")
     for path in (tmp_path / "made").iterdir():
         assert (tmp_path / "fetched" / path.name).read_bytes() == path.read_bytes()
 

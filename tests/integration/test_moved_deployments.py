@@ -2,6 +2,7 @@
 old cluster still answer: the upgrade of Ray that docs/operations.md describes."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,9 +15,12 @@ from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReco
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.models.model import Model, imported_prefix
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for
 from tests.integration.load import PROMPTS, Load, ask, greedy_answers, publish, replica_pids
+from tests.support.components import make_components
+from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.support.rays import free_port, ray_head
 from tests.support.records import UNDISPUTED
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -39,7 +43,8 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
     def bring_up(cluster: RayServe) -> None:
         """Reconcile as a control plane does that has just started with this cluster's address."""
         wait_for(lambda: cluster.status() == {})
-        reconciler = DeploymentReconciler(rows, cluster, UNDISPUTED)
+        parts = replace(make_components(sqlite_database, InMemoryObjectStore()), serving=cluster)
+        reconciler = DeploymentReconciler(parts, Settings(_env_file=None), UNDISPUTED)  # type: ignore[call-arg]
 
         def runs() -> bool:
             reconciler.tick()

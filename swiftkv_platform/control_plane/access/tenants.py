@@ -133,8 +133,9 @@ def source_rules(settings: Settings) -> SourceRules:
     return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
 
 
-def tenant_access(rules: SourceRules, policies: Tenants, tenant: str | None) -> Access:
+def tenant_access(settings: Settings, policies: Tenants, tenant: str | None) -> Access:
     """Return the sources that a tenant may read; without a tenant, only the hub if the rules restrict roots."""
+    rules = source_rules(settings)
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
     return rules.access(tenant, policies.policy(tenant).hub_organizations)

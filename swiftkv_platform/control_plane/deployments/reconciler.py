@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
     replica_needs,
 )
-from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.loops import Leadership
-from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, open_to_deployments, plain, take
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _OPTIONS = {"CPU": "engine.num_threads", "GPU": "engine.tensor_parallel_size"}
@@ -154,46 +153,41 @@ _DRAIN_S = 150.0
 """Seconds after which stopped replicas are gone; they finish the requests they have begun for up to 120 s."""
 
 
-@dataclass
 class DeploymentReconciler:
     """Applies the wanted deployments, as far as the cluster has room, whenever they or the served applications have
-    changed."""
+    changed. `lease`: to hold for any change."""
 
-    deployments: DeploymentRepository
-    cluster: RayServe
-    lease: Leadership
-    """Lease to hold for any change."""
-    _: KW_ONLY
-    nodes: Callable[[], Sequence[Node] | None] = lambda: None
-    """Nodes that replicas run on; None if they are unknown, and then all wanted replicas are applied."""
-    share: float = 1.0
-    """Share of these nodes that is open to deployments."""
-    policies: Tenants = NO_LIMITS
-    clock: Clock = time.time
-    unreadable: Sequence[str] = field(default=(), init=False)
-    """Ids of deployments whose rows cannot be read; they stay served as they are."""
-    _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
-    """Deployments that this process last applied; None before it has applied any."""
-    _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
-    """Deployments that were last applied, whatever has failed since."""
-    _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
-    """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
-    _believed: Sequence[Bundle] | None = field(default=None, init=False)
-    """Nodes that count; None before any were reported."""
-    _believed_at: float = field(default=0.0, init=False)
-    """Unix seconds at which they were last reported."""
+    def __init__(self, parts: Components, settings: Settings, lease: Leadership) -> None:
+        self._parts = parts
+        self._lease = lease
+        own = settings.serve_dashboard_url
+        self._cluster = parts.cluster if own is None else RayJobs(own)
+        """Cluster on whose nodes replicas run."""
+        self._share = settings.resolved_deployments_share
+        self.unreadable: Sequence[str] = ()
+        """Ids of deployments whose rows cannot be read; they stay served as they are."""
+        self._applied: Sequence[ResolvedDeployment] | None = None
+        """Deployments that this process last applied; None before it has applied any."""
+        self._served: Sequence[ResolvedDeployment] = ()
+        """Deployments that were last applied, whatever has failed since."""
+        self._draining: list[tuple[float, ResolvedDeployment, Demand]] = []
+        """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
+        self._believed: Sequence[Bundle] | None = None
+        """Nodes that count; None before any were reported."""
+        self._believed_at = 0.0
+        """Unix seconds at which they were last reported."""
 
     def tick(self) -> None:
         """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
         round catches up."""
-        found = self.deployments.all_deployments()
+        found = self._parts.deployments.all_deployments()
         deployments, kept = found.items, found.left_out
         if kept and list(kept) != list(self.unreadable):
             get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
         self.unreadable = kept
         if not deployments and not self._applied:
             return
-        states = self.cluster.status()
+        states = self._parts.serving.status()
         self._drained(states)
         granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
         wanted = [
@@ -207,8 +201,8 @@ class DeploymentReconciler:
             applied = {spec.id: spec for spec in self._applied or ()}
             stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
             self._applied = None
-            self.lease.check()  # another control plane may have applied something newer
-            self.cluster.apply(wanted, keep=kept)
+            self._lease.check()  # another control plane may have applied something newer
+            self._parts.serving.apply(wanted, keep=kept)
             self._drain(wanted)
             self._applied = wanted
         for deployment in deployments:
@@ -229,37 +223,37 @@ class DeploymentReconciler:
         for _, spec, demand in self._draining:
             if spec.tenant is not None:
                 draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
-        shares = Shares(nodes, self.share, self.policies)
+        shares = Shares(nodes, self._share, self._parts.policies)
         return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
 
     def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Record what was applied, and what replicas of the previous set hold while they drain."""
-        until = self.clock() + _DRAIN_S
+        until = self._parts.clock() + _DRAIN_S
         self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
         self._served = applied
 
     def _drained(self, states: Collection[str]) -> None:
         """Forget drained replicas whose time is over or whose application is gone. `states`: ids of present
         applications."""
-        now = self.clock()
+        now = self._parts.clock()
         self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
     def _nodes(self) -> Sequence[Bundle] | None:
-        told, now = self.nodes(), self.clock()
+        told, now = self._cluster.capacity(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
         if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _PATIENCE_S):
             self._believed, self._believed_at = nodes, now
         return self._believed
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
-        self.lease.check()
+        self._lease.check()
         deleting = deployment.state.status is DeploymentStatus.DELETING
         if state is None and deleting:
-            self.deployments.remove_deployment(deployment.spec.id)
+            self._parts.deployments.remove_deployment(deployment.spec.id)
         elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
-            self.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+            self._parts.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
         elif state is not None and state != deployment.state and not deleting:
-            self.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
+            self._parts.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
 def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from functools import cache
 from ssl import SSLContext
 from typing import Annotated, Any, Literal, Self
 
@@ -16,13 +16,11 @@ from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
-from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
 from swiftkv_platform.control_plane.http.clients import Turns
-from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
@@ -145,16 +143,7 @@ router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=Body
 
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
-    registry = RegistryService(parts.registry, clock=parts.clock)
-    return DeploymentService(
-        parts.deployments,
-        registry,
-        clock=parts.clock,
-        policies=parts.policies,
-        max_replicas=settings.max_deployment_replicas,
-        has_keys=settings.knows_callers,
-        access=partial(tenant_access, source_rules(settings), parts.policies),
-    )
+    return DeploymentService(parts, settings)
 
 
 Service = Annotated[DeploymentService, Depends(deployment_service)]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Caller, Clock, new_id
+from swiftkv_platform.control_plane.access.tenants import tenant_access
+from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus, changed
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
     ForbiddenError,
     InvalidInputError,
@@ -25,7 +24,7 @@ from swiftkv_platform.errors import (
     StaleVersionError,
     did_you_mean,
 )
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -40,18 +39,10 @@ _SERVES_OWN = "-"
 class DeploymentService:
     """Creates, changes and deletes deployments for callers."""
 
-    deployments: DeploymentRepository
-    registry: RegistryService
-    _: KW_ONLY
-    clock: Clock
-    policies: Tenants = NO_LIMITS
-    max_replicas: int | None = None
-    """Max replicas of one deployment, set by the operator."""
-    has_keys: bool = False
-    """Whether callers are known. Then a tenant is confined to paths below `/t/{tenant}` and the prefixes that its
-    policy grants, and needs a grant to set a chat template."""
-    access: Callable[[str], Access] = lambda _: OPEN
-    """Sources that a tenant may read, including base models of adapters."""
+    parts: Components
+    settings: Settings
+    """Without API keys or issuers in them, a tenant is not confined to paths below `/t/{tenant}` and the prefixes that
+    its policy grants, and needs no grant to set a chat template."""
 
     def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
         """Store a deployment; the reconciler starts it. An alias as its `model` is followed from then on.
@@ -72,9 +63,9 @@ class DeploymentService:
         def admit(held: Demand) -> None:
             self.check_limits(spec, caller.tenant, held)
 
-        deployment = Deployment(spec, caller.tenant, int(self.clock()))
-        policy = self.policies.policy(caller.tenant)
-        return self.deployments.create_deployment(deployment, policy=policy, admit=admit)
+        deployment = Deployment(spec, caller.tenant, int(self.parts.clock()))
+        policy = self.parts.policies.policy(caller.tenant)
+        return self.parts.deployments.create_deployment(deployment, policy=policy, admit=admit)
 
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
@@ -94,7 +85,7 @@ class DeploymentService:
         changed to another value at the same time, `ConflictError` for a deployment that is being deleted, and as
         `check_limits`.
         """
-        seen = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
+        seen = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
         def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
@@ -106,7 +97,7 @@ class DeploymentService:
             self.check_limits(spec, caller.tenant, held, before=present.spec)
             return changed(present, spec)
 
-        return self.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
+        return self.parts.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
 
     def place_route(self, route_prefix: str, tenant: str) -> str:
         """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
@@ -122,7 +113,7 @@ class DeploymentService:
                 field="route_prefix",
                 value=route_prefix,
             )
-        if not self.has_keys or route_prefix in self.policies.policy(tenant).route_prefixes:
+        if not self.settings.knows_callers or route_prefix in self.parts.policies.policy(tenant).route_prefixes:
             return route_prefix
         home = f"/{_TENANTS}/{tenant}"
         if route_prefix == home or route_prefix.startswith(f"{home}/"):
@@ -153,9 +144,9 @@ class DeploymentService:
         `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does
         together with `held`.
         """
-        policy = self.policies.policy(tenant)
+        policy = self.parts.policies.policy(tenant)
         had_template = None if before is None else before.chat_template
-        if self.has_keys and spec.chat_template not in (None, had_template) and not policy.chat_templates:
+        if self.settings.knows_callers and spec.chat_template not in (None, had_template) and not policy.chat_templates:
             raise ForbiddenError(
                 f"chat_template is given, but tenant {tenant!r} may not set one: the operator grants it with "
                 "chat_templates: true in the tenants file; leave it out to use the model's own",
@@ -163,28 +154,29 @@ class DeploymentService:
             )
         wanted = Demand.of_deployment(spec)
         more = wanted if before is None else wanted.beyond(Demand.of_deployment(before))
-        if self.max_replicas is not None and more.replicas and spec.max_replicas > self.max_replicas:
+        most = self.settings.max_deployment_replicas
+        if most is not None and more.replicas and spec.max_replicas > most:
             raise InvalidInputError(
-                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} per deployment "
+                f"max_replicas is {spec.max_replicas}; the operator allows {most} per deployment "
                 "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
                 field="max_replicas",
                 value=spec.max_replicas,
             )
         alone = wanted.exceeded_limit(policy, adding=more)
         if alone is not None:
-            name, asked, most = alone
+            name, asked, limit = alone
             raise OverQuotaError(
-                f"the deployment asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could "
+                f"the deployment asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {limit:g}: it could "
                 "never run; use fewer max_replicas or smaller ones",
                 field=name,
                 value=asked,
             )
         together = (held + wanted).exceeded_limit(policy, adding=more)
         if together is not None:
-            name, asked, most = together
+            name, asked, limit = together
             raise QuotaExceededError(
                 f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g}, and its quota {name} "
-                f"is {most:g}; try again when others have ended, or with fewer max_replicas",
+                f"is {limit:g}; try again when others have ended, or with fewer max_replicas",
                 field=name,
                 value=asked,
             )
@@ -193,33 +185,34 @@ class DeploymentService:
         """Return the changes with ids and artifact addresses of the models that they name."""
         patch = dict(changes)
         if "model" in changes:
-            found, alias = self.registry.resolve(changes["model"], caller.tenant)
-            self._check_base(found, caller, "model")
-            patch |= {"model": found.id, "artifact_uri": found.artifact_uri, "alias": alias}
+            found, alias = self._find(changes["model"], caller.tenant, "model")
+            patch |= {**found, "alias": alias}
         candidate = changes.get("candidate")
         if candidate is not None and "model" in candidate:
-            patch["candidate"] = self._with_artifact(candidate, caller)
+            patch["candidate"] = {**candidate, **self._find(candidate["model"], caller.tenant, "candidate.model")[0]}
         return patch
 
-    def _with_artifact(self, candidate: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
-        try:
-            found, _ = self.registry.resolve(candidate["model"], caller.tenant)
-        except InvalidInputError as error:
-            message = f"candidate: {error.message}"
-            raise InvalidInputError(message, field="candidate.model", value=candidate["model"]) from error
-        self._check_base(found, caller, "candidate.model")
-        return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
+    def _find(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:
+        """Return id and artifact address of the model that a field names, and the alias if it is one.
 
-    def _check_base(self, model: Model, caller: Caller, field: str) -> None:
-        """Raise `InvalidInputError` for an adapter whose base model the tenant may not, or no longer, read."""
+        Raises `InvalidInputError` for an unknown model, and for an adapter whose base model the tenant may not, or no
+        longer, read.
+        """
+        try:
+            model, alias = RegistryService(self.parts.registry, self.parts.clock).resolve(name, tenant)
+        except InvalidInputError as error:
+            message = error.message if field == "model" else f"candidate: {error.message}"
+            raise InvalidInputError(message, field=field, value=name) from error
         if ADAPTER_LINEAGE in model.lineage:
-            self.access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
+            access = tenant_access(self.settings, self.parts.policies, tenant)
+            access.model(str(model.lineage["teacher"]), f"{field}.base")
+        return {"model": model.id, "artifact_uri": model.artifact_uri}, alias
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for deletion; repeating is harmless. Raises `NotFoundError` once it is gone."""
-        deployment = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
+        deployment = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         deleting = DeploymentState(DeploymentStatus.DELETING)
-        self.deployments.set_deployment_state(deployment_id, deleting)
+        self.parts.deployments.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
 
 

@@ -70,14 +70,7 @@ router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
 def _service(parts: Parts, settings: TheSettings) -> FileService:
-    return FileService(
-        parts.files,
-        parts.objects,
-        clock=parts.clock,
-        policies=parts.policies,
-        max_bytes=settings.max_file_bytes,
-        max_rows=settings.max_file_rows,
-    )
+    return FileService(parts, settings)
 
 
 Service = Annotated[FileService, Depends(_service)]

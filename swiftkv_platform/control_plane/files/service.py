@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
-from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.files.rows import File, FileRepository, Purpose
 from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import workspace
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
@@ -33,23 +34,16 @@ _UPLOAD_TIME_S = 3600.0
 class FileService:
     """Operations on files that routes offer."""
 
-    files: FileRepository
-    objects: ObjectStore
-    _: KW_ONLY
-    clock: Clock
-    policies: Tenants
-    max_bytes: int
-    """Max bytes of one uploaded file, for any tenant."""
-    max_rows: int
-    """Max rows of one uploaded file, for any tenant."""
+    parts: Components
+    settings: Settings
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Check whether an upload of `announced` bytes can be stored, before it is read.
 
         Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` if the tenant's quota is exceeded.
         """
-        policy = self.policies.policy(caller.tenant)
-        most = min(self.max_bytes, policy.max_file_bytes or self.max_bytes)
+        policy = self.parts.policies.policy(caller.tenant)
+        most = min(self.settings.max_file_bytes, policy.max_file_bytes or self.settings.max_file_bytes)
         if announced > most:
             raise InvalidInputError(
                 f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
@@ -57,7 +51,7 @@ class FileService:
                 field="file",
                 value=announced,
             )
-        self.files.check_room(caller.tenant, announced, policy)
+        self.parts.files.check_room(caller.tenant, announced, policy)
 
     def upload(
         self,
@@ -74,8 +68,8 @@ class FileService:
         Raises `DataError` for a row that no format reads, with its line, `StorageError` and `DatabaseUnavailableError`
         if it is not stored, and as `check_room`.
         """
-        policy, now = self.policies.policy(caller.tenant), int(self.clock())
-        max_rows = min(self.max_rows, policy.max_file_rows or self.max_rows)
+        policy, now = self.parts.policies.policy(caller.tenant), int(self.parts.clock())
+        max_rows = min(self.settings.max_file_rows, policy.max_file_rows or self.settings.max_file_rows)
         with workspace() as directory:
             path = directory / f"rows{SUFFIX}"
             with path.open("wb") as copy:
@@ -92,24 +86,24 @@ class FileService:
                 purpose=purpose,
                 expires_at=None if expires_after_s is None else now + expires_after_s,
             )
-            self.objects.upload_file(path, file.key)
+            self.parts.objects.upload_file(path, file.key)
         try:
-            return self.files.add(file, policy=policy)
+            return self.parts.files.add(file, policy=policy)
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came; without it, the sweeper removes the object.
         except Exception:
-            self.objects.delete(file.key)
+            self.parts.objects.delete(file.key)
             raise
 
     def content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
         """Return a file's row and a stream of its bytes. Raises `NotFoundError`."""
-        file = self.files.get(file_id, tenant=caller.tenant)
-        return file, self.objects.stream(file.key)
+        file = self.parts.files.get(file_id, tenant=caller.tenant)
+        return file, self.parts.objects.stream(file.key)
 
     def delete(self, file_id: str, caller: Caller) -> None:
         """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
-        file = self.files.remove(file_id, tenant=caller.tenant)
-        self.objects.delete(file.key)
+        file = self.parts.files.remove(file_id, tenant=caller.tenant)
+        self.parts.objects.delete(file.key)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,27 @@ from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
-from swiftkv_platform.control_plane.base import Caller, Clock, new_id
+from swiftkv_platform.control_plane.access.tenants import tenant_access
+from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
-from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
-from swiftkv_platform.limits import IMPORT_BYTES, MANIFEST_BYTES
+from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.private_directories import workspace
 from swiftkv_platform.reports.model_card import model_card
-from swiftkv_platform.sources import Access, Boundary, S3Source
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import is_relative
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import join_key
 
 _FIELD = "source"
 _NAME: TypeAdapter[str] = TypeAdapter(JobName)
@@ -51,19 +52,12 @@ _ADAPTER = "swiftkv_adapter.json"
 class ModelImports:
     """Imports students for a tenant."""
 
-    registry: Registry
-    objects: ObjectStore
-    _: KW_ONLY
-    clock: Clock
-    access: Callable[[str], Access]
-    """Sources that a tenant may read."""
+    parts: Components
+    settings: Settings
     client: Client
     """The import stops when it leaves."""
     run: Run
     """Runs the check of a model's small files."""
-    policies: Tenants = NO_LIMITS
-    max_bytes: int = IMPORT_BYTES.default
-    """Max bytes of a model, for any tenant."""
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
@@ -87,7 +81,7 @@ class ModelImports:
     @contextmanager
     def _listed(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
         """The files of the source, which can be read within the context."""
-        access = self.access(caller.tenant)
+        access = tenant_access(self.settings, self.parts.policies, caller.tenant)
         place = access.location(source, _FIELD)
         if isinstance(place, S3Source):
             with list_bucket(place, field=_FIELD) as files:
@@ -105,9 +99,9 @@ class ModelImports:
 
     def _check_room(self, files: Sequence[IncomingFile], caller: Caller) -> None:
         """Check the listed bytes against the operator's limit, the tenant's quotas, and the store's free space."""
-        size = check_sizes(files, self.max_bytes, field=_FIELD)
-        self.registry.check_room(caller.tenant, size, self.policies.policy(caller.tenant))
-        free = self.objects.free_bytes()
+        size = check_sizes(files, self.settings.max_import_bytes, field=_FIELD)
+        self.parts.registry.check_room(caller.tenant, size, self.parts.policies.policy(caller.tenant))
+        free = self.parts.objects.free_bytes()
         if free is not None and size > free:
             message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"
             raise StorageError(message, field=_FIELD)
@@ -137,8 +131,8 @@ class ModelImports:
             name=name or _name(known, source),
             job_id=None,
             attempt=0,
-            created_at=int(self.clock()),
-            artifact_uri=join_key(self.objects.uri, imported_prefix(model_id)),
+            created_at=int(self.parts.clock()),
+            artifact_uri=join_key(self.parts.objects.uri, imported_prefix(model_id)),
             manifest_digest="",
             size=0,
             lineage=lineage,
@@ -156,27 +150,27 @@ class ModelImports:
         stored: dict[str, ManifestFile],
     ) -> Model:
         """Store all files, the manifest, and the row; if that fails, nothing stays."""
-        self.registry.note_import(model.prefix, by=model.lineage["imported_by"], now=self.clock())
+        self.parts.registry.note_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
         try:
             for name in stored:
                 self.client.check_present()
-                self.objects.upload_file(copy / name, join_key(model.prefix, name))
+                self.parts.objects.upload_file(copy / name, join_key(model.prefix, name))
             for file in files:
                 if not file.is_small:
                     digest = hashlib.sha256()
                     key = join_key(model.prefix, file.name)
-                    self.objects.upload_pieces(self._watched(file, digest.update), key, file.size)
+                    self.parts.objects.upload_pieces(self._watched(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
                     _check_same(known, stored, file.name, model.lineage["imported_from"])
             manifest = write_manifest(
-                self.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
+                self.parts.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
             made = replace(model, manifest_digest=manifest_digest(manifest), size=manifest.size)
-            self.registry.add_model(made, policy=self.policies.policy(model.tenant), now=self.clock())
+            self.parts.registry.add_model(made, policy=self.parts.policies.policy(model.tenant), now=self.parts.clock())
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came.
         except Exception:
-            delete_directory(self.objects, model.prefix)
+            delete_directory(self.parts.objects, model.prefix)
             raise
         return made
 

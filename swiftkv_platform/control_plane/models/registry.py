@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Literal
 
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
@@ -59,7 +60,10 @@ class RegistryService:
                 value=name,
             )
         if len(found) > 1:
-            raise _ambiguous(name, [model.id for model in found])
+            ids = [model.id for model in found]
+            shown = ", ".join(ids[:MOST_CANDIDATES]) + (", ..." if len(ids) > MOST_CANDIDATES else "")
+            message = f"model is {name!r}, the name of several models; use the id of one (newest first): {shown}"
+            raise InvalidInputError(message, field="model", value=name)
         return found[0], None
 
     def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
@@ -90,41 +94,43 @@ class RegistryService:
         """
         found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
-        model = found.id
-        seen, now = self.registry.newest_promotion(alias, tenant=tenant), int(self.clock())
-
-        def decide(history: Iterator[Promotion]) -> Promotion:
-            newest = next(history, None)
-            if expected is not None:
-                expected.check(f"alias {alias!r}", _version(newest))
-            if newest is not None and newest.model == model:
-                return newest
-            if expected is None:
-                _check_unchanged(alias, seen, newest)
-            previous, version = None if newest is None else newest.model, _version(newest) + 1
-            return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
-
-        return self.registry.promote(decide, alias, tenant, policy=self.policies.policy(tenant))
+        return self._point(alias, found.id, tenant=tenant, by=by, reason=reason, expected=expected)
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
         """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
         an unknown alias, `ConflictError` if there is no earlier model, and as `promote`."""
+        return self._point(alias, None, tenant=tenant, by=by, reason=reason, expected=expected)
+
+    def _point(
+        self, alias: str, model: str | None, *, tenant: str, by: str, reason: str, expected: Expected | None
+    ) -> Promotion:
+        """Point `alias` to the model; None: to the one before the present one."""
         seen, now = self.registry.newest_promotion(alias, tenant=tenant), int(self.clock())
-        if seen is None:
-            raise _unknown_alias(alias)
 
         def decide(history: Iterator[Promotion]) -> Promotion:
-            newest = next(history, seen)
-            if expected is None:
-                _check_unchanged(alias, seen, newest)
-            else:
-                expected.check(f"alias {alias!r}", _version(newest))
-            model = next(islice(_reachable(chain([newest], history)), 1, None), None)
-            if model is None:
-                message = f"alias {alias!r} stood for no model before {newest.model}; promote another one"
+            newest = next(history, None)
+            if newest is None and model is None:
+                raise _unknown_alias(alias)
+            version = 0 if newest is None else newest.version
+            if expected is not None:
+                expected.check(f"alias {alias!r}", version)
+            if newest is not None and newest.model == model:
+                return newest
+            if newest is not None and expected is None and (seen is None or seen.version != version):
+                raise StaleVersionError(
+                    f"alias {alias!r} was moved to {newest.model} by {newest.by!r} at the same time, at version "
+                    f"{version}; read it, and send the change again if it still applies",
+                    field="alias",
+                    value=alias,
+                )
+            wanted, previous = model, None if newest is None else newest.model
+            if wanted is None and newest is not None:
+                wanted = next(islice(_reachable(chain([newest], history)), 1, None), None)
+            if wanted is None:
+                message = f"alias {alias!r} stood for no model before {previous}; promote another one"
                 raise ConflictError(message, field="alias", value=alias)
-            previous, version = newest.model, newest.version + 1
-            return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
+            action: Literal["promote", "rollback"] = "rollback" if model is None else "promote"
+            return Promotion(new_id("prm"), tenant, alias, action, wanted, previous, reason, by, now, version + 1)
 
         return self.registry.promote(decide, alias, tenant, policy=self.policies.policy(tenant))
 
@@ -137,20 +143,6 @@ def _check_gates(model: Model, *, accept_undecided: bool) -> None:
             "promote it with accept_undecided and the reason",
             field="accept_undecided",
             value=False,
-        )
-
-
-def _version(newest: Promotion | None) -> int:
-    return 0 if newest is None else newest.version
-
-
-def _check_unchanged(alias: str, seen: Promotion | None, newest: Promotion | None) -> None:
-    if newest is not None and _version(newest) != _version(seen):
-        raise StaleVersionError(
-            f"alias {alias!r} was moved to {newest.model} by {newest.by!r} at the same time, at version "
-            f"{newest.version}; read it, and send the change again if it still applies",
-            field="alias",
-            value=alias,
         )
 
 
@@ -182,9 +174,3 @@ def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int
             stack.pop()
     needed = stack[-keep:][0] if stack else 0
     return next((place for place in range(needed) if history[place].created_at > before), needed)
-
-
-def _ambiguous(name: str, candidates: Sequence[str]) -> InvalidInputError:
-    shown = ", ".join(candidates[:MOST_CANDIDATES]) + (", ..." if len(candidates) > MOST_CANDIDATES else "")
-    message = f"model is {name!r}, the name of several models; use the id of one (newest first): {shown}"
-    return InvalidInputError(message, field="model", value=name)

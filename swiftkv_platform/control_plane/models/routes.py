@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response, status
@@ -10,7 +9,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
-from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
@@ -90,16 +88,7 @@ def import_model(
     A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
     lineage and report. The request lasts as long as the copy, which ends if the client leaves.
     """
-    imports = ModelImports(
-        parts.registry,
-        parts.objects,
-        clock=parts.clock,
-        access=partial(tenant_access, source_rules(settings), parts.policies),
-        client=client,
-        run=parsers.run_for(client),
-        policies=parts.policies,
-        max_bytes=settings.max_import_bytes,
-    )
+    imports = ModelImports(parts, settings, client, parsers.run_for(client))
     with parsers.places.place(caller.tenant, caller.name):
         return ModelAnswer.of(imports.add(body.source, body.name, caller))
 

@@ -70,7 +70,7 @@ class Server:
         settings = self.settings.model_copy(update={"max_running_jobs": self.max_running_jobs})
         polls = PollSchedule(PollIntervals(0.0, 0.0, 0.0))
         self._reconciler = Reconciler(self.parts, settings, UNDISPUTED, Instruments(), polls=polls, concurrency=1)
-        self._deployments = DeploymentReconciler(self.parts.deployments, self.serving, UNDISPUTED)
+        self._deployments = DeploymentReconciler(self.parts, settings, UNDISPUTED)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def wait(self, seconds: float) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from sqlalchemy import func, select
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.tables import ModelRow
 from swiftkv_platform.control_plane.http.clients import Client
@@ -56,13 +55,6 @@ def refused(server: Server, source: Path, status: int = 422) -> dict[str, Any]:
     assert server.get("/models")["data"] == []
     assert list(server.parts.objects.list("models")) == []
     return error
-
-
-def imports(server: Server, **options: Any) -> ModelImports:
-    access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
-    parts = server.parts
-    given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here, **options}
-    return ModelImports(parts.registry, parts.objects, **given)
 
 
 @pytest.mark.parametrize("limit", ["quota", "operator"])
@@ -243,7 +235,7 @@ def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temp
 
     client = Leaving()
     with pytest.raises(ClientDisconnect):
-        imports(server, client=client).add(str(source), None, CALLER)
+        ModelImports(server.parts, server.settings, client, run_here).add(str(source), None, CALLER)
     assert client.seen == 9
     assert list(server.parts.objects.list("models")) == list(temporary.iterdir()) == []
     assert server.get("/models")["data"] == []

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
@@ -100,12 +99,9 @@ def killed() -> None:
 
 
 def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
-    access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
     registry = Interrupted(server.parts.database)
     vars(registry).update(during)
-    parts = server.parts
-    given = {"clock": parts.clock, "access": access, "client": Client(), "run": run_here}
-    return ModelImports(registry, parts.objects, **given)
+    return ModelImports(replace(server.parts, registry=registry), server.settings, Client(), run_here)
 
 
 def imported(server: Server) -> int:

@@ -51,6 +51,7 @@ class Plane:
         self.parts = replace(
             make_components(self.database, self.objects, cluster=self.cluster, clock=self.clock),
             entrypoint=Entrypoint(command, STORE, {"OMP_NUM_THREADS": "1"}),
+            serving=self.serving,
         )
         self.jobs, self.catalog, self.store = self.parts.jobs, self.parts.registry, self.parts.attempts
 

@@ -1,6 +1,8 @@
 """Deployments: applied when they or their models change, followed by reports of the cluster, removed once deleted."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,14 +10,13 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.changes import Expected
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import (
@@ -25,13 +26,13 @@ from swiftkv_platform.errors import (
     StaleVersionError,
 )
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from tests.support.fakes.serve_cluster import FakeServeCluster
 from tests.support.records import UNDISPUTED
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
+SETTINGS = Settings(_env_file=None)  # type: ignore[call-arg]
 
 
 @pytest.fixture
@@ -43,8 +44,7 @@ def model(plane: Plane) -> Model:
 
 
 def service(plane: Plane) -> DeploymentService:
-    registry = RegistryService(plane.catalog, clock=plane.clock)
-    return DeploymentService(plane.catalog, registry, clock=plane.clock)
+    return DeploymentService(plane.parts, SETTINGS)
 
 
 def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
@@ -66,7 +66,7 @@ def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:
 def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     plane: Plane, model: Model, damage: str, restarted: bool
 ) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
+    reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     damaged, sound = deploy(plane, model.id), deploy(plane, model.id, "/sound")
     reconciler.tick()
     for deployment in (damaged, sound):
@@ -74,7 +74,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     with plane.database.writing() as session:
         session.execute(text(f"UPDATE deployments SET {damage}, version = 7 WHERE id = :id"), {"id": damaged.spec.id})
     if restarted:
-        reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
+        reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     third = deploy(plane, model.id, "/third")
     with capture_logs() as logs:
         reconciler.tick()
@@ -110,7 +110,7 @@ class BusyCatalog(Registry):
 
 def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(plane: Plane, model: Model) -> None:
     deployment, catalog = deploy(plane, model.id), BusyCatalog(plane.database)
-    deployments = DeploymentService(catalog, RegistryService(catalog, clock=plane.clock), clock=plane.clock)
+    deployments = DeploymentService(replace(plane.parts, deployments=catalog, registry=catalog), SETTINGS)
 
     def update(meanwhile: Mapping[str, Any], expected: Expected | None = None, **changes: Any) -> Deployment:
         catalog.meanwhile = [meanwhile]
@@ -143,14 +143,13 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
     lineage = {"teacher": "rival/secret", "revision": None, ADAPTER_LINEAGE: "d" * 64}
     model = Model(new_id("mdl"), TENANT, "test", job.id, 1, 1, "s3://bucket/artifact", "d" * 64, 7, lineage, {})
     plane.jobs.update(job, model=model)
-    registry = RegistryService(plane.catalog, clock=plane.clock)
-    rules = SourceRules(roots=("/data/{tenant}",))
+    settings = SETTINGS.model_copy(update={"source_roots": ("/data/{tenant}",)})
 
     def deploy_by(organizations: tuple[str, ...], **options: Any) -> Deployment:
-        service = DeploymentService(
-            plane.catalog, registry, clock=plane.clock, access=lambda tenant: rules.access(tenant, organizations)
+        policies = having(lambda _: TenantPolicy(hub_organizations=organizations))
+        return DeploymentService(replace(plane.parts, policies=policies), settings).create(
+            ANN, DeploymentSpec.model_validate({"model": model.id, **options})
         )
-        return service.create(ANN, DeploymentSpec.model_validate({"model": model.id, **options}))
 
     with pytest.raises(InvalidInputError, match=r"model\.base is 'rival/secret', which tenant 'acme' may not read"):
         deploy_by(("acme",))
@@ -160,7 +159,7 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
 
 
 def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
+    reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     plane.serving.away = True
     reconciler.tick()  # Serve is left alone where nothing was ever deployed
     deployment = deploy(plane, model.id)
@@ -180,12 +179,11 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
     reconciler.tick()
     assert status(plane, deployment) is DeploymentStatus.RUNNING
-    DeploymentReconciler(
-        plane.catalog, FakeServeCluster(), UNDISPUTED
-    ).tick()  # restarted, with another cluster's address
+    elsewhere = replace(plane.parts, serving=FakeServeCluster())
+    DeploymentReconciler(elsewhere, SETTINGS, UNDISPUTED).tick()  # restarted, with another cluster's address
     assert status(plane, deployment) is DeploymentStatus.PENDING, "it runs only on the cluster of before"
     delete(plane, deployment)
-    restarted = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED)
+    restarted = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     restarted.tick()
     assert plane.serving.applied[-1] == [], "deletions made while the control plane was down are applied"
     plane.serving.forget()
@@ -196,7 +194,7 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
 def test_a_round_compares_each_of_many_deployments_with_itself_alone(
     plane: Plane, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reconciler, compared = DeploymentReconciler(plane.catalog, plane.serving, UNDISPUTED), list[object]()
+    reconciler, compared = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED), list[object]()
     deployments = [deploy(plane, model.id, f"/route-{number}") for number in range(90)]
     reconciler.tick()
     equal = ResolvedDeployment.__eq__
@@ -213,15 +211,22 @@ def test_a_round_compares_each_of_many_deployments_with_itself_alone(
 
 
 GPU = {"device": "cuda"}
-HALF: dict[str, Any] = {"share": 0.5}
+HALF: dict[str, Any] = {"deployments_share": 0.5}
 
 
-def sharing(plane: Plane, *cpus: float, gpus: float = 0.0, **options: Any) -> DeploymentReconciler:
+def having(policy: Callable[[str], TenantPolicy]) -> Any:
+    """Tenants with these policies."""
+    return SimpleNamespace(policy=policy)
+
+
+def sharing(
+    plane: Plane, *cpus: float, gpus: float = 0.0, policies: Any = NO_LIMITS, **settings: Any
+) -> DeploymentReconciler:
     """A reconciler on nodes with these CPUs, of which the last also has `gpus`."""
     gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
-    nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
+    plane.cluster.nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
     return DeploymentReconciler(
-        plane.catalog, plane.serving, UNDISPUTED, nodes=lambda: nodes, clock=plane.clock, **options
+        replace(plane.parts, policies=policies), SETTINGS.model_copy(update=settings), UNDISPUTED
     )
 
 
@@ -277,14 +282,11 @@ def test_tenants_share_what_is_open_to_deployments(
 
 
 def test_gpus_are_shared_as_cores_are_and_weights_count(plane: Plane, model: Model) -> None:
-    class Weights(Tenants):
-        def policy(self, tenant: str) -> TenantPolicy:
-            return TenantPolicy(weight=3 if tenant == "ann" else 1)
-
+    weights = having(lambda tenant: TenantPolicy(weight=3 if tenant == "ann" else 1))
     want(plane, model, "eve", most=9, **GPU)
     want(plane, model, "ann", most=9, **GPU)
     want(plane, model, "bob", most=9)
-    sharing(plane, 64, gpus=8, share=0.5, policies=Weights()).tick()
+    sharing(plane, 64, gpus=8, policies=weights, **HALF).tick()
     assert asked(plane) == {"eve": (1, 1), "ann": (1, 3), "bob": (1, 9)}
 
 
@@ -316,7 +318,7 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     plane.catalog.change_deployment(
         large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"
     )
-    reconciler.nodes = lambda: [Node({"CPU": 8.0}, {})]
+    plane.cluster.nodes = [Node({"CPU": 8.0}, {})]
     plane.clock.now += 200
     reconciler.tick()
     assert asked(plane) == {"eve-0": (1, 1), "eve-1": (1, 1), "eve-2": (1, 1), "ann": (1, 1)}
@@ -360,7 +362,7 @@ def test_nodes_that_are_gone_for_a_moment_end_no_replica(plane: Plane, model: Mo
     want(plane, model, "ann", fewest=2)
     seen = ([2.0, 2.0], 0, 2), (None, 700, 2), ([2.0], 700, 1), ([2.0, 2.0], 200, 2), ([], 9, 2)
     for nodes, seconds, replicas in seen:
-        reconciler.nodes = lambda nodes=nodes: nodes and [Node({"CPU": cpus}, {}) for cpus in nodes]
+        plane.cluster.nodes = nodes and [Node({"CPU": cpus}, {}) for cpus in nodes]
         plane.clock.now += seconds
         reconciler.tick()
         assert asked(plane) == {"ann": (replicas, replicas)}

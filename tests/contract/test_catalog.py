@@ -5,11 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
@@ -25,7 +24,6 @@ from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
-    QuotaExceededError,
     StaleVersionError,
     UnreadableRowError,
 )
@@ -236,22 +234,6 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
     assert len(jobs.list(Page(), tenant=TENANT).items) == 2
 
 
-def test_whether_a_file_is_used_is_known_without_reading_a_spec(
-    files: FileRepository, jobs: JobRepository, database: Database
-) -> None:
-    """The check reads no specs: reading all live ones would keep writers waiting until they fail with 503."""
-    file, statements = files.add(make_file()), list[str]()
-    store(jobs, make_job())
-
-    def look(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        statements.append(statement)
-
-    event.listen(database._engine, "before_cursor_execute", look)
-    files.remove(file.id, tenant=TENANT)
-    assert any("uses" in each for each in statements)
-    assert not any("spec" in each for each in statements)
-
-
 def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, jobs: JobRepository) -> None:
     for _ in range(5):
         file = files.add(make_file())
@@ -260,14 +242,6 @@ def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, j
         outcomes = at_once([create, partial(files.remove, file.id, tenant=TENANT)])
         refused = [outcome for outcome in outcomes if isinstance(outcome, InvalidInputError | ConflictError)]
         assert len(refused) == 1, outcomes
-
-
-def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: FileRepository) -> None:
-    policy = TenantPolicy(max_stored_bytes=35)
-    uploads = at_once(partial(files.add, make_file(size=10), policy=policy) for _ in range(6))
-    refused = [outcome.field for outcome in uploads if isinstance(outcome, QuotaExceededError)]
-    assert refused == ["max_stored_bytes"] * 3
-    files.add(make_file(size=10, tenant="other"), policy=policy)
 
 
 HOOK = {"url": "https://a.example/hook", "secret_ref": "signing"}

@@ -15,9 +15,6 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import (
     Connection,
-    PrimaryKeyConstraint,
-    Table,
-    UniqueConstraint,
     column,
     inspect,
     select,
@@ -153,24 +150,13 @@ def test_a_database_at_any_former_revision_is_upgraded_with_its_rows(database: D
     assert rows(database, kept) == before
 
 
-@pytest.mark.parametrize("table", Base.metadata.sorted_tables, ids=str)
-def test_every_foreign_key_leads_an_index(table: Table) -> None:
-    """Deleting a row searches every table that refers to it: without an index, the whole table is read."""
-    indexes = [list(index.columns) for index in table.indexes] + [
-        list(constraint.columns)
-        for constraint in table.constraints
-        if isinstance(constraint, PrimaryKeyConstraint | UniqueConstraint)
-    ]
-    for constraint in table.foreign_key_constraints:
-        columns = list(constraint.columns)
-        assert any(index[: len(columns)] == columns for index in indexes), f"{table}: {constraint.column_keys}"
-
-
 def test_migrations_are_taken_back_and_repeated(database: Database) -> None:
     fill(database)
     before = rows(database, ["jobs", "deployments", "promotions"])
     database.downgrade(RELEASE)
-    with pytest.raises(InvalidInputError, match=f"schema revision {RELEASE}"):
+    with pytest.raises(
+        InvalidInputError, match=rf"schema revision {RELEASE}.*python -m swiftkv_platform\.control_plane\.database"
+    ):
         database.check_schema()
     with pytest.raises(InvalidInputError, match="revision is 'nine'"):
         database.downgrade("nine")
@@ -268,10 +254,3 @@ def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_th
     with database.writing() as session:
         assert session.scalar(select(VERSION.c.version_num)) == revision
         session.execute(update(VERSION).values(version_num=newest_revision()))
-
-
-def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:
-    with database.writing() as session:
-        session.execute(text("DELETE FROM alembic_version"))
-    with pytest.raises(InvalidInputError, match=r"python -m swiftkv_platform\.control_plane\.database"):
-        database.check_schema()

@@ -92,19 +92,6 @@ def test_one_key_from_many_requests_at_once_gives_one_job(jobs: JobRepository) -
     assert len(set(found)) == 1
 
 
-def test_lists_are_paged_in_both_directions(jobs: JobRepository) -> None:
-    ids = [store(jobs, make_job()).id for _ in range(5)]
-    newest = jobs.list(Page(limit=2), tenant=TENANT)
-    assert [job.id for job in newest.items] == [ids[4], ids[3]]
-    assert newest.has_more
-    rest = jobs.list(Page(after=ids[3], limit=3), tenant=TENANT)
-    assert [job.id for job in rest.items] == [ids[2], ids[1], ids[0]]
-    assert not rest.has_more
-    assert [job.id for job in jobs.list(Page(after=ids[1], order="asc"), tenant=TENANT).items] == ids[2:]
-    with pytest.raises(InvalidInputError, match="after"):
-        jobs.list(Page(after="job_unknown"), tenant=TENANT)
-
-
 def test_lists_are_filtered(jobs: JobRepository) -> None:
     blue = store(jobs, make_job(metadata={"team": "blue", "a.b": "1"}))
     red = store(jobs, make_job(metadata={"team": "red"}, model={"name_or_path": "org/big"}))
@@ -149,26 +136,6 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
     assert [point.step for point in jobs.points(job.id, Page(after="1198", order="asc")).items] == [1199]
     with pytest.raises(InvalidInputError, match="after"):
         jobs.points(job.id, Page(after="x"))
-
-
-def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(
-    jobs: JobRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paging, "PAGE_BYTES", 20_000)
-    ids = [store(jobs, make_job(metadata={"a": "x" * size})).id for size in (10, 4000, 10, 4000, 10)]
-    ids.append(store(jobs, replace(make_job(), result={"samples": ["y" * 30_000]})).id)
-    ids.append(store(jobs, make_job()).id)
-    for order in ("asc", "desc"):
-        found, pages, after = list[str](), 0, None
-        while True:
-            page = jobs.list(Page(after, 5, order), tenant=TENANT)  # type: ignore[arg-type]
-            found += [job.id for job in page.items]
-            after, pages = found[-1], pages + 1
-            assert len(page.items) == 1 or sum(len(str(vars(job))) for job in page.items) < 40_000
-            if not page.has_more:
-                break
-        assert found == (ids if order == "asc" else ids[::-1])
-        assert pages > 3
 
 
 def test_a_page_of_events_counts_the_points_that_are_stored_apart(

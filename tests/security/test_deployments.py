@@ -1,6 +1,5 @@
 """Routes of deployments: no tenant takes, shadows or discovers another's, and a proxied prompt never ends in a 5xx."""
 
-import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -74,27 +73,6 @@ def test_a_chat_template_is_the_operators_to_grant(tmp_path: Path, sqlite_databa
         assert plane.deployed("default", **template)["chat_template"] == "{{ messages }}", "no grant without keys"
 
 
-@pytest.mark.parametrize("keys", [True, False])
-def test_no_deployment_takes_requests_of_another(tmp_path: Path, sqlite_database: Database, keys: bool) -> None:
-    pairs = (("/a", "/a/generate"), ("/a", "/a/v1/chat"), ("/", "/v1"), ("/", "/metrics"), ("/", "/health/x"))
-    with deployment_plane(tmp_path, sqlite_database, keys=keys) as plane:
-        for pair in (*pairs, *(pair[::-1] for pair in pairs)):
-            holder = plane.deployed("default", route_prefix=pair[0])
-            refused = plane.deploy("default", route_prefix=pair[1])
-            assert refusal(refused, 409)["field"] == "route_prefix"
-            assert holder["id"] in refused.text, "its own deployment may be named"
-            other = plane.deployed("default", route_prefix="/a/b")  # conflicts with neither
-            for gone in (holder, other):
-                plane.parts.deployments.remove_deployment(gone["id"])
-
-
-def test_of_many_who_want_a_route_at_once_one_gets_it(plane: DeploymentPlane) -> None:
-    model = plane.model("acme")
-    for prefixes in (["/a"] * 20, ["/b", "/b/generate"] * 10):
-        answers = at_once(partial(plane.deploy, "acme", model, route_prefix=prefix) for prefix in prefixes)
-        assert Counter(answer.status_code for answer in answers) == {201: 1, 409: 19}
-
-
 def test_deployments_from_before_there_were_keys_keep_their_routes(tmp_path: Path, sqlite_database: Database) -> None:
     with deployment_plane(tmp_path, sqlite_database, keys=False) as plane:
         before = plane.deployed("default", route_prefix="/chat")
@@ -127,22 +105,6 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(tmp_path: Path, 
             if field is not None:
                 assert [error["field"] for error in answer.json()["errors"]] == [field]
                 assert script.requests == [], "nothing reaches a replica"
-
-
-def test_certificates_are_read_once_for_all_answers(
-    tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading the CA certificates blocks the event loop for a tenth of a second."""
-    read: list[object] = []
-    original = ssl.SSLContext.load_verify_locations
-    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *asked: (read.append(1), original(*asked)))
-    script = Script()
-    script.on("POST", "/t/acme/generate", json_answer({}), json_answer({}), json_answer({}))
-    with serve(script) as serve_url, deployment_plane(tmp_path, sqlite_database, serve_url=serve_url) as plane:
-        path, began = f"/deployments/{plane.deployed('acme')['id']}/generate", len(read)
-        for _ in range(3):
-            assert plane.ask("acme", "POST", path, {"prompt": "x"}).status_code == 200
-    assert len(read) - began <= 1
 
 
 def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlite_database: Database) -> None:

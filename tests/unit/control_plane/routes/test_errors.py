@@ -162,6 +162,7 @@ def test_a_web_page_cannot_submit_but_the_servers_own_and_programs_can(server: S
         ({"Origin": "null"}, 403, "origin_not_allowed"),
         ({"Content-Type": "text/plain"}, 415, "content_type_not_allowed"),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "content_type_not_allowed"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415, "content_type_not_allowed"),
     ):
         assert problem(submit(headers), status)["code"] == code
     assert server.get("/jobs")["data"] == []

@@ -19,7 +19,6 @@ from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoin
 from swiftkv_platform.control_plane.jobs.routes import recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
 from swiftkv_platform.storage.artifacts import write_manifest
-from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, Start
 
@@ -265,21 +264,6 @@ def test_an_event_shows_a_bounded_number_of_points(server: Server) -> None:
     answer = server.client.get(f"/jobs/{job.id}/events", params={"limit": 1000, "order": "desc"})
     assert len(answer.content) < 2 * PAGE_BYTES.default
     assert answer.json()["has_more"]
-
-
-def test_only_manifests_of_the_page_are_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    job_id, names = add_checkpoints(server)
-    read: list[str] = []
-    actual = server.parts.attempts._read_checkpoint
-
-    def reading(name: Any) -> StoredCheckpoint | None:
-        read.append(name.key)
-        return actual(name)
-
-    monkeypatch.setattr(type(server.parts.attempts), "_read_checkpoint", lambda _self, name: reading(name))
-    page = server.get(f"/jobs/{job_id}/checkpoints", limit=5)
-    assert [item["id"] for item in page["data"]] == names[:5]
-    assert len(read) == 6
 
 
 def test_an_alias_with_a_long_history_shows_its_newest_part(server: Server) -> None:

@@ -83,12 +83,6 @@ def test_beyond_each_limit_new_objects_are_refused_and_old_ones_listed_and_delet
     assert (server.get("/quota")["files"], server.get("/quota")["imported_models"]) == (0, 0)
 
 
-def test_limits_without_a_tenants_file_are_finite(server: Server) -> None:
-    quota = server.get("/quota")
-    kinds = ("deployments", "aliases", "files", "imported_models", "stored_jobs", "stored_bytes", "pending_deliveries")
-    assert [name for name in (*kinds, "unfinished_jobs", "alias_changes") if quota[f"max_{name}"] is None] == []
-
-
 def test_a_job_is_resumed_as_often_as_the_limit_says(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "RESUMPTIONS", Limit(RESUMPTIONS.scope, RESUMPTIONS.resource, 2))
     job = server.submit()["id"]

@@ -11,10 +11,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.errors import InvalidInputError, RateLimitedError
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.web.places import RateLimit
 from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, StillClock, refusal
 
@@ -262,32 +261,18 @@ def test_with_keys_local_files_are_closed_until_the_operator_opens_them(as_: As,
 def test_a_key_that_asks_too_often_is_told_to_wait(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     tokens = [create_key(path, name=n, tenant="acme", scopes=frozenset({Scope.ADMIN})) for n in ("hasty", "calm")]
-    still = {"clock": StillClock()}
-    client = start("http://swiftkv.example", still, api_keys_file=path, requests_per_minute=30).client
+    clock = StillClock()
+    client = start("http://swiftkv.example", {"clock": clock}, api_keys_file=path, requests_per_minute=30).client
     hasty, calm = ({"authorization": f"Bearer {token}"} for token in tokens)
     statuses = [client.get("/jobs", headers=hasty).status_code for _ in range(5)]
     assert statuses == [200, 200, 200, 429, 429]
     refused = client.get("/jobs", headers=hasty)
     assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "30 a minute"
     assert client.get("/jobs", headers=calm).status_code == 200
-
-
-def test_a_bucket_refills_with_time() -> None:
-    now = 1000.0
-    limit = RateLimit(60, lambda: now)
-    for _ in range(6):
-        limit.take("ann")
-    with pytest.raises(RateLimitedError, match="60 requests") as refused:
-        limit.take("ann")
-    assert refused.value.retry_after_s == pytest.approx(1.0)
-    now += 0.25
-    with pytest.raises(RateLimitedError) as refused:
-        limit.take("ann")
-    assert refused.value.retry_after_s == pytest.approx(0.75)
-    now += 0.75
-    limit.take("ann")
-    with pytest.raises(RateLimitedError):
-        limit.take("ann")
+    clock.now += 1.0
+    assert client.get("/jobs", headers=hasty).headers["Retry-After"] == "1"
+    clock.now += 1.0
+    assert [client.get("/jobs", headers=hasty).status_code for _ in range(2)] == [200, 429]
 
 
 def test_every_answer_tells_browsers_what_they_may_do(server: Server) -> None:

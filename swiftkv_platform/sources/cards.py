@@ -128,7 +128,9 @@ def _plain_names(names: Any, path: Path, field: str) -> list[str]:
     found = names if isinstance(names, list) else []
     for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
-            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it are accepted")
+            raise _unusable(
+                path, field, f"names {str(name)[:200]!r}; only plain names of files in the same directory are accepted"
+            )
     return found
 
 

@@ -197,7 +197,7 @@ def _planned(page: Page) -> None:
 def _answered(page: Page) -> None:
     page.get_by_label("Kind").select_option("text")
     page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_label("Most tokens").fill("64")
+    page.get_by_label("Max tokens").fill("64")
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="New conversation").wait_for()
 

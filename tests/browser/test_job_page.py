@@ -259,7 +259,7 @@ def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Serv
     expect(layers).to_have_text("6 of 12")
     page.get_by_label("l, layers with KV").fill("9")
     expect(layers).to_have_text("3 of 12")
-    expect(plan(page)).to_contain_text("memory a worker")
+    expect(plan(page)).to_contain_text("memory per worker")
     page.get_by_label("l, layers with KV").fill("99")
     field = page.get_by_label("l, layers with KV")
     expect(field).to_have_attribute("aria-invalid", "true")

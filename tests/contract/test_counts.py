@@ -17,7 +17,6 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
 from swiftkv_platform.control_plane.deployments import rows
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.jobs.job import JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
@@ -26,7 +25,7 @@ from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.contract.test_catalog import make_deployment
-from tests.support.records import TENANT, make_job, store
+from tests.support.records import TENANT
 from tests.support.threads import at_once
 
 MANY = 3000
@@ -111,24 +110,6 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
             write()
         assert 0 < sum(numbers) <= FEW, name
     assert held == [Demand(cpus=MANY + 1, replicas=MANY + 1)] * 2
-
-
-def test_a_start_of_a_job_reads_no_deployment(
-    database: Database, registry: Registry, jobs: JobRepository, models: list[Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many_deployments(database, registry, models[0])
-    job = store(jobs, make_job())
-    starting = replace(job, status=JobStatus.STARTING)
-    held: list[Demand] = []
-
-    def fits(_tenant: str, beside: Demand, _demand: Demand) -> bool:
-        held.append(beside)
-        return True
-
-    with fetched(monkeypatch) as numbers:
-        assert jobs.claim([(starting, status_event(starting, now=1))], most=9, fits=fits)
-    assert sum(numbers) <= FEW
-    assert held == [Demand(cpus=MANY + 1, replicas=MANY + 1)]
 
 
 def test_a_round_parses_only_deployments_that_have_changed(

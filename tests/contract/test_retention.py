@@ -193,13 +193,6 @@ def test_checkpoints_that_an_unfinished_job_reads_stay(rows: RetainedRows, jobs:
     rows.delete_job(parent.id, by="ann", now=400)
 
 
-def test_a_model_that_an_unfinished_job_continues_from_stays(rows: RetainedRows, jobs: JobRepository) -> None:
-    _, model_id = with_model(jobs)
-    child = store(jobs, make_job(training={"from": model_id}))
-    with pytest.raises(ConflictError, match=f"job {child.id} reads it"):
-        rows.delete_model(model_id, by="ann", now=400)
-
-
 def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs: JobRepository) -> None:
     live = store(jobs, make_job())
     paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=101)

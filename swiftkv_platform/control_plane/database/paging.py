@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ PAGE_BYTES = _PAGE.default
 objects take some ten times as much memory."""
 _ROW_BYTES = 256
 """Bytes that a row counts in addition to its texts and documents."""
+_PARAMETERS = 500
+"""Most parameters of a statement, since databases limit them."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
@@ -111,16 +113,16 @@ def fetch(
     page: Page,
     *,
     after: Any,
-    beside: ColumnElement[int] | None = None,
+    extra: ColumnElement[int] | None = None,
 ) -> Slice[Row]:
     """Fetch at most `page.limit` whole rows, ordered by the unique column `key`, beginning after its value `after`. The
     page ends before its rows exceed `PAGE_BYTES`, after one row at least; other rows are not loaded.
 
     Args:
-        beside: bytes that will be loaded in addition to each row.
+        extra: bytes that will be loaded in addition to each row.
     """
     ordered = _after(query, key, page, after)
-    size = stored_bytes(key.class_) + (0 if beside is None else func.coalesce(beside, 0))
+    size = stored_bytes(key.class_) + (0 if extra is None else func.coalesce(extra, 0))
     sizes = session.execute(
         ordered.with_only_columns(size, maintain_column_froms=True).limit(page.limit).execution_options(yield_per=100)
     )
@@ -146,6 +148,12 @@ def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, afte
     if after is not None:
         query = query.where(key > after if ascending else key < after)
     return query.order_by(key.asc() if ascending else key.desc())
+
+
+def in_parts(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yield the values in parts that fit into one statement."""
+    for start in range(0, len(values), _PARAMETERS):
+        yield values[start : start + _PARAMETERS]
 
 
 def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:

@@ -17,7 +17,7 @@ class DeploymentStatus(StrEnum):
     DEPLOYING = "deploying"
     RUNNING = "running"
     SWAPPING = "swapping"
-    """The previous version answers while the wanted one is loaded beside it."""
+    """The previous version answers while the wanted one is loaded."""
     REFUSED = "refused"
     """The previous version answers; the wanted one was refused."""
     UNHEALTHY = "unhealthy"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +14,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.holdings import check_number, held_by
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable
+from swiftkv_platform.control_plane.database.paging import Store, fetch, in_parts, owned, page_of, readable, unreadable
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
@@ -34,8 +33,6 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 _STATE = TypeAdapter(DeploymentState)
 _Parsed = tuple[int, Any, Deployment]
 """A row's version and stored state, and the deployment that it holds."""
-_PARAMETERS = 500
-"""Most parameters of a statement, since databases limit them."""
 
 
 class DeploymentRepository(Store):
@@ -98,17 +95,19 @@ class DeploymentRepository(Store):
         Only specs that were created or changed since the last call are read and parsed.
         """
         heads = select(DeploymentRow.id, DeploymentRow.version, DeploymentRow.state).order_by(DeploymentRow.id)
-        before, rows = self._parsed, list[DeploymentRow]()
+        rows: list[DeploymentRow] = []
         with self._database.reading() as session:
             present = {row_id: (version, state) for row_id, version, state in session.execute(heads)}
-            parsed = {row_id: before[row_id] for row_id, head in present.items() if _is_read(before.get(row_id), head)}
-            for ids in _parts([row_id for row_id in present if row_id not in parsed]):
+            parsed = {row_id: self._parsed[row_id] for row_id in present.keys() & self._parsed.keys()}
+            parsed = {row_id: found for row_id, found in parsed.items() if found[:2] == present[row_id]}
+            for ids in in_parts([row_id for row_id in present if row_id not in parsed]):
                 rows += session.scalars(select(DeploymentRow).where(DeploymentRow.id.in_(ids)))
-        _, left_out = readable(rows, partial(_parse, parsed))
-        self._parsed = parsed
-        for row in rows:
-            if row.id in parsed and not _has_columns(row, parsed[row.id][2].spec):
+        read, left_out = readable(rows, lambda row: (row, read_deployment(row)))
+        for row, deployment in read:
+            parsed[row.id] = (row.version, row.state, deployment)
+            if any(getattr(row, name) != value for name, value in _columns(deployment.spec).items()):
                 self._renew_columns(row.id)
+        self._parsed = parsed
         return Slice([parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, left_out=left_out)
 
     def _renew_columns(self, deployment_id: str) -> None:
@@ -217,15 +216,6 @@ def read_deployment(row: DeploymentRow) -> Deployment:
         raise unreadable("deployment", row.id, error) from error
 
 
-def _is_read(parsed: _Parsed | None, head: tuple[int, Any]) -> bool:
-    return parsed is not None and parsed[:2] == head
-
-
-def _parse(parsed: dict[str, _Parsed], row: DeploymentRow) -> None:
-    """Add the row's value to `parsed`. Raises `UnreadableRowError`."""
-    parsed[row.id] = (row.version, row.state, read_deployment(row))
-
-
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
     """Write a changed spec and state into the row. Its route prefix stays, and so do fields of newer versions."""
     newer = {name: value for name, value in row.spec.items() if name not in ResolvedDeployment.model_fields}
@@ -250,16 +240,6 @@ def _columns(spec: ResolvedDeployment) -> dict[str, Any]:
     }
 
 
-def _has_columns(row: DeploymentRow, spec: ResolvedDeployment) -> bool:
-    return all(getattr(row, name) == value for name, value in _columns(spec).items())
-
-
 def _set_columns(row: DeploymentRow, spec: ResolvedDeployment) -> None:
     for name, value in _columns(spec).items():
         setattr(row, name, value)
-
-
-def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the ids in parts that fit into one statement."""
-    for start in range(0, len(ids), _PARAMETERS):
-        yield ids[start : start + _PARAMETERS]

@@ -72,7 +72,7 @@ class DeploymentService:
     ) -> Deployment:
         """Change a deployment's wanted `model`, `engine`, number of replicas or other fields.
 
-        The reconciler applies the change to the cluster, where another model or engine is loaded beside the one that
+        The reconciler applies the change to the cluster, where another model or engine is loaded next to the one that
         serves, and swapped in. Concurrent changes of different fields both take effect.
 
         Args:

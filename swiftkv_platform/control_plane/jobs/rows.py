@@ -4,7 +4,7 @@ may follow another."""
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
     Store,
     fetch,
+    in_parts,
     owned,
     page_of,
     readable,
@@ -147,8 +148,6 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 _OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
 _DIGITS_OF_A_STEP = 18
 """Most digits of a step; a column holds every number of this length."""
-_PARAMETERS = 500
-"""Most parameters of a statement, since databases limit them."""
 
 
 class JobRepository(Store):
@@ -239,7 +238,7 @@ class JobRepository(Store):
         """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
         found: dict[str, Job] = {}
         with self._database.reading() as session:
-            for part in _parts(ids):
+            for part in in_parts(ids):
                 rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
                 found |= {job.id: job for job in readable(rows, _job)[0]}
         return [found[job_id] for job_id in ids if job_id in found]
@@ -248,7 +247,7 @@ class JobRepository(Store):
         """Return those of the ids whose jobs have not ended."""
         found: set[str] = set()
         with self._database.reading() as session:
-            for part in _parts(sorted(ids)):
+            for part in in_parts(sorted(ids)):
                 live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE))
                 found.update(session.scalars(live))
         return found
@@ -395,7 +394,7 @@ class JobRepository(Store):
                     raise unknown_cursor(page.after)
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
-            rows = fetch(session, query, EventRow.sequence, page, after=after, beside=bytes_of_points(job_id))
+            rows = fetch(session, query, EventRow.sequence, page, after=after, extra=bytes_of_points(job_id))
             # The data of a damaged row is no object.
             events = [value_of(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items]
             return Slice(with_points(session, job_id, events), rows.has_more)
@@ -459,12 +458,6 @@ def _attempt_number(state: Any) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def _parts(ids: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the ids in parts that fit into one statement."""
-    for start in range(0, len(ids), _PARAMETERS):
-        yield ids[start : start + _PARAMETERS]
-
-
 def _step(cursor: str) -> int:
     """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
     if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
@@ -474,6 +467,6 @@ def _step(cursor: str) -> int:
 
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
-    for part in _parts(builtins.list(newest)):
+    for part in in_parts(builtins.list(newest)):
         session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
     session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

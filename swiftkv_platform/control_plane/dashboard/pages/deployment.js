@@ -39,7 +39,7 @@ function Swap({ deployment, models, apply, busy }) {
     apply({ model: new FormData(event.target).get("model") });
   };
   return html`<section class="panel"><h2>Swap</h2>
-    <p class="quiet small">Another model is loaded beside this one and swapped in; no request fails.</p>
+    <p class="quiet small">The new model is loaded while this one keeps answering, and then swapped in; no request fails.</p>
     <form class="row" onSubmit=${submit} aria-label="Swap the model">
       <label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>
       <button disabled=${busy}>Swap in</button>

@@ -126,11 +126,11 @@ const hasExit = (models, item) => item.engine.swiftkv !== false && models?.find(
 function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, options, both }) {
   return html`<div class="row bottom">
       <label>Deployment <select name="a" required>${options}</select></label>
-      <label>beside it <select name="b"><option value="">none</option>${both}</select></label>
-      <label>Kind <select name="kind" value=${kind} onChange=${(event) => setKind(event.target.value)}><option value="chat">chat</option><option value="text">text to go on with</option></select></label>
+      <label>Compare with <select name="b"><option value="">none</option>${both}</select></label>
+      <label>Kind <select name="kind" value=${kind} onChange=${(event) => setKind(event.target.value)}><option value="chat">chat</option><option value="text">completion</option></select></label>
     </div>
     <div class="row bottom">
-      <label>Most tokens <input name="max_tokens" type="number" min="1" value="128" /></label>
+      <label>Max tokens <input name="max_tokens" type="number" min="1" value="128" /></label>
       <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
       ${offersExit && html`<label>Early exit
         <select name="exit" value=${exit} onChange=${(event) => setExit(event.target.value)}>${["off", "threshold", "lossless"].map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>

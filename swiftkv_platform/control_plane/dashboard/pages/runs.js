@@ -41,7 +41,7 @@ export function Runs({ query }) {
   const named = runs?.map((run, i) => ({ ...run, id: run.job.id, name: names.indexOf(names[i]) === names.lastIndexOf(names[i]) ? names[i] : `${names[i]} …${run.job.id.slice(-4)}` }));
   return html`<div class="head"><h1>Runs side by side</h1><span class="end"><a class="button plain" href="#/jobs">Choose others</a></span></div>
     <${Problem} problem=${problem} />
-    ${named ? html`<${Table} caption="Runs" columns=${COLUMNS} rows=${named} empty=${html`<div class="panel"><${Empty} title="No run was chosen"><a href="#/jobs">The list of jobs</a> has a box beside each.<//></div>`} />
+    ${named ? html`<${Table} caption="Runs" columns=${COLUMNS} rows=${named} empty=${html`<div class="panel"><${Empty} title="No run was chosen"><a href="#/jobs">Select jobs</a> by their check boxes to compare them.<//></div>`} />
         ${named.length > 0 && html`<h2>Curves</h2>`}
         <div class="halves">${Object.entries(MEASURES).map(([measure, title]) => {
           const { x, series } = overlaid(named, measure);

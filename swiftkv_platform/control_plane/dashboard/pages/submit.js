@@ -1,4 +1,4 @@
-// A new job, from a recipe or from another job: a form beside an editor, kept in step, and the plan as it is typed.
+// A new job, from a recipe or from another job: a form next to an editor, kept in sync, and the plan as it is typed.
 
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
 import { all, get, newKey, post, send } from "../api.js";

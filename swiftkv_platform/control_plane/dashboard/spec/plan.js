@@ -24,8 +24,8 @@ export function Plan({ plan, spec }) {
   return html`
     <${Facts} of=${{
       "layers skipped": layers == null ? unknown("the teacher is on the hub") : `${layers - kept} of ${layers}`,
-      "memory a worker": plan.memory_per_worker == null ? unknown("needs the teacher's shape") : bytes(plan.memory_per_worker),
-      "beside it": plan.process_memory && `${bytes(plan.process_memory)} of the process`,
+      "memory per worker": plan.memory_per_worker == null ? unknown("needs the teacher's shape") : bytes(plan.memory_per_worker),
+      "process overhead": plan.process_memory && bytes(plan.process_memory),
       time: plan.seconds == null ? unknown(endless ? "epochs determine the steps" : "no job like it was measured") : duration(plan.seconds),
       cost: plan.cost == null ? unknown(plan.seconds == null ? "the time is" : "the operator has set no prices") : figure(plan.cost),
       tokens: plan.max_tokens == null ? null : `at most ${count(plan.max_tokens)}`,
@@ -37,7 +37,7 @@ export function Plan({ plan, spec }) {
     ${plan.sources?.length > 0 && html`<h3>Data</h3><ul class="items">${plan.sources.map((source) => html`<${Source} source=${source} />`)}</ul>`}`;
 }
 
-/** The panel beside the editor: `state` is {plan, problem, busy}. */
+/** The panel next to the editor: `state` is {plan, problem, busy}. */
 export function PlanPanel({ state, spec, faults, onShow, children }) {
   const { plan, problem, busy } = state;
   const verdict = problem || faults.length ? "refused" : plan ? "passed" : "checking";

@@ -206,20 +206,6 @@ def test_a_file_that_changes_after_it_was_listed_is_not_copied(tmp_path: Path, c
         b"".join(file.pieces())
 
 
-def test_no_more_is_read_than_was_announced(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    [file] = list_directory(tmp_path, Boundary.of(tmp_path), field="source")
-
-    def endless() -> Iterator[bytes]:
-        while True:
-            yield b"x" * 5
-
-    copied: list[bytes] = []
-    with pytest.raises(ModelError, match="changed"):
-        copied.extend(replace(file, stream=endless).pieces())
-    assert sum(map(len, copied)) <= file.size
-
-
 def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temporary: Path) -> None:
     source = student(tmp_path)
     with (source / "model.safetensors").open("wb") as weights:

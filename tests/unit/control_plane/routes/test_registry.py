@@ -277,15 +277,6 @@ def test_a_deleted_model_leaves_a_job_without_artifacts(server: Server) -> None:
     assert b"trained" in server.client.get(f"/jobs/{job['id']}/logs").content
 
 
-def test_a_hold_is_a_conflict_that_names_its_holder(server: Server) -> None:
-    job = server.succeed()
-    model = job["distilled_model"]
-    deployment = server.client.post("/deployments", json={"model": model, "route_prefix": "/"}).json()
-    for path in (f"/models/{model}", f"/jobs/{job['id']}"):
-        assert deployment["id"] in refusal(server.client.delete(path), 409)["message"]
-    assert "cancel it" in refusal(server.client.delete(f"/jobs/{server.submit()['id']}"), 409)["message"]
-
-
 def test_metrics_show_what_the_sweeper_counted(server: Server, start: Start) -> None:
     server.succeed()
     client, deadline = start().client, time.monotonic() + 30

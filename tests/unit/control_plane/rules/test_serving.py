@@ -191,25 +191,6 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     assert plane.catalog.all_deployments().items == []
 
 
-def test_a_round_compares_each_of_many_deployments_with_itself_alone(
-    plane: Plane, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reconciler, compared = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED), list[object]()
-    deployments = [deploy(plane, model.id, f"/route-{number}") for number in range(90)]
-    reconciler.tick()
-    equal = ResolvedDeployment.__eq__
-
-    def comparing(one: ResolvedDeployment, other: object) -> bool:
-        compared.append(other)
-        return equal(one, other)
-
-    monkeypatch.setattr(ResolvedDeployment, "__eq__", comparing)
-    delete(plane, deployments[0])
-    reconciler.tick()
-    assert len(plane.serving.applied[-1]) == 89
-    assert len(compared) <= 2 * len(deployments)
-
-
 GPU = {"device": "cuda"}
 HALF: dict[str, Any] = {"deployments_share": 0.5}
 

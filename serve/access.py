@@ -69,11 +69,8 @@ class Caller:
     def check_priority(self, priority: int) -> None:
         """Raise `ForbiddenError` for a priority more urgent than the key allows."""
         if self.max_priority is not None and priority < self.max_priority:
-            raise ForbiddenError(
-                f"priority is {priority}; lower goes first, and this key accepts {self.max_priority} and above",
-                field="priority",
-                value=priority,
-            )
+            accepted = f"; lower goes first, and this key accepts {self.max_priority} and above"
+            raise ForbiddenError.of("priority", priority, accepted)
 
 
 def _credential(request: Request) -> str | None:
@@ -239,7 +236,6 @@ class Origins(CORSMiddleware):
         await (super().__call__ if self._allowed() else self.app)(scope, receive, send)
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """Whether the deployment allows the origin."""
         allowed = self._allowed()
         return origin in allowed or "*" in allowed
 

@@ -116,7 +116,6 @@ class Version:
             self.num_entering -= 1
 
     def answers_to(self, name: str) -> bool:
-        """Whether requests may name the model so."""
         return name == self.card.model or name in self.names
 
     def chosen(self) -> Version:
@@ -195,7 +194,6 @@ class Current:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been loaded yet."""
         return self._version is None
 
     @property

@@ -252,20 +252,19 @@ def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
     character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
     most = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
     share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
+
+    async def admit(request: Request) -> Sender:  # `Door` has admitted the caller
+        caller: Caller = request.state.caller
+        return caller.sender
+
     return Bodies(
-        _admit,
+        admit,
         share,
         max_values=lambda: current.body_limits[1],
         max_strings=REPLICA_BODY_STRINGS.default,
         allow_nul=True,
         until_answered=False,
     )
-
-
-async def _admit(request: Request) -> Sender:
-    """Return the sender that `Door` has admitted."""
-    caller: Caller = request.state.caller
-    return caller.sender
 
 
 MAX_ERRORS = 16

@@ -75,7 +75,6 @@ class Metrics:
             self.export.count(name, _COUNTERS[name][0], amount, model, labels)
 
     def _observe(self, name: str, seconds: float, model: str) -> None:
-        """Add to a histogram of seconds on the replica's page and in the export."""
         self._histograms[name].observe(seconds)
         if self.export is not None:
             self.export.observe(name, _HISTOGRAMS[name], _SECONDS, seconds, model)
@@ -139,7 +138,6 @@ class Metrics:
         return [(name, what, value) for name, what, value in values if value is not None]
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def describe(self) -> Iterable[Metric]:

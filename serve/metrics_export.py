@@ -60,7 +60,6 @@ class RayMetricsExport:
             await asyncio.sleep(_GAUGES_EVERY_S)
 
     def _metric(self, kind: type[M], name: str, what: str, **options: Any) -> M:
-        """Return the metric of that name, created on first use."""
         if name not in self._metrics:
             self._metrics[name] = kind(f"swiftkv_{name}", what, **options)
         metric = self._metrics[name]

@@ -317,8 +317,9 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Self:
-        """Sum the usage over the choices; a prompt counts once for all its samples."""
-        prompts = [output for output in outputs if output.index == 0]
+        """Sum the usage over the choices, finished or not; a prompt counts once for all its samples."""
+        # Reversed, so that a prompt's first sample counts: later ones may find the prompt cached by the first.
+        prompts = {output.request_id: output for output in reversed(outputs)}.values()
         return cls(
             prompt_tokens=sum(len(output.prompt_token_ids) for output in prompts),
             completion_tokens=sum(len(output.token_ids) for output in outputs),

@@ -120,7 +120,6 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
 
 
 def _load_engine(directory: Path, served: Served) -> EngineFrontend:
-    """Start the engine that `choose_backend` selects on the model."""
     import torch
 
     from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
@@ -182,11 +181,13 @@ async def load_version(
 
 
 async def _load_one(args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]) -> Version:
-    """Load one model."""
     loaded = await asyncio.to_thread(load, served)
     began = time.monotonic()
-    await _lay_out_chats(loaded.engine, served)
-    await _check_speaks(loaded.engine, served)
+    try:
+        await _check_speaks(loaded.engine, served)
+    except BaseException:
+        await loaded.engine.aclose()
+        raise
     seconds = {**loaded.seconds, "check": time.monotonic() - began}
     shown = {phase: round(value, 3) for phase, value in seconds.items()}
     told(served.model, seconds)
@@ -202,30 +203,17 @@ async def _load_one(args: ReplicaArgs, served: Served, told: Callable[[str, Mapp
     return version
 
 
-async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:
-    """Set the deployment's chat template, if any. Closes the engine and raises `ModelError` if it is not valid."""
-    if served.chat_template is None:
-        return
-    try:
-        await asyncio.to_thread(set_template, engine.model.tokenizer, served.chat_template)
-    except BaseException:
-        await engine.aclose()
-        raise
-
-
 async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
-    """Generate a token. Closes the engine and raises `ModelError` if log-probabilities are not finite."""
+    """Set the deployment's chat template, if any, and generate a token. Raises `ModelError` if the template is not
+    valid or log-probabilities are not finite."""
     from swiftkv_platform.engine import SamplingParams
 
+    if served.chat_template is not None:
+        await asyncio.to_thread(set_template, engine.model.tokenizer, served.chat_template)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
-    try:
-        *_, answer = [output async for output in await engine.submit([0], params, interval_s=math.inf)]
-    except BaseException:
-        await engine.aclose()
-        raise
+    *_, answer = [output async for output in await engine.submit([0], params, interval_s=math.inf)]
     logprobs = [logprob for entry in answer.logprobs or () for logprob in entry.values()]
     if answer.finish_reason == "error" or not all(map(math.isfinite, logprobs)):
-        await engine.aclose()
         raise ModelError(
             f"model {served.model!r} cannot generate: {answer.error or 'its log-probabilities are no numbers'}",
             field="artifact_uri",

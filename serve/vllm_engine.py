@@ -118,18 +118,10 @@ def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
     `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
     params.refuse_exits(f"; {_NATIVE}: 'off' is accepted")
     if params.num_lookup_tokens:
-        raise InvalidInputError(
-            f"num_lookup_tokens is {params.num_lookup_tokens}; {_NATIVE}: 0 is accepted",
-            field="num_lookup_tokens",
-            value=params.num_lookup_tokens,
-        )
+        raise InvalidInputError.of("num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE}: 0 is accepted")
     if skips_prompts and params.prompt_logprobs is not None:
-        raise InvalidInputError(
-            f"prompt_logprobs is {params.prompt_logprobs}; for a SwiftKV model {_NATIVE}: leave it out, or serve the "
-            "teacher with engine.swiftkv: false",
-            field="prompt_logprobs",
-            value=params.prompt_logprobs,
-        )
+        why = f"; for a SwiftKV model {_NATIVE}: leave it out, or serve the teacher with engine.swiftkv: false"
+        raise InvalidInputError.of("prompt_logprobs", params.prompt_logprobs, why)
 
 
 def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
@@ -210,7 +202,6 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
         self.kv_cache_usage = 0.0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Store the figures; called by vLLM after each step."""
         if scheduler_stats is not None:
             self.num_waiting = scheduler_stats.num_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
@@ -393,9 +384,5 @@ def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:
 def _check_device(config: EngineConfig) -> None:
     """Raise `ModelError` for a device that the installed vLLM was not built for."""
     if config.device not in ("auto", current_platform.device_type):
-        raise ModelError(
-            f"engine.device is {config.device!r}, but the installed vLLM is built for "
-            f"{current_platform.device_type!r}; use 'auto', or backend native",
-            field="engine.device",
-            value=config.device,
-        )
+        built_for = f", but the installed vLLM is built for {current_platform.device_type!r}"
+        raise ModelError.of("engine.device", config.device, f"{built_for}; use 'auto', or backend native")

@@ -15,6 +15,7 @@ from sse_starlette import EventSourceResponse
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.serve.answers import Answers
 from swiftkv_platform.serve.openai.schemas import StreamOptions
+from swiftkv_platform.serve.schemas import Usage
 from swiftkv_platform.serve.tools.calling import ToolCalling
 from swiftkv_platform.serve.tools.parser import Assembled, Call, CallBegin, Piece, Text, ToolCallParser
 from swiftkv_platform.web.problems import openai_error, problem_of
@@ -32,16 +33,13 @@ CONTEXT = 8
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return the usage summed over the choices, finished or not; a prompt counts once for all its samples."""
-    # Reversed, so that a prompt's first sample counts: later ones may find the prompt cached by the first.
-    prompts = {output.request_id: output for output in reversed(outputs)}.values()
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
-    completion_tokens = sum(len(output.token_ids) for output in outputs)
+    told = Usage.of(outputs)
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in prompts)},
-        "completion_tokens_details": {"early_exit_tokens": sum(output.num_exited_tokens for output in outputs)},
+        "prompt_tokens": told.prompt_tokens,
+        "completion_tokens": told.completion_tokens,
+        "total_tokens": told.prompt_tokens + told.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": told.cached_tokens},
+        "completion_tokens_details": {"early_exit_tokens": told.early_exit_tokens},
     }
 
 
@@ -269,7 +267,6 @@ async def chunks_of(
 
 
 def event_stream(events: AsyncIterator[dict[str, str]]) -> Response:
-    """Return a response that streams server-sent events."""
     stream: Response = EventSourceResponse(events, sep="\n")
     return stream
 

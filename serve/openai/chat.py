@@ -73,7 +73,6 @@ class Form:
             raise
 
     def rename(self, error: SwiftKVError) -> None:
-        """Make an error name the route's own field."""
         if error.field is not None:
             field, error.field = error.field, self._own(error.field)
             error.message = error.message.replace(field, error.field)
@@ -180,9 +179,7 @@ async def read(
 def check_model(model: str, version: Version) -> None:
     """Raise `ModelNotFoundError` unless `model` names the served model."""
     if not version.answers_to(model):
-        raise ModelNotFoundError(
-            f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model
-        )
+        raise ModelNotFoundError.of("model", model, f"; {version.card.model!r} is served here")
 
 
 def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:

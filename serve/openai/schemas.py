@@ -44,7 +44,6 @@ class Part(Nested):
 
     @property
     def words(self) -> str:
-        """Text of the part."""
         words: str = getattr(self, _WORDS[self.type])
         return words
 
@@ -136,7 +135,6 @@ class ChatMessage(Nested):
 
     @property
     def words(self) -> str | None:
-        """Text of the message; None if it has only calls or reasoning."""
         if isinstance(self.content, list):
             return "".join(part.words for part in self.content)
         return self.refusal if self.content is None else self.content
@@ -251,11 +249,8 @@ class CompletionRequest(OpenAIFields, json_schema_extra=described("completions")
             check_generates(self.max_tokens, "echo")
         echoed = self.logprobs if self.echo else None
         if None not in (echoed, self.prompt_logprobs) and echoed != self.prompt_logprobs:
-            raise InvalidInputError(
-                f"prompt_logprobs is {self.prompt_logprobs}; with echo it must be logprobs, {self.logprobs}",
-                field="prompt_logprobs",
-                value=self.prompt_logprobs,
-            )
+            why = f"; with echo it must be logprobs, {self.logprobs}"
+            raise InvalidInputError.of("prompt_logprobs", self.prompt_logprobs, why)
         scored = self.prompt_logprobs if echoed is None else echoed
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 

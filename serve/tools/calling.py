@@ -48,7 +48,6 @@ class Tool(Nested):
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as templates take it."""
         known = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
         return {"type": self.type, "function": {name: value for name, value in known.items() if value is not None}}
 
@@ -128,7 +127,6 @@ class ToolCalling:
         return replace(params, structured_outputs=constraint, skip_special_tokens=shown)
 
     def parser(self) -> ToolCallParser:
-        """Return a new parser for one answer."""
         return self.family.parser(self.names)
 
 
@@ -165,30 +163,20 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
     for number, tool in enumerate(fields.tools or ()):
         function, where = tool.function, f"tools.{number}.function"
         if function.name in functions:
-            raise InvalidInputError(
-                f"{where}.name is {function.name!r}, which is also the name of another tool; names must differ",
-                field=f"{where}.name",
-                value=function.name,
-            )
+            why = ", which is also the name of another tool; names must differ"
+            raise InvalidInputError.of(f"{where}.name", function.name, why)
         # Limit depth and length as for compiled schemas even if it is not compiled, since the template writes it out.
         StructuredOutputs(json=function.schema_of_arguments, source=f"{where}.parameters")
-        if function.schema_of_arguments["type"] != "object":
-            raise InvalidInputError(
-                f"{where}.parameters.type is {function.schema_of_arguments['type']!r}; arguments are an 'object'",
-                field=f"{where}.parameters.type",
-                value=function.schema_of_arguments["type"],
-            )
+        if (kind := function.schema_of_arguments["type"]) != "object":
+            raise InvalidInputError.of(f"{where}.parameters.type", kind, "; arguments are an 'object'")
         functions[function.name] = function
     choice = fields.tool_choice
     missing = [name for name in _callable(choice, functions) if name not in functions]
     if missing or (choice == "required" and not functions):
         wanted = missing[0] if missing else choice
-        raise InvalidInputError(
-            f"tool_choice is {wanted!r}, and tools has {', '.join(functions) or 'none'}; name one of them, or leave "
-            "tool_choice out",
-            field="tool_choice",
-            value=wanted,
-        )
+        present = ", ".join(functions) or "none"
+        why = f", and tools has {present}; name one of them, or leave tool_choice out"
+        raise InvalidInputError.of("tool_choice", wanted, why)
     return functions
 
 

@@ -29,11 +29,9 @@ class GrowingText:
         """Whether the text is complete."""
 
     def grow(self, text: str) -> None:
-        """Append new text."""
         self._text += text
 
     def since(self, start: int) -> str:
-        """Return the text from `start` to the current position."""
         return self._text[start : self.at]
 
     @property
@@ -59,7 +57,6 @@ class GrowingText:
         return True
 
     def skip_space(self) -> Reading[None]:
-        """Skip whitespace."""
         while (yield from self.peek()).isspace():
             self.at += 1
 
@@ -284,7 +281,6 @@ class Assembled:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Append the next pieces."""
         for piece in pieces:
             if isinstance(piece, Text):
                 self.text += piece.text
@@ -330,18 +326,15 @@ class ToolCallParser(ABC):
         return self._advance()
 
     def knows(self, name: str) -> bool:
-        """Whether there is a tool with this name."""
         return name in self._names
 
     def begin(self, name: str) -> None:
-        """Begin a call."""
         self._flush()
         self._space = ""
         self._pieces.append(CallBegin(self.num_calls, name))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        """Append to the arguments of the newest call."""
         self._arguments.append(text)
 
     @abstractmethod

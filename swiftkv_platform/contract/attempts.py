@@ -195,7 +195,6 @@ class Manifest(FrozenModel):
 
     @property
     def size(self) -> int:
-        """Total bytes of the files."""
         return sum(file.size for file in self.files.values())
 
 
@@ -244,7 +243,6 @@ def is_file_id(name: str) -> bool:
 
 
 def file_key(tenant: str, file_id: str) -> str:
-    """Key of a file's rows."""
     return f"{PREFIX}/{tenant}/{file_id}{SUFFIX}"
 
 

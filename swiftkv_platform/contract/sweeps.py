@@ -83,7 +83,6 @@ class Point(FrozenModel):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of its gates."""
         return "failed" if self.report is None else verdict(self.report)
 
     @property

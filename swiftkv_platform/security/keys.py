@@ -95,12 +95,10 @@ class KeyRing:
         return self._file.content.get(_digest(token))
 
     def read(self) -> list[ApiKey]:
-        """Return all keys, in the file's order."""
         return list(self._file.content.values())
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one in use."""
         return self._file.is_usable
 
 
@@ -131,11 +129,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
             key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token), **rights)
         except ValidationError as error:
             first = error.errors()[0]
-            raise InvalidInputError(
-                f"{first['loc'][0]} is {first['input']!r}: {first['msg']}",
-                field=str(first["loc"][0]),
-                value=first["input"],
-            ) from error
+            raise InvalidInputError.of(str(first["loc"][0]), first["input"], f": {first['msg']}") from error
         _check_times(key)
         _write(path, [*keys, key])
     return token
@@ -193,11 +187,8 @@ def _ending(key: ApiKey, end: int) -> ApiKey:
 
 def _check_times(key: ApiKey) -> None:
     if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
-        raise InvalidInputError(
-            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); use a later end",
-            field="expires_at",
-            value=key.expires_at,
-        )
+        why = f", not after not_before ({key.not_before}); use a later end"
+        raise InvalidInputError.of("expires_at", key.expires_at, why)
 
 
 def _unknown(path: Path, name: str) -> NotFoundError:

@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -110,12 +109,6 @@ class Issuer(FiniteModel):
         words = value.split() if isinstance(value, str) else value
         return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
 
-    def subject_of(self, claims: Mapping[str, Any]) -> object:
-        return _claim(claims, self.subject_claim)
-
-    def scopes_of(self, roles: frozenset[str]) -> frozenset[Scope]:
-        return frozenset().union(*(self.scopes.get(role, frozenset()) for role in roles))
-
 
 class Issuers(FiniteModel):
     """Content of the file at `SWIFTKV_OIDC_FILE`."""
@@ -129,14 +122,6 @@ class Issuers(FiniteModel):
             if len(set(values)) < len(values):
                 raise ValueError(f"issuers have the same {field}; each needs its own")
         return self
-
-
-def parse_issuers(content: bytes) -> Issuers:
-    """Read the YAML of an issuers file. Raises `ValueError`."""
-    try:
-        return Issuers.model_validate(load_yaml(content))
-    except yaml.YAMLError as error:
-        raise ValueError(f"it cannot be read as YAML: {error}") from error
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:
@@ -308,12 +293,6 @@ class TokenHolder(Principal):
         return self.name
 
 
-@dataclass(frozen=True)
-class _Trusted:
-    issuer: Issuer
-    keys: SigningKeys
-
-
 class TokenVerifier:
     """Verifies tokens of the issuers listed in the last good version of a file.
 
@@ -333,7 +312,6 @@ class TokenVerifier:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one in use."""
         return self._file.is_usable
 
     def authenticate(self, token: str) -> Principal:
@@ -345,14 +323,17 @@ class TokenVerifier:
             issuer_named = jwt.decode(token, options={"verify_signature": False}).get("iss")
         except _MALFORMED as error:
             raise _refusal("the token is not a signed JSON Web Token") from error
-        trusted = self._file.content.get(issuer_named) if isinstance(issuer_named, str) else None
-        if trusted is None:
+        issuer, keys = self._file.content.get(issuer_named if isinstance(issuer_named, str) else "", (None, None))
+        if issuer is None or keys is None:
             raise _refusal("the token's issuer is not trusted here")
-        return _principal(_verified(token, header, trusted), trusted.issuer)
+        return _principal(_verified(token, header, issuer, keys), issuer)
 
-    def _parse(self, content: bytes) -> dict[str, _Trusted]:
-        issuers: tuple[Issuer, ...] = parse_issuers(content).issuers
-        return {issuer.issuer: _Trusted(issuer, self._keys_of(issuer)) for issuer in issuers}
+    def _parse(self, content: bytes) -> dict[str, tuple[Issuer, SigningKeys]]:
+        try:
+            issuers = Issuers.model_validate(load_yaml(content)).issuers
+        except yaml.YAMLError as error:
+            raise ValueError(f"it cannot be read as YAML: {error}") from error
+        return {issuer.issuer: (issuer, self._keys_of(issuer)) for issuer in issuers}
 
     def _keys_of(self, issuer: Issuer) -> SigningKeys:
         """Return the issuer's key cache, which is kept when other fields of the file change."""
@@ -362,14 +343,14 @@ class TokenVerifier:
         return self._keys[place]
 
 
-def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str, Any]:
+def _verified(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
     """Check signature, times and audience of a token and return its claims. Raises `UnauthenticatedError`."""
     algorithm, key_id = header.get("alg"), header.get("kid")
-    if algorithm not in trusted.issuer.algorithms:
-        raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(trusted.issuer.algorithms)}")
+    if algorithm not in issuer.algorithms:
+        raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
         raise _refusal("the token's header has no `kid`, or extensions (`crit`)")
-    key = trusted.keys.find(key_id)
+    key = keys.find(key_id)
     if key is None or key.algorithm_name != algorithm:
         raise _refusal("the token's signing key is not known; try again in a minute if the issuer has just changed it")
     try:
@@ -377,9 +358,9 @@ def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str
             token,
             key.key,
             algorithms=[algorithm],
-            audience=list(trusted.issuer.audiences),
-            issuer=trusted.issuer.issuer,
-            leeway=trusted.issuer.leeway_s,
+            audience=list(issuer.audiences),
+            issuer=issuer.issuer,
+            leeway=issuer.leeway_s,
             options={"require": ["exp", "iss", "aud"]},
         )
     except jwt.ExpiredSignatureError as error:
@@ -394,7 +375,7 @@ def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str
 
 
 def _principal(claims: dict[str, Any], issuer: Issuer) -> Principal:
-    subject, tenant, roles = issuer.subject_of(claims), issuer.tenant_of(claims), issuer.roles_of(claims)
+    subject, tenant, roles = _claim(claims, issuer.subject_claim), issuer.tenant_of(claims), issuer.roles_of(claims)
     if not isinstance(subject, str) or not subject.isprintable() or not subject.strip():
         raise _refusal(f"the token names no subject (claim {issuer.subject_claim!r})")
     name = f"{issuer.name}:{subject}"
@@ -405,7 +386,7 @@ def _principal(claims: dict[str, Any], issuer: Issuer) -> Principal:
     return TokenHolder(
         name=name,
         tenant=tenant,
-        scopes=issuer.scopes_of(roles),
+        scopes=frozenset().union(*(issuer.scopes.get(role, frozenset()) for role in roles)),
         operator=not roles.isdisjoint(issuer.operators),
         expires_at=min(max(int(claims["exp"]), 0), LATEST),
         requests_per_minute=issuer.requests_per_minute,

@@ -146,7 +146,9 @@ class SwiftKVForCausalLM(nn.Module):
         self.config = config
         self.adapter = adapter_of(vllm_config.model_config)
         if self.adapter is not None:
-            self.secondary_weights = [base_weights(self.adapter)]
+            base = self.adapter.base
+            source = DefaultModelLoader.Source(base.name_or_path, revision=base.revision, prefix=BASE_PREFIX)
+            self.secondary_weights = [source]
         self.model = SwiftKVDecoder(family=self.family, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         if not self.model.prefill_only:
             self.lm_head = ParallelLMHead(
@@ -205,14 +207,11 @@ class SwiftKVForCausalLM(nn.Module):
         return loaded
 
 
-def _define(name: str, **members: Any) -> None:
-    """Define a subclass that is importable from this module as `name`."""
-    globals()[name] = type(name, (SwiftKVForCausalLM,), {"__module__": __name__, **members})
-
-
-# Refused families need a class too: the registry inspects it before `checks.py` can refuse the model.
+# Each family's class can be imported by its name. Refused families need one too: the registry inspects it before
+# `checks.py` can refuse the model.
 for _family in FAMILIES.values():
-    _define(_family.student_class, family=_family)
+    _members = {"__module__": __name__, "family": _family}
+    globals()[_family.student_class] = type(_family.student_class, (SwiftKVForCausalLM,), _members)
 
 
 BASE_PREFIX = "base_model/"
@@ -228,24 +227,13 @@ def adapter_of(model: ModelConfig) -> AdapterConfig | None:
         return None
     adapter = AdapterConfig.parse(document, model.model)
     adapter.check_shape(model.hf_config, model.model)
-    check_readable(adapter.base.name_or_path, model.model)
-    return adapter
-
-
-def check_readable(name: str, source: str) -> None:
-    """Raise `ModelError` if the base `name` is neither a directory of this machine nor a hub id."""
+    name = adapter.base.name_or_path
     is_missing = Path(name).is_absolute() and not Path(name).is_dir()
     if name.startswith(_UNREAD) or name.endswith(".gguf") or is_missing:
         raise ModelError(
             f"base.name_or_path is {name!r}, but vLLM needs a directory of this machine or a hub id; serve the whole "
-            f"model that `swiftkv export {source} WHOLE` writes (with --base DIRECTORY if the base has moved)",
+            f"model that `swiftkv export {model.model} WHOLE` writes (with --base DIRECTORY if the base has moved)",
             field="base.name_or_path",
             value=name,
         )
-
-
-def base_weights(adapter: AdapterConfig) -> DefaultModelLoader.Source:
-    """Describe the base's weight files to vLLM's loader."""
-    return DefaultModelLoader.Source(
-        model_or_path=adapter.base.name_or_path, revision=adapter.base.revision, prefix=BASE_PREFIX
-    )
+    return adapter

@@ -66,11 +66,11 @@ class Heads:
         tp_size = get_tensor_model_parallel_world_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // total
         if total % tp_size or (total_kv % tp_size and tp_size % total_kv):
-            raise ModelError(
-                f"tensor_parallel_size is {tp_size}; it must divide the {total} query heads, and divide the {total_kv} "
-                "key-value heads or be a multiple of them",
-                field="tensor_parallel_size",
-                value=tp_size,
+            raise ModelError.of(
+                "tensor_parallel_size",
+                tp_size,
+                f"; it must divide the {total} query heads, and divide the {total_kv} key-value heads or be a multiple "
+                "of them",
             )
         return cls(
             num_heads=total // tp_size,
@@ -107,16 +107,12 @@ def _stored_dim(head_dim: int) -> int:
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
     larger = [size for size in sizes if size >= head_dim]
     if not larger:
-        raise ModelError(
-            f"head_dim is {head_dim}, more than vLLM's CPU attention supports; up to {max(sizes)} is accepted",
-            field="head_dim",
-            value=head_dim,
-        )
+        why = f", more than vLLM's CPU attention supports; up to {max(sizes)} is accepted"
+        raise ModelError.of("head_dim", head_dim, why)
     return min(larger)
 
 
 def norm_class(family: Family) -> Any:
-    """Return the class of a family's norms on hidden states."""
     return GemmaRMSNorm if family.norm_offset else RMSNorm
 
 
@@ -275,21 +271,17 @@ class SharedAttention(nn.Module):
 
 def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
     """Return the arguments common to a model's attention layers and KV caches."""
+    config: Any = vllm_config.model_config.hf_config
+    multiplier = config.family.multiplier(config, "attention_multiplier") if config.family.multipliers else None
     return {
         "num_heads": heads.num_heads,
         "head_size": heads.stored_dim,
-        "scale": _scale(vllm_config.model_config.hf_config, heads),
+        "scale": heads.head_dim**-0.5 if multiplier is None else multiplier,
         "num_kv_heads": heads.num_kv_heads,
         "cache_config": vllm_config.cache_config,
         "quant_config": vllm_config.quant_config,
         "per_layer_sliding_window": window,
     }
-
-
-def _scale(config: Any, heads: Heads) -> float:
-    """Return the factor on attention scores."""
-    family: Family = config.family
-    return family.multiplier(config, "attention_multiplier") if family.multipliers else heads.head_dim**-0.5
 
 
 def _output_projection(
@@ -455,17 +447,12 @@ class DecoderLayer(nn.Module):
 
 def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
     """Make the feed-forward part of a layer; returns its name in the checkpoint, and the module."""
-    config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+    config = vllm_config.model_config.hf_config
+    name = "block_sparse_moe" if family.feed_forward == "mixtral" else "mlp"
+    common: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.{name}"}
+    sizes = config.hidden_size, config.intermediate_size
     if family.feed_forward == "mixtral":
-        name = "block_sparse_moe"
-        return name, MixtralMoE(
-            config.num_local_experts,
-            config.num_experts_per_tok,
-            config.hidden_size,
-            config.intermediate_size,
-            quant_config=quant_config,
-            prefix=f"{prefix}.{name}",
-        )
+        return name, MixtralMoE(config.num_local_experts, config.num_experts_per_tok, *sizes, **common)
     sparse = (
         family.feed_forward == "qwen3_moe"
         and layer not in config.mlp_only_layers
@@ -473,20 +460,7 @@ def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: s
         and (layer + 1) % config.decoder_sparse_step == 0
     )
     if sparse:
-        return "mlp", Qwen3MoeSparseMoeBlock(vllm_config, prefix=f"{prefix}.mlp")
+        return name, Qwen3MoeSparseMoeBlock(vllm_config, prefix=common["prefix"])
     if family.feed_forward == "gated_gelu":
-        return "mlp", Gemma3MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_activation,
-            quant_config=quant_config,
-            prefix=f"{prefix}.mlp",
-        )
-    return "mlp", LlamaMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        config.hidden_act,
-        quant_config=quant_config,
-        bias=family.mlp_bias.of(config),
-        prefix=f"{prefix}.mlp",
-    )
+        return name, Gemma3MLP(*sizes, config.hidden_activation, **common)
+    return name, LlamaMLP(*sizes, config.hidden_act, bias=family.mlp_bias.of(config), **common)

@@ -44,17 +44,6 @@ from swiftkv_platform.vllm.layers import (
 from swiftkv_platform.vllm.quantized import name_parts
 
 
-def student_map(config: Any) -> LayerMap:
-    """Return the layer map of the served model: the student's, or in teacher mode (`swiftkv: false`) a dense one."""
-    layer_map: LayerMap = config.layer_map
-    return layer_map if config.swiftkv else LayerMap.dense(config.num_hidden_layers)
-
-
-def prefills_only(config: Any) -> bool:
-    """Whether the model has no layers >= l; False in teacher mode, where every token needs them."""
-    return bool(config.swiftkv and config.swiftkv_prefill_only and config.layer_map.leaders)
-
-
 def _run(
     layers: Iterable[nn.Module], positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -132,7 +121,8 @@ class SwiftKVDecoder(nn.Module):
     def __init__(self, *, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.layer_map = student_map(config)
+        # In teacher mode (`swiftkv: false`) the map is dense, and every token needs all layers.
+        self.layer_map: LayerMap = config.layer_map if config.swiftkv else LayerMap.dense(config.num_hidden_layers)
         if quant_config is not None:
             name_parts(quant_config, self.layer_map)
         self.embed_tokens = ScaledEmbedding(
@@ -141,7 +131,8 @@ class SwiftKVDecoder(nn.Module):
         self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
         if family.multipliers == "sizes":  # rounded to the weights' dtype
             self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
-        self.prefill_only = prefills_only(config)
+        self.prefill_only = bool(self.layer_map.leaders) and config.swiftkv_prefill_only
+        """Whether the model has no layers >= l."""
         if not self.prefill_only:
             self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(

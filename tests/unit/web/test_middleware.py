@@ -1,17 +1,15 @@
-"""Middleware: announced sizes of bodies, and delays of refusals, the more of them a caller has under way."""
+"""Middleware: delays of refusals, the more of them a caller has under way."""
 
 import asyncio
-import sys
 
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, PatientRefusals, announced_bytes
+from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, PatientRefusals
 
 
 async def test_who_sends_many_waits_for_each_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,24 +43,3 @@ async def test_who_sends_many_waits_for_each_and_nobody_else(monkeypatch: pytest
         assert [(await task).status_code for task in refused] == [429, 413] * 15 + [429, 422]
     assert waits["eve"] == [round(min(0.1 * number, 2.0), 3) for number in range(1, 31)]
     assert waits["ann"] == [0.1, 0.2]
-
-
-@pytest.mark.parametrize(
-    ("announced", "size"),
-    [
-        ("12", 12),
-        ("0012", 12),
-        ("0" * 5000, 0),
-        ("0" * 5000 + "12", 12),
-        ("9" * 5000, sys.maxsize),
-        (str(sys.maxsize + 1), sys.maxsize),
-        ("", 0),
-        (None, 0),
-        ("-1", 0),
-        ("1_000", 0),
-        ("\xb2", 0),
-    ],
-    ids=lambda value: f"{value!r:.12}",
-)
-def test_any_length_is_a_number_of_bytes(announced: str | None, size: int) -> None:
-    assert announced_bytes(Headers({} if announced is None else {"Content-Length": announced})) == size

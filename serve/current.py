@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.limits import REPLICA_BODY_BYTES, REPLICA_BODY_VALUES, REPLICA_TOKEN_IDS
 from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
@@ -45,10 +44,8 @@ _MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
 """Most values of a body while no model is loaded."""
 
 
-class ModelCard(BaseModel):
+class ModelCard(FrozenModel):
     """Description of the served model."""
-
-    model_config = ConfigDict(frozen=True)
 
     deployment: str
     """`dep_` id."""
@@ -63,10 +60,8 @@ class ModelCard(BaseModel):
     """Seconds by phase that this replica needed to serve the model: `fetch`, `load` and `check`."""
 
 
-class SwapState(BaseModel):
+class SwapState(FrozenModel):
     """State of a replica's swap to the version that was last requested."""
-
-    model_config = ConfigDict(frozen=True)
 
     status: Literal["done", "loading", "refused"] = "done"
     """With `loading` and `refused`, the previous version is served."""

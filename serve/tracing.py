@@ -59,14 +59,8 @@ class RequestLog:
 
 def make_observers(*, with_text: bool) -> list[Observer]:
     """Return the observers that the process's settings ask for. `with_text`: see `RequestLog`."""
-    tracing = configured_tracing()
-    return [RequestLog(with_text=with_text), *([tracing] if tracing else [])]
-
-
-def configured_tracing() -> Tracing | None:
-    """Set up tracing. Returns None, without importing OpenTelemetry, if no endpoint is set."""
     provider = configured_provider("swiftkv-serve")
-    return None if provider is None else Tracing(provider)
+    return [RequestLog(with_text=with_text), *([] if provider is None else [Tracing(provider)])]
 
 
 class Tracing:

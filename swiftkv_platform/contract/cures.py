@@ -69,6 +69,10 @@ _AGAIN = Cure(
 _OPERATOR = Cure("Or ask the operator to open it to this tenant; then clone the job.", blamed="use one that is open")
 
 CURES: Mapping[str, Cure] = {
+    ReasonCode.PREEMPTED: _AGAIN,
+    **{error.code: _AGAIN for error in (ConflictError, DeadlineExceededError, OverloadedError)},
+    **{error.code: _AGAIN for error in (ClusterUnavailableError, DatabaseUnavailableError)},
+    **{error.code: _OPERATOR for error in (UnauthenticatedError, ForbiddenError)},
     ReasonCode.OUT_OF_MEMORY: Cure(
         "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, lower the memory of each worker; `swiftkv "
         "plan` shows by how much.",
@@ -88,7 +92,6 @@ CURES: Mapping[str, Cure] = {
         "Checkpoints and data pass through the temporary directory of a machine: free its disk, or start its Ray node "
         "with TMPDIR on a larger one; then clone the job."
     ),
-    ReasonCode.PREEMPTED: _AGAIN,
     ReasonCode.NOT_PLACED: Cure(
         "Or add nodes with the resources that the cause names; then clone the job.", {"resources.num_workers": _less}
     ),
@@ -107,8 +110,6 @@ CURES: Mapping[str, Cure] = {
         "Update the Ray cluster's image to the control plane's version, and submit the job again.",
         blamed="leave it out if that image must stay",
     ),
-    UnauthenticatedError.code: _OPERATOR,
-    ForbiddenError.code: _OPERATOR,
     OverQuotaError.code: Cure(
         "`swiftkv quota` shows the tenant's quotas; the operator can raise them.", {"resources.num_workers": _less}
     ),
@@ -118,16 +119,11 @@ CURES: Mapping[str, Cure] = {
         {"resources.num_workers": _less},
     ),
     NotFoundError.code: Cure("Or restore it; then clone the job.", blamed="use one that exists"),
-    ConflictError.code: _AGAIN,
     StorageError.code: Cure(
         "Check that the object store answers and has space (`swiftkv doctor`); then clone the job, with training.from "
         "set to its last checkpoint (JOB:STEP) if there is one.",
         _RETRIES,
     ),
-    ClusterUnavailableError.code: _AGAIN,
-    DatabaseUnavailableError.code: _AGAIN,
-    OverloadedError.code: _AGAIN,
-    DeadlineExceededError.code: _AGAIN,
     TrainingError.code: Cure("`swiftkv jobs logs JOB` says more; clone the job with the change."),
     LossNotFiniteError.code: Cure(
         "If the loss diverges in the first steps, a longer optimizer.warmup_ratio helps.",

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, UnauthenticatedError
 from swiftkv_platform.security.operator_files import OperatorFile
@@ -55,9 +55,7 @@ class ApiKey(Principal):
         return self.expires_at is not None and now >= self.expires_at
 
 
-class _KeyFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _KeyFile(BaseModel, extra="forbid"):
     keys: list[ApiKey] = []
 
 

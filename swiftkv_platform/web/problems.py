@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from swiftkv_platform.errors import (
@@ -65,10 +65,8 @@ _LONGEST_VALUE = 500
 """Most bytes of a refused value that the answer repeats."""
 
 
-class FieldProblem(BaseModel):
+class FieldProblem(BaseModel, use_attribute_docstrings=True):
     """One field that was refused."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     field: str | None
     """Dotted path, such as `swiftkv.num_key_value_layers`; null for the request as a whole."""
@@ -78,10 +76,8 @@ class FieldProblem(BaseModel):
     """Statement of what is wrong, and of what is accepted."""
 
 
-class Problem(BaseModel):
+class Problem(BaseModel, use_attribute_docstrings=True):
     """RFC 9457 problem details."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     type: str
     """`urn:swiftkv:problem:` followed by `code`."""
@@ -196,10 +192,8 @@ def is_anthropics(path: str) -> bool:
     return _ANTHROPIC in path
 
 
-class OpenAIError(BaseModel):
+class OpenAIError(BaseModel, use_attribute_docstrings=True):
     """An error in OpenAI's format."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
     type: str

@@ -239,10 +239,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
     ("fields", "param", "reason"),
     [
         ({"previous_response_id": "r"}, "previous_response_id", "'r'.*send the whole conversation as input"),
-        ({"extra_body": {"conversation": "c"}}, "conversation", "send the whole conversation as input"),
-        ({"background": True}, "background", "wait for the answer, or stream it"),
         ({"include": ["message.output_text.logprobs"]}, "include", "available from /v1/chat/completions only"),
-        ({"truncation": "auto"}, "truncation", "truncate_prompt_tokens keeps the end"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "accepted here: message, function_call"),
         ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content", "part 0 is of type 'input_image'"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input.0", "arguments is missing"),
@@ -289,10 +286,10 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"tool_choice": {"type": "any"}}, "tool_choice.type", "'any', but there are no tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "name is required with type tool"),
         ({"stop_sequences": [""]}, "stop_sequences", "non-empty"),
-        ({"container": "c"}, "container", "code execution"),
-        *(
-            ({"context_management": {"edits": [{"type": edit}]}}, "context_management", "are not shortened")
-            for edit in ("clear_tool_uses_20250919", "clear_thinking_20251015")
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+            "context_management",
+            "not shortened",
         ),
         ({"stop": ["a"]}, "stop", "stop is not a field of /v1/messages"),
         ({"model": "other"}, "model", "is served here"),

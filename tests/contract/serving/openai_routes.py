@@ -161,14 +161,12 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
         for case in (
             ({"model": "other"}, "model", "is served here"),
             ({"temperature": -1.0}, "temperature", "from 0 to 2"),
-            ({"temperature": 3}, "temperature", "from 0 to 2"),
             ({"top_p": 1.5}, "top_p", "from 0 to 1"),
             ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
             ({"frequency_penalty": 1e39}, "frequency_penalty", "from -2 to 2"),
             ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
             ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
             ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
-            ({"best_of": 3}, "best_of", "only the value of n"),
             ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
             ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
             ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
@@ -182,17 +180,13 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
         (chat, *case)
         for case in (
             ({"max_tokens": 0}, "max_tokens", "at least 1"),
-            ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
-            ({"web_search_options": {}}, "web_search_options", "web search is not supported"),
             ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
-            ({"extra": {"echo": True}}, "echo", "only /v1/completions supports it"),
             (
                 {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
                 "chat_template_kwargs.add_generation_prompt",
                 "use the request's own fields",
             ),
             ({"extra": {"chat_template_kwargs": ["a"]}}, "chat_template_kwargs", "dictionary"),
-            ({"extra": {"bad_words": ["a"]}}, "bad_words", "logit_bias of -100 forbids tokens"),
             ({"extra": {"allowed_token_ids": [258]}}, "allowed_token_ids", "accepts 0..257"),
             ({"extra": {"allowed_token_ids": []}}, "allowed_token_ids", "at least one token"),
             ({"extra": {"continue_final_message": True}}, "body", "needs add_generation_prompt: false"),

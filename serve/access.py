@@ -130,15 +130,12 @@ class Gate:
 class Door(Middleware):
     """Authenticates and counts POST requests before any of the body is read."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        super().__init__(app)
-        self._gate = gate
-
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
             request = Request(scope)
+            gate: Gate = request.app.state.gate
             try:
-                request.state.caller = await self._gate.let_in(request)
+                request.state.caller = await gate.let_in(request)
             except SwiftKVError as error:
                 await response_to(error, request.url.path)(scope, receive, send)
                 return
@@ -178,20 +175,19 @@ async def get_caller(request: Request, _header: _Header) -> Caller:
 TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
-def get_viewer(request: Request, _header: _Header) -> bool:
-    """Whether the caller may see what is served."""
-    gate: Gate = request.app.state.gate
-    try:
-        gate.check_sees(request)
-    except (ForbiddenError, UnauthenticatedError):
-        return False
-    return True
-
-
 def check_viewer(request: Request, _header: _Header) -> None:
     """Call `Gate.check_sees`, and raise as it does."""
     gate: Gate = request.app.state.gate
     gate.check_sees(request)
+
+
+def get_viewer(request: Request, header: _Header) -> bool:
+    """Whether the caller may see what is served."""
+    try:
+        check_viewer(request, header)
+    except (ForbiddenError, UnauthenticatedError):
+        return False
+    return True
 
 
 Sees = Annotated[bool, Depends(get_viewer)]

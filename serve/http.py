@@ -104,12 +104,12 @@ def create_http_app(
     )
     add_docs(app)
     app.router.route_class = BodyRoute
-    app.state.gate = gate = Gate(key_ring, tenant)
+    app.state.gate = Gate(key_ring, tenant)
     app.state.bodies = _bodies(current, max_body_bytes)
     app.add_middleware(InputGuard)
     # The middleware added last runs first: requests refused for their size have been authenticated and counted.
     app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0])
-    app.add_middleware(Door, gate=gate)
+    app.add_middleware(Door)
     if key_ring is None:
         app.add_middleware(HostGuard, allowed=allowed_hosts)
     app.add_middleware(AnswerHeaders, replica=current.replica)

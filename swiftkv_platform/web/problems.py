@@ -131,16 +131,6 @@ def problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str,
     return headers
 
 
-def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return an `application/problem+json` response; `headers` override the default ones of its status."""
-    return AsciiJSON(
-        problem.model_dump(),
-        status_code=problem.status,
-        headers={**problem_headers(problem.status), **(headers or {})},
-        media_type="application/problem+json",
-    )
-
-
 class AsciiJSON(JSONResponse):
     """JSON in ASCII only: errors repeat what was sent, which may hold text that UTF-8 cannot encode."""
 
@@ -232,14 +222,16 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
 
 
 def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the error response in the format of its path: OpenAI's, Anthropic's or a problem document."""
+    """Return the error response in the format of its path: OpenAI's, Anthropic's or a problem document. `headers`
+    override the default ones of its status."""
+    headers = {**problem_headers(problem.status), **(headers or {})}
     if _OPENAI not in problem.instance:
-        return problem_response(problem, headers)
+        return AsciiJSON(problem.model_dump(), problem.status, headers, "application/problem+json")
     # OpenAI and Anthropic answer bad input with 400.
     bad_input = problem.status == HTTPStatus.UNPROCESSABLE_ENTITY
     status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
     body = (anthropic_error if is_anthropics(problem.instance) else openai_error)(problem)
-    return AsciiJSON(body, status, {**problem_headers(problem.status), **(headers or {})})
+    return AsciiJSON(body, status, headers)
 
 
 def response_to(error: SwiftKVError, path: str) -> JSONResponse:

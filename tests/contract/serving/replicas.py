@@ -5,12 +5,15 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.current import Current, ModelCard, Version
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 
@@ -41,3 +44,21 @@ def save_chat_model(directory: Path, context: int, template: str) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def publish(tmp_path: Path, name: str) -> Path:
+    """Publish the directory `name` as an artifact in a directory store; return its path there."""
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, tmp_path / name, name, kind="artifact", lineage={}, metrics={})
+    return tmp_path / "store" / name
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A published SwiftKV model."""
+    save_swiftkv(tmp_path / "model")
+    return publish(tmp_path, "model")
+
+
+def digest(artifact: Path) -> str:
+    return manifest_digest(read_manifest(open_store(str(artifact)), ""))

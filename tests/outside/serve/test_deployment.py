@@ -21,23 +21,14 @@ from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.versions import Swaps, load_version
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.contract.serving.generate import greedy
-from tests.contract.serving.replicas import asgi_client
+from tests.contract.serving.replicas import artifact, asgi_client, digest
 from tests.unit.engine.tiny_models import save_swiftkv
+
+__all__ = ["artifact"]
 
 ENGINE = {"backend": "vllm", "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_bytes": 4 << 20}
 LONG = {"prompt": [1, 2, 3], "max_tokens": 50, "temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    """A published SwiftKV model in a directory store."""
-    save_swiftkv(tmp_path / "model")
-    store = open_store(str(tmp_path / "store"))
-    publish_directory(store, tmp_path / "model", "a", kind="artifact", lineage={}, metrics={})
-    return tmp_path / "store" / "a"
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
     await swaps.want(document(artifact, "one", **ENGINE))
     assert current.version.engine.backend == "vllm"
     health = (await client.get("/health")).json()
-    assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifact)), ""))
+    assert health["manifest_digest"] == digest(artifact)
     assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     for name, engine in (("two", {"backend": "native"}), ("three", {**ENGINE, "max_num_seqs": 2})):
         before = current.version

@@ -31,11 +31,12 @@ from swiftkv_platform.serve.versions import Loaded, choose_backend, load, load_v
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from tests.contract.serving.replicas import artifact, digest, publish
 from tests.support.checkpoints import rewrite
 from tests.support.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
+from tests.unit.engine.tiny_models import make_model, save_dense
+
+__all__ = ["artifact"]
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 REPLICA = ReplicaArgs(id="dep_1")
@@ -273,30 +274,12 @@ def served(artifact_uri: Path, **options: Any) -> Served:
     return Served(model="mdl_1", artifact_uri=str(artifact_uri), **options)
 
 
-def publish(tmp_path: Path, name: str) -> Path:
-    """Publish the directory `name` as an artifact in a directory store; return its path there."""
-    store = open_store(str(tmp_path / "store"))
-    publish_directory(store, tmp_path / name, name, kind="artifact", lineage={}, metrics={})
-    return tmp_path / "store" / name
-
-
-@pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    """A published SwiftKV model."""
-    save_swiftkv(tmp_path / "model")
-    return publish(tmp_path, "model")
-
-
 @pytest.fixture
 def adapter(artifact: Path, tmp_path: Path) -> Path:
     """The artifact exported as an adapter of a base in `own`, and published."""
     make_model().save_pretrained(tmp_path / "own" / "base")
     export_adapter(tmp_path / "model", tmp_path / "adapter", base=tmp_path / "own" / "base")
     return publish(tmp_path, "adapter")
-
-
-def digest(artifact: Path) -> str:
-    return manifest_digest(read_manifest(open_store(str(artifact)), ""))
 
 
 def answered(loaded: Loaded) -> Any:

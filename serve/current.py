@@ -29,19 +29,12 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.05
 _BYTES_PER_TOKEN = 64
 """Approximate bytes of a log-probability in a response, by which its rendering is scheduled like a text's reading."""
-MAX_BODY_BYTES = REPLICA_BODY_BYTES.default
-"""Most bytes of a request body, unless the deployment sets another limit; a larger one gets 413."""
 BASE_BODY_BYTES = 1 << 20
 """Bytes allowed for anything but prompts: stop strings, schemas, names, spaces."""
 NUM_LONGEST_PROMPTS = 8
 """Prompts of the longest text that fit into one body; there may be more shorter ones."""
 ESCAPED_BYTES = 6
 """Most bytes that JSON takes for one byte of text."""
-MAX_PROMPT_VALUES = REPLICA_TOKEN_IDS.default
-"""Most token ids of one body, or one full context if that is longer; other values come on top."""
-_OTHER_VALUES = REPLICA_BODY_VALUES.default
-_MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
-"""Most values of a body while no model is loaded."""
 
 
 class ModelCard(FrozenModel):
@@ -98,8 +91,9 @@ class Version:
         """Most bytes and most values of a request body, as its context requires."""
         text = self.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
         max_model_len = self.engine.model.context_length
-        of_all = min(max_model_len * self.engine.max_sequences, MAX_PROMPT_VALUES)
-        return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES), _OTHER_VALUES + max(max_model_len, of_all)
+        of_all = min(max_model_len * self.engine.max_sequences, REPLICA_TOKEN_IDS.default)
+        num_values = REPLICA_BODY_VALUES.default + max(max_model_len, of_all)
+        return min(BASE_BODY_BYTES + text, REPLICA_BODY_BYTES.default), num_values
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -213,7 +207,9 @@ class Current:
         """Most bytes and most values of a request body, for the models served now."""
         served = () if self._version is None else (self._version, self._version.candidate)
         limits = [version.body_limits for version in served if version is not None]
-        most_bytes, most_values = zip(*limits, strict=True) if limits else ([MAX_BODY_BYTES], [_MOST_VALUES])
+        if not limits:
+            return REPLICA_BODY_BYTES.default, REPLICA_BODY_VALUES.default + REPLICA_TOKEN_IDS.default
+        most_bytes, most_values = zip(*limits, strict=True)
         return max(most_bytes), max(most_values)
 
     @contextmanager

@@ -48,11 +48,6 @@ def _within(limits: Range, asked: Any) -> float:
     return limits.nearest(asked) if isinstance(asked, int) else 1
 
 
-def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
-    """Load of one replica; 1 is full."""
-    return max(waiting_steps / FULL_WAITING_STEPS, kv_cache_usage / FULL_KV_CACHE_USAGE)
-
-
 def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
     """Serve's policy: return the number of replicas that carry the load at 1 each. Serve applies bounds and delays.
     `context`: `ray.serve.config.AutoscalingContext`."""
@@ -61,7 +56,10 @@ def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
     requests = context.total_num_requests or 0.0
     if not usage:
         return _replicas(requests / FALLBACK_ONGOING_REQUESTS), {}
-    loads = [replica_load(waiting.get(replica, 0.0), share) for replica, share in usage.items()]
+    loads = [  # by replica; 1 is full
+        max(waiting.get(replica, 0.0) / FULL_WAITING_STEPS, share / FULL_KV_CACHE_USAGE)
+        for replica, share in usage.items()
+    ]
     # Replicas that have just started report nothing yet; they are assumed to be as loaded as the others.
     load = sum(loads) / len(loads) * max(context.current_num_replicas, len(loads))
     return max(_replicas(load), int(requests > 0)), {}

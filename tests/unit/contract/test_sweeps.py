@@ -107,45 +107,32 @@ def test_without_a_point_within_the_budget_none_is_taken() -> None:
     assert report.points[0].on_frontier
 
 
-def replicas(*loads: tuple[float, float], running: int | None = None, requests: float = 1.0) -> int:
-    """Replicas that the policy wants, given (steps of waiting prompts, share of the cache in use) of each replica."""
+@pytest.mark.parametrize(
+    ("loads", "running", "requests", "wanted"),
+    [
+        ([(0.0, 0.1)], 1, 1.0, 1),
+        ([(4.0, 0.1)], 1, 1.0, 1),
+        ([(8.0, 0.1)], 1, 1.0, 2),  # twice the waiting prompt tokens that one replica should have
+        ([(0.0, 0.9)], 1, 1.0, 2),  # nothing waits, but the cache is nearly full
+        ([(6.0, 0.1), (6.0, 0.1)], 2, 1.0, 3),
+        ([(0.0, 0.1), (0.0, 0.1)], 2, 1.0, 1),
+        ([(8.0, 0.1)], 2, 1.0, 4),  # the other replica has not reported yet, and counts as this one
+        ([], 0, 1.0, 1),  # without reports, requests decide
+        ([], 0, 17.0, 3),
+        ([], 0, 0.0, 0),
+        ([(0.0, 0.0)], 1, 0.0, 0),
+        ([(0.0, 0.0)], 1, 1.0, 1),
+    ],
+)
+def test_what_waits_and_what_is_held_decide(
+    loads: list[tuple[float, float]], running: int, requests: float, wanted: int
+) -> None:
+    """Loads: steps of waiting prompts, and share of the cache in use, of each replica."""
     metrics = {
         WAITING_STEPS: {number: waiting for number, (waiting, _) in enumerate(loads)},
         KV_CACHE_USAGE: {number: usage for number, (_, usage) in enumerate(loads)},
     }
     context = SimpleNamespace(
-        aggregated_metrics=metrics if loads else {},
-        total_num_requests=requests,
-        current_num_replicas=len(loads) if running is None else running,
+        aggregated_metrics=metrics if loads else {}, total_num_requests=requests, current_num_replicas=running
     )
-    return replicas_by_load(context)[0]
-
-
-@pytest.mark.parametrize(
-    ("loads", "wanted"),
-    [
-        ([(0.0, 0.1)], 1),
-        ([(4.0, 0.1)], 1),
-        ([(8.0, 0.1)], 2),  # twice the waiting prompt tokens that one replica should have
-        ([(0.0, 0.9)], 2),  # nothing waits, but the cache is nearly full
-        ([(6.0, 0.1), (6.0, 0.1)], 3),
-        ([(0.0, 0.1), (0.0, 0.1)], 1),
-    ],
-)
-def test_what_waits_and_what_is_held_decide(loads: list[tuple[float, float]], wanted: int) -> None:
-    assert replicas(*loads) == wanted
-
-
-def test_replicas_that_say_nothing_yet_count_as_the_others() -> None:
-    assert replicas((8.0, 0.1), running=2) == 4
-
-
-def test_without_reports_requests_decide() -> None:
-    assert replicas(requests=1.0) == 1
-    assert replicas(requests=17.0) == 3
-
-
-def test_nobody_needs_no_replica() -> None:
-    assert replicas(requests=0.0) == 0
-    assert replicas((0.0, 0.0), requests=0.0) == 0
-    assert replicas((0.0, 0.0), requests=1.0) == 1
+    assert replicas_by_load(context)[0] == wanted

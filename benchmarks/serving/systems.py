@@ -136,7 +136,7 @@ async def _play(engine: LLMEngine, requests: Sequence[Request], prompts: Prompts
         await asyncio.sleep(max(start + request.arrival - time.perf_counter(), 0.0))
         params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
         times: list[float] = []
-        async for output in server.generate(prompt, params):
+        async for output in await server.submit(prompt, params):
             times += [time.perf_counter() - start] * (len(output.token_ids) - len(times))
         assert len(times) == request.num_output_tokens, f"{len(times)} tokens for {request}"
         return RequestTimes(request.arrival, request.num_input_tokens, tuple(times))

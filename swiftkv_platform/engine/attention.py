@@ -146,7 +146,6 @@ def _widened(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read keys and values in one part."""
     parts = context.parts(first, end)
     if len(parts) == 1:
         return parts[0]
@@ -290,7 +289,6 @@ def _softmax_part(
 
 
 def _merge(parts: list[Part]) -> torch.Tensor:
-    """Merge the outputs for parts of a context into the output for the whole."""
     if len(parts) == 1:
         return parts[0][0]
     sums = torch.stack([part_sums for _, part_sums in parts])  # [num_parts, 1, num_heads, num_queries]

@@ -29,7 +29,6 @@ class Span:
     """Tokens of a sequence with their positions."""
 
     positions: Sequence[int]
-    """Positions in the sequence, ascending."""
     block_table: BlockTable
     token_ids: Sequence[int] = ()
     """Token ids; empty if the tokens' hidden states are known."""
@@ -99,7 +98,7 @@ def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tenso
         position_ids=layout.position_ids,
         rotation=decoder.rotations(hidden, layout.position_ids),
         masks=Masks((None,) * decoder.layer_map.num_hidden_layers),
-        past_key_values=cache.at(layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
+        past_key_values=StepCache(cache, layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
         layer_arguments={"paged": layout.attention},
     )
 
@@ -244,7 +243,6 @@ class PagedAttention:
     varlen: VarlenCall | None = None
     """Call over block tables; None if contexts are read in runs."""
     _selections: dict[tuple[int, ...], PagedAttention] = field(default_factory=dict, compare=False)
-    """Cache of selections."""
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
     """Cache of spans by window, shared by all layers."""
 
@@ -414,6 +412,11 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
 def share(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
     """`shared_key_values` of a step: write K and V from x of all rows, and return what the cache holds by group."""
     write_shared(decoder, x, context, range(x.shape[1]))
+    return read_shared(decoder, context)
+
+
+def read_shared(decoder: Any, context: DecoderContext) -> list[Any]:
+    """Return what the cache holds of each group of layers >= l."""
     cache: Any = context.past_key_values
     layer_map = decoder.layer_map
     return [cache.read(layer_map.num_key_value_layers + group) for group in range(len(layer_map.leaders))]
@@ -473,7 +476,6 @@ class DeepRows:
     deep: Sequence[int] | None
     """Places of the deep rows among those that run; None: all."""
     rows: tuple[int, ...]
-    """The deep rows."""
 
     @classmethod
     def of(cls, decoder: Any, context: DecoderContext, rows: Sequence[int], deep: AbstractSet[int]) -> DeepRows:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv_platform.model.tokenizers import steps
 
@@ -207,7 +207,8 @@ class Vocabulary:
             self._added = {one: token.content for one, token in backend.get_added_tokens_decoder().items()}
             self._steps = {step["type"]: step for step in steps(backend.decoder)}
         is_byte_level = "ByteLevel" in self._steps or hasattr(tokenizer, "byte_decoder")
-        self._byte_level = _byte_level() if is_byte_level else {}
+        characters = bytes_to_unicode() if is_byte_level else {}
+        self._byte_level = {character: bytes([byte]) for byte, character in characters.items()}
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that the token adds to a text, which may be part of a character. Empty for an unknown
@@ -246,14 +247,3 @@ class Vocabulary:
     def _decoded(self, token_id: int) -> bytes:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text.encode()
-
-
-def _byte_level() -> dict[str, bytes]:
-    """Return the bytes by the characters that represent them in byte-level vocabularies: printable ones represent
-    themselves, the others are numbered from U+0100 on."""
-    alphabet = ByteLevel.alphabet()
-    printable = {ord(character) for character in alphabet if ord(character) < 256}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): bytes([byte]) for byte in printable} | {
-        chr(256 + at): bytes([byte]) for at, byte in enumerate(others)
-    }

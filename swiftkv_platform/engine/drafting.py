@@ -55,9 +55,7 @@ class DraftCosts:
     lower: float
     """Cost of the layers below l, which run alone for a draft of the exit head."""
     exit_head: float
-    """Cost of one evaluation of the exit head."""
     row: float
-    """Cost of one more token in a pass."""
     max_step_tokens: int
     """A step with more tokens is bound by arithmetic, so that each token costs time and nothing is drafted."""
 
@@ -120,11 +118,6 @@ class Reliability:
         self._own = max(-MOST_SHIFT, min(MOST_SHIFT, self._own + self._rate * step))
         if self.common:
             self.common._learn(step)
-
-
-def common_reliability() -> Reliability:
-    """Make the reliability of an engine's exit head, which learns and forgets slowly."""
-    return Reliability(0.1, 0.999)
 
 
 class PromptLookup:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ulid import ULID
@@ -53,7 +53,6 @@ class EngineFrontend(ABC):
     """An engine for coroutines of one event loop; a subclass starts and aborts admitted requests."""
 
     backend: Backend
-    """Name of the engine in a deployment."""
 
     def __init__(
         self, config: EngineConfig, model: ModelDescription, reader: RequestReader, grammars: GrammarCompiler
@@ -63,7 +62,6 @@ class EngineFrontend(ABC):
         self.reader = reader
         self.grammars = grammars
         self.readers = Readers(self.max_sequences)
-        """Threads for tokenizing and detokenizing for callers."""
         self._compilers = FairThreads(grammar_compiling.MAX_COMPILING, "grammars", of_one=1)
         self._compiling = FairLimit(MAX_COMPILING, "grammars", "are being compiled")
         self._allowances: OrderedDict[Sender, Allowance] = OrderedDict()
@@ -88,23 +86,6 @@ class EngineFrontend(ABC):
     @abstractmethod
     async def _stop(self) -> None:
         """Stop the engine, after its streams have ended."""
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Submit a request and yield its outputs; closing the generator (`aclose` or cancellation) aborts it."""
-        stream = await self.submit(prompt, params, request_id, priority=priority, tenant=tenant)
-        try:
-            async for output in stream:
-                yield output
-        finally:
-            stream.close()
 
     async def submit(
         self,
@@ -266,7 +247,7 @@ class EngineFrontend(ABC):
         allowance = self._allowance(sender)
         allowance.check(wanted.name)
         constraint = self.grammars.find(wanted) or await self._compiled(wanted, sender)
-        constraint.charge(allowance)
+        constraint.work.allowance = allowance
         return constraint
 
     def _allowance(self, sender: Sender) -> Allowance:
@@ -280,7 +261,7 @@ class EngineFrontend(ABC):
         allowance = self._allowance(sender)
 
         def compile_grammar() -> Constraint:
-            self.grammars.prepare(wanted)
+            self.grammars.vocabulary(wanted)  # once for all grammars, and charged to nobody
             began = time.monotonic()
             try:
                 return self.grammars.compile(wanted)
@@ -314,7 +295,6 @@ class EngineFrontend(ABC):
 _WINDOW = 32
 """Number of departures remembered: enough to smooth answers that end together, few enough to follow the load."""
 _ENOUGH = 4
-"""Minimum departures for an estimate."""
 
 
 class Departures:

@@ -29,10 +29,8 @@ STACK_BYTES = 256 << 20
 """Stack of a compiling thread; address space, not memory. A chain of references takes up to 7 KB per link: see
 `max_grammar_bytes`."""
 _MEMORY_BYTES = 2 << 30
-"""Address space of the trial process."""
 _START_S = 60.0
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
-"""Characters with a meaning in a regular expression."""
 
 _stack_lock = threading.Lock()
 

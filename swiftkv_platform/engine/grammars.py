@@ -134,26 +134,17 @@ class Constraint:
     def __init__(self, matcher: Any, name: str, first: bytes, work: Work | None = None) -> None:
         self._matcher = matcher
         self.name = name
-        """Field of the request that contains the grammar."""
         self._first = first
         """Tokens that may begin an answer, in the format of `allowed`."""
         self.work = Work() if work is None else work
         """CPU time of following the grammar, shared by all answers of the request."""
         self._consumed: list[int] = []
 
-    def fresh(self, name: str) -> Constraint:
-        """Return a constraint with the same grammar for another request, whose field is `name`."""
+    def copy(self, name: str, work: Work | None = None) -> Constraint:
+        """Return an unused constraint with the same grammar, for the field `name`. `work`: that of other answers of the
+        same request; None: it is for another request."""
         assert not self._consumed, "a constraint in use is no template"
-        return Constraint(self._matcher.deep_copy(), name, self._first)
-
-    def sibling(self) -> Constraint:
-        """Return a constraint with the same grammar for another answer of the same request."""
-        assert not self._consumed, "a constraint in use is no template"
-        return Constraint(self._matcher.deep_copy(), self.name, self._first, self.work)
-
-    def charge(self, allowance: Allowance) -> None:
-        """Charge its work to a caller's allowance too."""
-        self.work.allowance = allowance
+        return Constraint(self._matcher.deep_copy(), name, self._first, work)
 
     @property
     def failure(self) -> str | None:
@@ -219,7 +210,6 @@ def _num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
 Key = tuple[str, str, bool]
 
 MAX_COMPILING = 2
-"""Maximum number of grammars that are compiled at the same time."""
 _places = threading.Semaphore(MAX_COMPILING)
 _trials = [Trial() for _ in range(MAX_COMPILING)]
 """Idle trials, one for each place. Their processes start when they are needed, and end with this one."""
@@ -248,12 +238,7 @@ class GrammarCompiler:
             if template is None:
                 return None
             self._kept.move_to_end(_key(wanted))
-            return template.fresh(wanted.name)
-
-    def prepare(self, wanted: StructuredOutputs) -> None:
-        """Make what all grammars need. Blocks, the first time for up to a second. Raises `InvalidInputError`: the model
-        lacks a tokenizer or an end-of-sequence token."""
-        self._llguidance_tokenizer(wanted)
+            return template.copy(wanted.name)
 
     def compile(self, wanted: StructuredOutputs) -> Constraint:
         """Compile a constraint for an answer. Blocks.
@@ -269,13 +254,13 @@ class GrammarCompiler:
         size = len(wanted.text.encode())
         if size > self._max_bytes:
             raise wanted.refusal(f"has {size} bytes; max_grammar_bytes is {self._max_bytes}")
-        vocabulary = self._llguidance_tokenizer(wanted)
+        vocabulary = self.vocabulary(wanted)
         template = self._compile_aside(wanted, vocabulary)
         with self._kept_lock:
             self._kept[_key(wanted)] = template
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-            return template.fresh(wanted.name)
+            return template.copy(wanted.name)
 
     def _compile_aside(self, wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
         """Compile in another thread, after a trial in a process, and wait for at most `grammar_timeout_s`."""
@@ -319,8 +304,9 @@ class GrammarCompiler:
     def _too_slow(self, wanted: StructuredOutputs) -> InvalidInputError:
         return wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
 
-    def _llguidance_tokenizer(self, wanted: StructuredOutputs) -> Any:
-        """Return llguidance's tokenizer, made once: with a large vocabulary that takes a second."""
+    def vocabulary(self, wanted: StructuredOutputs) -> Any:
+        """Return llguidance's tokenizer, made once: with a large vocabulary that takes a second. Raises
+        `InvalidInputError`: the model lacks a tokenizer or an end-of-sequence token."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._new_vocabulary(wanted)
@@ -350,7 +336,6 @@ def _whitespace(wanted: StructuredOutputs) -> str | None:
 
 
 def _compile(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
-    """Compile a grammar. Raises `InvalidInputError`."""
     try:
         made, first = matcher(vocabulary, wanted.kind, wanted.text, _whitespace(wanted))
     except ValueError as error:

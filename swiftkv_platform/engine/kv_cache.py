@@ -35,7 +35,6 @@ class StorageFormat:
     """Dtypes in which cached numbers are stored and read."""
 
     computed: torch.dtype
-    """Dtype in which the model computes."""
     stored: torch.dtype
     """Dtype of the cache's tensors; uint8 if it is quantised."""
     payload: torch.dtype | None = None
@@ -134,16 +133,6 @@ class KVCache:
             for first, second in shapes
         ]
 
-    def at(self, slots: torch.Tensor, contexts: Sequence[Run] | torch.Tensor) -> StepCache:
-        """Return the cache for the forward pass of a step.
-
-        Args:
-            slots: slots of the step's tokens, [num_tokens].
-            contexts: runs of all sequences' contexts, one after another, or their blocks; only used if the model
-                expands the cache's contents.
-        """
-        return StepCache(self, slots, contexts)
-
 
 @dataclass(frozen=True)
 class StepCache:
@@ -151,7 +140,9 @@ class StepCache:
 
     cache: KVCache
     slots: torch.Tensor
+    """Slots of the step's tokens, [num_tokens]."""
     contexts: Sequence[Run] | torch.Tensor
+    """Runs or blocks of all sequences' contexts, only used if the model expands the cache's contents."""
 
     def update(
         self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object

@@ -52,7 +52,6 @@ class LLMEngine:
         self._leader = leader
         self.description: ModelDescription = loaded
         self.max_model_len = loaded.context_length
-        """Maximum number of tokens of prompt and answer together."""
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' tokenizer; None if the model's directory has none."""
@@ -64,9 +63,7 @@ class LLMEngine:
             self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))
         cache = self._runner.cache
         self.num_blocks = cache.num_blocks
-        """Number of blocks of the KV cache."""
         self.block_size = cache.block_size
-        """Number of tokens of a block."""
         self._blocks = BlockManager(
             self.num_blocks,
             self.block_size,
@@ -133,38 +130,31 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        caller: str = "",
-        constraint: Constraint | None = None,
     ) -> str:
         """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
         outside the vocabulary, a request id in use, parameters that this model cannot serve, a request that the KV
-        cache can never hold, or a constraint that cannot be compiled.
-
-        Args:
-            priority: lower goes first; among equals, first come, first served.
-            tenant: prefixes are reused only within a tenant.
-            caller: key of the tenant; tenants, and the keys of each, get fair shares of the time.
-            constraint: `params.structured_outputs` compiled by `grammars`; None compiles it now.
-        """
+        cache can never hold, or a constraint that cannot be compiled."""
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
         check_unused(request_id, self._running)
         self.reader.check(prompt, params)
         request = self.reader.read(prompt, params)
-        if constraint is None and params.structured_outputs is not None:
-            constraint = self.grammars.compile(params.structured_outputs)
-        self.add_read_request(
-            request, request_id, priority=priority, sender=Sender(tenant, caller), constraint=constraint
-        )
+        wanted = params.structured_outputs
+        constraint = None if wanted is None else self.grammars.compile(wanted)
+        self.add_read_request(request, request_id, priority=0, sender=Sender(), constraint=constraint)
         return request_id
 
     def add_read_request(
         self, request: ReadRequest, request_id: str, *, priority: int, sender: Sender, constraint: Constraint | None
     ) -> None:
-        """Queue a request from `reader`; `constraint` is compiled. Raises `InvalidInputError`: the id is in use."""
+        """Queue a request from `reader`. Raises `InvalidInputError`: the id is in use.
+
+        Args:
+            priority: lower goes first; among equals, first come, first served.
+            sender: prefixes are reused only within its tenant; tenants, and the keys of each, get fair shares of the
+                time.
+            constraint: the request's `structured_outputs`, compiled by `grammars`.
+        """
         check_unused(request_id, self._running)
         sequences = self.reader.sequences(request_id, request, priority=priority, sender=sender, constraint=constraint)
         first, *others = sequences
@@ -298,6 +288,5 @@ def _one_for_each(
 
 
 def _gathered(samples: list[RequestOutput]) -> RequestOutput:
-    """Combine a request's samples into one output."""
     samples.sort(key=lambda output: output.index)
     return replace(samples[0], samples=tuple(samples)) if len(samples) > 1 else samples[0]

@@ -40,7 +40,6 @@ class ModelDescription:
     tokenizer: Any | None
     """Tokenizer; None if the directory has none, so that only prompts of token ids can be served."""
     eos_token_ids: frozenset[int]
-    """Tokens that end an answer."""
     context_length: int
     """Maximum tokens of prompt and answer together: `max_model_len`, or the model's number of positions."""
 

@@ -98,7 +98,9 @@ def _num_blocks(
     if config.kv_cache_bytes is None:
         wanted = wanted_blocks(loaded, config, block_size)
         if device.type == "cuda":
-            return min(wanted, worst_step_blocks(config, block_size))  # `measured_blocks` gives the final number
+            # An upper bound for a step of `max_num_batched_tokens` tokens; `measured_blocks` gives the final number.
+            num_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
+            return min(wanted, config.max_num_batched_tokens // block_size + num_sequences + 1)
         available: int = psutil.virtual_memory().available
         return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
@@ -115,11 +117,6 @@ def wanted_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) ->
     return config.max_num_seqs * -(-loaded.context_length // block_size)
 
 
-def worst_step_blocks(config: EngineConfig, block_size: int) -> int:
-    """Return an upper bound on the blocks of a step of `max_num_batched_tokens` tokens of any number of sequences."""
-    return config.max_num_batched_tokens // block_size + min(config.max_num_seqs, config.max_num_batched_tokens) + 1
-
-
 @dataclass(frozen=True)
 class DeviceMemory:
     """Memory of a GPU in bytes, before and at the peak of the worst step."""
@@ -128,9 +125,7 @@ class DeviceMemory:
     free: int
     """Free before the step, after torch has released its reserve; weights and other processes' memory are in use."""
     allocated: int
-    """Allocated by torch before the step."""
     peak: int
-    """Maximum allocated by torch during the step."""
 
     @property
     def of_others(self) -> int:

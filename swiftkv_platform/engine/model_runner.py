@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +25,7 @@ from swiftkv_platform.engine.batch import (
     begin_pass,
     lay_out,
     make_batch,
+    read_shared,
     share,
     take,
     write_shared,
@@ -39,7 +39,7 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.speculative import (
     Drafting,
     ExitDrafts,
-    Exits,
+    RowLogits,
     accept,
     cut_at_first_error,
     draft_from_exit_head,
@@ -48,16 +48,6 @@ from swiftkv_platform.engine.speculative import (
     sampling_row,
 )
 from swiftkv_platform.model.context import DecoderContext
-
-
-@dataclass(frozen=True)
-class RowLogits:
-    """Logits of some rows of a batch."""
-
-    at: dict[int, int]
-    """Index in `values` by row of the batch."""
-    values: torch.Tensor
-    """Logits [num_rows, vocab_size], float32."""
 
 
 class ModelRunner:
@@ -125,7 +115,7 @@ class ModelRunner:
             context = self._begin(layout)
             drafted: torch.Tensor = self._decoder.lower(context)  # all are deep
             if not self._keeps_own:
-                self._share_all(drafted, context)
+                share(self._decoder, drafted, context)
             return drafted
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
@@ -134,19 +124,13 @@ class ModelRunner:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows, which keep their own. Returns
         the cache's contents by group; empty if deep tokens keep their own."""
         if not self._keeps_own:
-            return self._share_all(x, context)
+            return share(self._decoder, x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
         if others and isinstance(self._decoder, LeadingDecoder):
             self._decoder.write_shared(x, context, others)
         elif others:
             write_shared(self._decoder, x, context, others)
         return ()
-
-    def _share_all(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Any]:
-        if isinstance(self._decoder, LeadingDecoder):
-            shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
-            return shared
-        return share(self._decoder, x, context)
 
     def _upper(
         self,
@@ -193,9 +177,7 @@ class ModelRunner:
             writer = DeepRows.of(self._decoder, context, range(len(rows)), writing)
             hidden = self._decoder.student_upper(hidden, context, deep=writer)
         else:
-            layer_map, cache = self._decoder.layer_map, context.past_key_values
-            shared = [cache.read(layer_map.cache_layer(leader)) for leader in layer_map.leaders]  # type: ignore[union-attr]
-            hidden = self._decoder.student_upper(hidden, context, shared=shared)
+            hidden = self._decoder.student_upper(hidden, context, shared=read_shared(self._decoder, context))
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _choose(
@@ -203,7 +185,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledSequence],
         batch: Batch,
         logits: RowLogits,
-        exits: Exits,
+        exits: RowLogits,
         drafts: ExitDrafts,
         results: list[StepResult],
     ) -> None:
@@ -222,7 +204,7 @@ class ModelRunner:
             owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
         if not at:
             return
-        values = torch.cat([logits.values, exits.logits]) if exits.at else logits.values
+        values = torch.cat([logits.values, exits.values]) if exits.at else logits.values
         values = take(values, at)  # [num_sequences and drafts, vocab_size]
         finite = values.sum(dim=-1).isfinite()
         tokens, finite = torch.stack([choose(values, rows), finite.long()]).tolist()

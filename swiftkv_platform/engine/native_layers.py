@@ -231,7 +231,6 @@ class _Heads:
 
     linear: NativeLinear
     query_at: int
-    """First output that is a query's."""
     key_at: int = -1
     """First output that is a key's, which those of the values follow; -1: the layer reads another's."""
 

@@ -101,9 +101,7 @@ class EngineState:
     """Load of an engine at a moment."""
 
     num_running: int
-    """Number of running sequences."""
     num_waiting: int
-    """Number of waiting sequences."""
     waiting_tokens: Mapping[Sender, int]
     """Number of prompt tokens not prefilled yet, by their senders."""
     num_preemptions: int
@@ -124,15 +122,12 @@ class StepResult:
     token_ids: list[int] = field(default_factory=list)
     """Next tokens: none while the prompt is prefilled, else one, or the accepted drafts and the one after them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry per token, if asked for."""
     num_draft_tokens: int = 0
-    """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
     """Number of drafts among `token_ids`, which are the first ones."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the next prompt tokens that have none yet."""
     exited: bool = False
-    """Whether the token was chosen at layer l."""
     num_skipped_tokens: int = 0
     """Number of tokens of this step that did not run through layers >= l."""
     error: str | None = None
@@ -148,7 +143,6 @@ EVENT_SHARE = 0.05
 EVENTS_MEASURED = 32
 """Number of events over which their cost is measured."""
 FIRST_EVENT_S = 0.0005
-"""Assumed cost of an event until it is measured."""
 
 
 class EventPace:

@@ -24,7 +24,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from swiftkv_platform.engine.batch import BypassRows, DeepRows, PagedAttention, begin_pass, place, share, write_shared
+from swiftkv_platform.engine.batch import (
+    BypassRows,
+    DeepRows,
+    PagedAttention,
+    begin_pass,
+    place,
+    read_shared,
+    share,
+    write_shared,
+)
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
@@ -101,20 +110,17 @@ class LeadingDecoder:
         self._decoder = decoder
         self._leader = leader
         self._x: torch.Tensor | None = None
-        self.embed_tokens, self.rotations = decoder.embed_tokens, decoder.rotations
-        self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
-        """Run the decoder's `lower`. The other ranks then run `shared_key_values` without another message, unless deep
+        """Run the decoder's `lower`. The other ranks then `share` without another message, unless deep
         tokens keep their own K and V."""
         deep = tuple(range(context.num_tokens)) if bypass is None else bypass.deep
         self._announce(context, context.hidden, upper=False, deep=deep)
         self._x = self._decoder.lower(context, bypass)
         return self._x
 
-    def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Any:
-        assert x is self._x, "it follows `lower`"
-        return share(self._decoder, x, context)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
 
     def student_upper(
         self,
@@ -242,9 +248,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
                 writer = DeepRows.of(decoder, context, rows, set(message.deep))
                 decoder.student_upper(hidden, context, kept=kept, deep=writer)
                 continue
-            stored = context.past_key_values
-            shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]
-            decoder.student_upper(hidden, context, kept=kept, shared=shared)
+            decoder.student_upper(hidden, context, kept=kept, shared=read_shared(decoder, context))
         else:
             x = decoder.lower(context, BypassRows.of(decoder, message.deep, context.num_tokens))
             if not keeps_own:

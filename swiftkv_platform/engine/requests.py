@@ -29,11 +29,9 @@ from swiftkv_platform.web.places import Sender
 
 R = TypeVar("R")
 NUM_SHORT = 2
-"""Number of threads for short texts."""
 LONG_BYTES = 1 << 16
 """Maximum bytes of a short text. Longer ones share a thread, so that only one at a time takes a tokenizer's memory."""
 Prompt = str | abc.Sequence[int]
-"""Text, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class RequestReader:
             bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
             self._silent = special_ids(self._tokenizer)
         self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
-        """Maximum bytes of a text to tokenize."""
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Check a request as far as possible without tokenizing. Raises `InvalidInputError`: an empty or too long
@@ -122,7 +119,10 @@ class RequestReader:
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
-        others = [None if constraint is None else constraint.sibling() for _ in range(params.n - 1)]
+        others = [
+            None if constraint is None else constraint.copy(constraint.name, constraint.work)
+            for _ in range(params.n - 1)
+        ]
         return [
             Sequence(
                 request_id,
@@ -196,7 +196,6 @@ class RequestReader:
         return self._known(self._eos_token_ids | frozenset(params.stop_token_ids))
 
     def _known(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
-        """Return those of the token ids that the model can generate."""
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def decoded(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -33,7 +33,6 @@ class SamplingRow:
     num_prompt_tokens: int
     constraint: Constraint | None = None
     excluded_token_ids: Collection[int] = ()
-    """Tokens that must not be chosen."""
 
 
 _Way = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]

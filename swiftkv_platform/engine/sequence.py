@@ -57,16 +57,13 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.seed = seed
-        """Seed of the sampling noise."""
         self.arrival = arrival
         """Number of the request in order of arrival."""
         self.priority = priority
-        """Lower goes first."""
         self.sender = sender
         self.constraint = constraint
         """This sequence's own constraint; None: its text is free."""
         self.token_ids = list(prompt_token_ids)
-        """Prompt and generated tokens."""
         self.block_table = BlockTable()
         self.num_computed_tokens = 0
         """Number of leading tokens whose KV is in the cache."""
@@ -87,7 +84,6 @@ class Sequence:
         self._error_field: str | None = None
         self._detokenizer = detokenizer
         self.stop_token_ids = stop_token_ids
-        """Tokens that end the answer."""
         self._excluded_token_ids = excluded_token_ids
         self._arrived = time.perf_counter()
         self._scheduled: float | None = None

@@ -22,7 +22,7 @@ from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out, take
 from swiftkv_platform.engine.drafting import (
     Draft,
     DraftCosts,
-    common_reliability,
+    Reliability,
     exit_head_pays,
     lookup_size,
     paying_drafts,
@@ -44,8 +44,9 @@ class Drafting:
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
-        self._reliability = {greedy: common_reliability() for greedy in (False, True)}
-        """Exit head's reliability, by greedy or not: its most probable token is right more often than a sampled one."""
+        self._reliability = {greedy: Reliability(0.1, 0.999) for greedy in (False, True)}
+        """Exit head's reliability, by greedy or not: its most probable token is right more often than a sampled one. It
+        learns and forgets slowly."""
 
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
@@ -97,7 +98,6 @@ class ExitDrafts:
     """Drafts of the exit head in a step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Drafted tokens by index into the schedule, for sequences with drafts."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     """x of each pass, [1, num_drafts, hidden_size]."""
     rows: dict[int, list[int]] = field(default_factory=dict)
@@ -221,23 +221,23 @@ def _num_weights(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Exits:
-    """Sequences of a step whose next token the exit head chooses."""
+class RowLogits:
+    """Logits of some rows of a batch, or of some sequences of the schedule."""
 
     at: dict[int, int]
-    """Row of `logits` by index into the schedule."""
-    logits: torch.Tensor
-    """Logits of the exit head [num_exits, vocab_size], float32."""
+    """Index in `values` by row or sequence."""
+    values: torch.Tensor
+    """[num_rows, vocab_size], float32."""
 
 
-def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> Exits:
-    """Find the sequences in mode `threshold` for which the exit head is confident enough, given x [1, num_tokens,
-    hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer, so exiting
-    there costs later tokens nothing. Source: paper, appendix E."""
+def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> RowLogits:
+    """Return the exit head's logits of the sequences in mode `threshold` for which it is confident enough, given x [1,
+    num_tokens, hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer,
+    so exiting there costs later tokens nothing. Source: paper, appendix E."""
     asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.exits_when_sure]
     if not asking:
-        return Exits({}, x.new_empty(0))
+        return RowLogits({}, x.new_empty(0))
     logits = model.exit_logits(take(x[0], [batch.next_token_rows[index][0] for index in asking])).float()
     confidences = _confidences(logits, [scheduled[index].sequence for index in asking])
     sure = [row for row, confidence in enumerate(confidences) if confidence]
-    return Exits({asking[row]: at for at, row in enumerate(sure)}, take(logits, sure))
+    return RowLogits({asking[row]: at for at, row in enumerate(sure)}, take(logits, sure))

@@ -69,9 +69,7 @@ def lay_out(model: Any, *, native: bool = False) -> None:
     for module in list(decoder.modules()):
         for siblings in _siblings(module):
             _fuse(module, siblings, make_linear)
-    norm_class = type(decoder.norm)
-    offset = model.config.family.norm_offset
-    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+    _replace_norms(model)
     if make_linear is not _Linear:
         embedding = decoder.embed_tokens.weight
         _replace(
@@ -104,7 +102,6 @@ def _pack_heads(model: Any, arena: Arena) -> None:
 
 
 MakeLinear = Callable[[Any, torch.Tensor | None], Any]
-"""Weight and bias to a module that multiplies by them."""
 
 
 def _linear_class(model: Any, arena: Arena | None) -> MakeLinear:
@@ -128,12 +125,16 @@ def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any
                 setattr(parent, name, make(child))
 
 
+def _replace_norms(model: Any) -> None:
+    norm_class, offset = type(model.model.norm), model.config.family.norm_offset
+    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+
+
 def use_kernels(model: Any) -> None:
     """Put the engine's kernels where PyTorch takes many operators, in place: norms and RoPE. For a model that
     `kernels.serve`."""
     if type(model.model.norm) is not _RMSNorm:
-        norm_class, offset = type(model.model.norm), model.config.family.norm_offset
-        _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+        _replace_norms(model)
     _replace(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -183,8 +184,6 @@ def _fuse(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLi
 
 
 class _Linear(nn.Module):
-    """y = x W^T + b."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape

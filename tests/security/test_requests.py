@@ -184,7 +184,7 @@ async def test_the_engine_steps_on_while_a_text_is_read(
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", waiting)
     reading = asyncio.create_task(engine.submit("text"))
     await asyncio.sleep(0.01)
-    answer = [output async for output in engine.generate([1, 2, 3])]
+    answer = [output async for output in await engine.submit([1, 2, 3])]
     assert answer[-1].finished
     assert not reading.done()
     may_read.set()

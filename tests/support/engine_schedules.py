@@ -19,6 +19,7 @@ from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.model import load_dense
+from swiftkv_platform.web.places import Sender
 from tests.support import reference
 
 TIE = 1e-4
@@ -148,8 +149,13 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
     while step <= last or engine.has_unfinished_requests:
         for number, arrival in enumerate(arrivals):
             if arrival.step == step:
-                engine.add_request(
-                    arrival.prompt, arrival.params, str(number), priority=arrival.priority, tenant=arrival.tenant
+                wanted = arrival.params.structured_outputs
+                engine.add_read_request(
+                    engine.reader.read(arrival.prompt, arrival.params),
+                    str(number),
+                    priority=arrival.priority,
+                    sender=Sender(arrival.tenant),
+                    constraint=wanted and engine.grammars.compile(wanted),
                 )
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.abort(str(number))

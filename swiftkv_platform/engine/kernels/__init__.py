@@ -79,19 +79,16 @@ def _compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise _UnavailableError("no C++ compiler; install g++ or set CXX")
+    given = os.environ.get(CACHE_VARIABLE)
+    directory = Path(given) if given else Path.home() / ".cache" / "swiftkv" / "kernels"
     flags = [*FLAGS, *VECTOR_FLAGS[capability]]
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
-    library = private_directory(_cache_directory()) / f"cpu-{digest.hexdigest()[:16]}.so"
+    library = private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
     if not is_private(library):  # it runs as this user
         _build(compiler, flags, library)
     return library
-
-
-def _cache_directory() -> Path:
-    given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "swiftkv" / "kernels"
 
 
 def _build(compiler: str, flags: list[str], library: Path) -> None:

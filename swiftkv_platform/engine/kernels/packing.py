@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 PAGE = 2 << 20
-"""Bytes of a huge page."""
 ALIGNMENT = 64
-"""Alignment of tensors in bytes."""
 
 
 class Arena:

@@ -52,7 +52,7 @@ async def engine(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
 
 
 async def answer(engine: AsyncLLMEngine, prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:
-    outputs = [output async for output in engine.generate(prompt, params)]
+    outputs = [output async for output in await engine.submit(prompt, params)]
     return outputs[-1]
 
 
@@ -84,7 +84,7 @@ async def test_callers_get_answers_of_the_plain_engine_step_by_step(engine: Asyn
     expected = LLMEngine.from_pretrained(swiftkv_dir).generate(prompts, GREEDY)
     answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
     assert [output.token_ids for output in answers] == [output.token_ids for output in expected]
-    outputs = [output async for output in engine.generate([1], GREEDY)]
+    outputs = [output async for output in await engine.submit([1], GREEDY)]
     assert [len(output.token_ids) for output in outputs] == list(range(1, 13))
     assert [output.finished for output in outputs] == [False] * 11 + [True]
 
@@ -143,8 +143,7 @@ async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeyp
         own += [output async for output in stream]
     assert [[len(output.token_ids) for output in own] for own in outputs] == [[1, 12]] * 2
     assert [output async for output in whole][-1].finished
-    again = [len(output.token_ids) async for output in adaptive.generate([1], replace(GREEDY, max_tokens=1))]
-    assert again == [1]
+    assert len((await answer(adaptive, [1], replace(GREEDY, max_tokens=1))).token_ids) == 1
     assert adaptive._pace.interval_s == 0.0, "without requests the interval is 0"
 
 
@@ -254,24 +253,13 @@ async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
 
 
 async def test_a_caller_that_stops_listening_aborts_its_request(engine: AsyncLLMEngine) -> None:
-    outputs = engine.generate([1], LONG)
-    await anext(outputs)
-    await outputs.aclose()
+    stream = await engine.submit([1], LONG)
+    for _ in range(5):
+        await anext(stream)
+    stream.close()
     await check_aborted(engine)
-
-
-@pytest.mark.parametrize("steps_seen", [0, 5])
-async def test_a_cancelled_caller_aborts_its_request(engine: AsyncLLMEngine, steps_seen: int) -> None:
-    seen = asyncio.Semaphore(0)
-
-    async def listen() -> None:
-        async for _ in engine.generate([1], LONG):
-            seen.release()
-
-    task = asyncio.create_task(listen())
+    task = asyncio.create_task(engine.submit([1], LONG))
     await asyncio.sleep(0)
-    for _ in range(steps_seen):
-        await seen.acquire()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -280,12 +268,12 @@ async def test_a_cancelled_caller_aborts_its_request(engine: AsyncLLMEngine, ste
 
 
 async def test_bad_input_and_an_id_in_use_reach_their_caller_only(engine: AsyncLLMEngine) -> None:
-    outputs = engine.generate([1], LONG, request_id="mine")
+    outputs = await engine.submit([1], LONG, request_id="mine")
     await anext(outputs)
     with pytest.raises(InvalidInputError, match="prompt is empty"):
         await answer(engine, [])
     with pytest.raises(InvalidInputError, match="request_id 'mine' is in use"):
-        await anext(engine.generate([2], GREEDY, request_id="mine"))
+        await engine.submit([2], GREEDY, request_id="mine")
     assert [output async for output in outputs][-1].finish_reason == "length"
     assert engine.num_requests == 0
 

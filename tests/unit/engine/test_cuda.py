@@ -17,7 +17,6 @@ from swiftkv_platform.engine.memory import DeviceMemory, make_cache
 from swiftkv_platform.engine.sharding import shard
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.student_shape import StudentShape
 from tests.support.engine_schedules import free_drafts
 from tests.support.fakes.cuda import (
@@ -133,20 +132,6 @@ def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
         pytest.raises(InvalidInputError, match=f"other processes and the driver hold {60 << 30} of {80 << 30} bytes"),
     ):
         engine_of(kv_cache_bytes=None)
-
-
-def test_the_cache_has_what_weights_others_and_the_largest_step_leave() -> None:
-    for used, expected in (
-        # 72 of 80 GiB may be used; weights and other processes hold 20, and the step takes 3.
-        ((80, 60, 18, 21), 49),
-        # A step that takes no memory leaves what the planner assumes: 0.9 of the memory less the weights.
-        ((80, 64, 16, 16), 56),
-        # Memory of other processes cannot be used.
-        ((80, 20, 16, 17), 11),
-        ((80, 4, 70, 74), -8),
-    ):
-        memory = DeviceMemory(*(gibibytes << 30 for gibibytes in used))
-        assert memory.kv_cache_bytes(ServingSetup.reserved) == expected * (1 << 30)
 
 
 def test_choosing_a_token_waits_for_the_token_alone(log: DeviceLog) -> None:

@@ -8,7 +8,7 @@ from swiftkv_platform.engine.drafting import (
     DraftCosts,
     DraftHistory,
     PromptLookup,
-    common_reliability,
+    Reliability,
     exit_head_pays,
     lookup_size,
     paying_drafts,
@@ -83,7 +83,7 @@ def drafted(history: DraftHistory, confidence: float, *, accepted: bool) -> None
 
 @pytest.mark.parametrize(("confidence", "share"), [(0.9, 0.6), (0.5, 0.9), (0.3, 0.3)])
 def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, share: float) -> None:
-    reliability, draw = common_reliability(), random.Random(0)
+    reliability, draw = Reliability(0.1, 0.999), random.Random(0)
     assert reliability.acceptance(confidence) == pytest.approx(confidence)
     found = []
     for _ in range(600):
@@ -93,7 +93,7 @@ def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, s
 
 
 def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
-    common, first, second = common_reliability(), DraftHistory(), DraftHistory()
+    common, first, second = Reliability(0.1, 0.999), DraftHistory(), DraftHistory()
     first.follow(common)
     for _ in range(50):
         drafted(first, 0.5, accepted=True)
@@ -120,7 +120,7 @@ def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
         unsure.observe_exit_head(0.0)
     assert not exit_head_pays(unsure, COSTS, 1, 1)
     history, spent = DraftHistory(), 0.0
-    history.follow(common_reliability())
+    history.follow(Reliability(0.1, 0.999))
     for _ in range(1000):
         if not exit_head_pays(history, COSTS, 1, 1):
             history.drift_exits()

@@ -215,7 +215,7 @@ def test_a_bias_does_not_open_what_the_grammar_forbids_and_logprobs_are_the_mode
 async def test_compiling_keeps_no_other_request_waiting(dense_dir: Path) -> None:
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
     params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(regex="[a-d]{4}"))
-    outputs = [output async for output in engine.generate([1, 2], params)]
+    outputs = [output async for output in await engine.submit([1, 2], params)]
     assert re.fullmatch("[a-d]{4}", outputs[-1].text)
     assert engine.num_requests == 0
     with pytest.raises(InvalidInputError, match="unclosed"):

@@ -328,25 +328,15 @@ def test_a_library_that_others_could_have_placed_is_built_again(
         assert "belongs to user 12345" in logs[0]["reason"]
 
 
-def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packs", [True, False], ids=["oneDNN packs", "oneDNN does not"])
+def test_an_engine_does_without(packs: bool, swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with capture_logs() as logs:
         assert not kernels.available.__wrapped__()
     assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
-
-
-def test_bfloat16_runs_on_a_processor_without_such_products(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, greedy = (
-        EngineConfig(dtype="bfloat16", native_kernels=False),
-        SamplingParams(max_tokens=8, ignore_eos=True),
-    )
-    monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
-    [output] = LLMEngine.from_pretrained(swiftkv_dir, options).generate([[1, 2, 3]], greedy)
-    assert len(output.token_ids) == 8
-
-
-def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
+    if not packs:
+        monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
     engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
     assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
 

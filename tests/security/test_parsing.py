@@ -24,7 +24,6 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.estimates import check_spec
 from swiftkv_platform.control_plane.models.imports import _checked
 from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
 from swiftkv_platform.data.checks import check_upload
@@ -281,12 +280,3 @@ def test_configurations_of_imported_models_are_parsed_elsewhere(plane: Deploymen
     assert refused.status_code == 422
     assert "not a SwiftKV student" in refused.json()["detail"]
     assert counting.calls == [_checked] * 2
-
-
-def test_a_spec_of_names_alone_needs_no_process(plane: DeploymentPlane, tmp_path: Path) -> None:
-    plane.app.state.spec_parsers = counting = Counting(spec_parsers())
-    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
-    assert plane.ask("eve", "POST", "/jobs/validate", JOB).status_code == 200
-    assert counting.calls == []
-    assert plane.ask("eve", "POST", "/jobs/validate", sources(tmp_path / "rows.jsonl")).status_code == 200
-    assert counting.calls == [check_spec]

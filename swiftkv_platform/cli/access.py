@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect, settings
-from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_fields, tell_table
+from swiftkv_platform.cli.output import Columns, err, local_time, print_json, print_table, tell, tell_fields, tell_table
 from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.local.stack import Stack
@@ -72,15 +72,13 @@ def create(
     json: Json = False,
 ) -> None:
     """Add a key. It is printed once: the file keeps only its hash."""
-    path, now = _path(file), int(time.time())
-    expires_at, not_before = _from_now(expires_in, now), _from_now(begins_in, now)
+    path = _path(file)
     token = create_key(
         path,
         name=name,
         tenant=tenant,
         scopes=frozenset(scope),
-        expires_at=expires_at,
-        not_before=not_before,
+        **_times(int(time.time()), expires_in, begins_in),
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         max_priority=max_priority,
@@ -106,14 +104,7 @@ def rotate(
     expire, or revoke it by its id.
     """
     path, now = _path(file), int(time.time())
-    token, key = rotate_key(
-        path,
-        name,
-        now=now,
-        overlap_s=overlap,
-        expires_at=_from_now(expires_in, now),
-        not_before=_from_now(begins_in, now),
-    )
+    token, key = rotate_key(path, name, now=now, overlap_s=overlap, **_times(now, expires_in, begins_in))
     _tell(key, token, path, "Rotated in", json=json)
 
 
@@ -165,17 +156,16 @@ def _use_of(path: Path) -> tuple[bool, str]:
     chosen = settings()
     state = Stack(chosen).state()
     is_default = path.absolute() == (chosen.api_keys_file or default_keys_file(chosen.home)).absolute()
-    if state is not None and state.alive("control-plane"):
-        if state.operator_files.get("api_keys_file") == path.absolute():
-            return True, "The running control plane reads it at the next request."
-        if is_default:
-            return False, "The running control plane requires no key yet; `swiftkv up` restarts it with these keys."
-    if is_default:
-        return (
-            False,
-            "From the next `swiftkv up` on, callers need a key; a control plane elsewhere needs this file too.",
-        )
-    return False, f"Nothing reads this file by itself: set SWIFTKV_API_KEYS_FILE={path.absolute()}, then `swiftkv up`."
+    is_running = state is not None and state.alive("control-plane")
+    if state is not None and is_running and state.operator_files.get("api_keys_file") == path.absolute():
+        return True, "The running control plane reads it at the next request."
+    if not is_default:
+        advice = f"Nothing reads this file by itself: set SWIFTKV_API_KEYS_FILE={path.absolute()}, then `swiftkv up`."
+    elif is_running:
+        advice = "The running control plane requires no key yet; `swiftkv up` restarts it with these keys."
+    else:
+        advice = "From the next `swiftkv up` on, callers need a key; a control plane elsewhere needs this file too."
+    return False, advice
 
 
 def _last_used() -> Mapping[str, int]:
@@ -195,8 +185,10 @@ def _last_used() -> Mapping[str, int]:
         return {}
 
 
-def _from_now(seconds: int | None, now: int) -> int | None:
-    return None if seconds is None else now + seconds
+def _times(now: int, expires_in: int | None, begins_in: int | None) -> dict[str, int | None]:
+    """Return the times of a key from the seconds until them."""
+    seconds = {"expires_at": expires_in, "not_before": begins_in}
+    return {name: None if each is None else now + each for name, each in seconds.items()}
 
 
 def _path(file: Path | None) -> Path:
@@ -237,13 +229,14 @@ def audit(
             status=status,
             since=None if within is None else time.time() - within,
         )
-    columns = ("time", "tenant", "actor", "credential", "address", "request", "about", "status")
-    tell_table(entries, columns, _entry, empty="No entries.", json=json)
-
-
-def _entry(each: Resource) -> tuple[object, ...]:
-    actor = (each.tenant, each.actor, each.credential, each.address)
-    return (local_time(each.created_at), *actor, f"{each.method} {each.route}", each.about, each.status)
+    columns: Columns = {
+        "time": "created_at",
+        **{name: name for name in ("tenant", "actor", "credential", "address")},
+        "request": lambda each: f"{each.method} {each.route}",
+        "about": "about",
+        "status": "status",
+    }
+    tell_table(entries, columns, empty="No entries.", json=json)
 
 
 def quota(url: Url = None, json: Json = False) -> None:

@@ -19,6 +19,7 @@ from swiftkv_platform.cli.context import (
     spec_options,
 )
 from swiftkv_platform.cli.output import (
+    Columns,
     err,
     local_time,
     print_json,
@@ -28,7 +29,7 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.client import Generation
+from swiftkv_platform.client import Generation, Resource
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
@@ -41,13 +42,9 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
     """List deployments, newest first."""
     with connect(url) as client:
         found = client.deployments.list()
-    tell_table(
-        found,
-        ("deployment", "model", "status", "replicas", "url", "message"),
-        lambda item: (item.id, item.model, item.status, _replicas(item.model_dump()), item.url, item.message),
-        empty="Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`.",
-        json=json,
-    )
+    columns: Columns = {"deployment": "id", "model": "model", "status": "status", "replicas": _replicas, "url": "url"}
+    empty = "Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`."
+    tell_table(found, {**columns, "message": "message"}, empty=empty, json=json)
 
 
 @deployments_app.command()
@@ -55,7 +52,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
     """Show a deployment."""
     with connect(url) as client:
         found = client.deployments.get(deployment_id)
-    tell_fields(found, _sentences(found.model_dump(mode="json")), json=json)
+    tell_fields(found, _sentences(found), json=json)
 
 
 @deployments_app.command()
@@ -85,31 +82,31 @@ def schema() -> None:
     print_schema(DeploymentSpec)
 
 
-def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
-    alias, candidate = found.get("alias"), found.get("candidate")
+def _sentences(found: Resource) -> dict[str, Any]:
+    candidate = found.candidate
     return {
-        "deployment": found["id"],
-        "model": f"{found['model']} (alias {alias})" if alias else found["model"],
-        "status": found["status"],
-        "message": found.get("message"),
-        "url": found.get("url"),
+        "deployment": found.id,
+        "model": f"{found.model} (alias {found.alias})" if found.alias else found.model,
+        "status": found.status,
+        "message": found.message,
+        "url": found.url,
         "replicas": _replicas(found),
-        "cold start": _cold_start(found.get("load_seconds")),
+        "cold start": _cold_start(found.load_seconds),
         "scaling": _scaling(found),
-        "engine": ", ".join(f"{name} {value}" for name, value in (found.get("engine") or {}).items()),
+        "engine": ", ".join(f"{name} {value}" for name, value in (found.engine or {}).items()),
         "candidate": f"{candidate['model']}, {candidate['share']:.1%} of the requests" if candidate else None,
-        "artifact": found.get("artifact_uri"),
-        "version": found.get("version"),
-        "created": local_time(found.get("created_at")),
+        "artifact": found.artifact_uri,
+        "version": found.version,
+        "created": local_time(found.created_at),
     }
 
 
-def _replicas(found: Mapping[str, Any]) -> str | None:
+def _replicas(found: Resource) -> str | None:
     """Return `1 of 1 to 4`; None if the control plane does not say."""
-    least, most = found.get("min_replicas"), found.get("max_replicas")
+    least, most = found.min_replicas, found.max_replicas
     if least is None or most is None:
         return None
-    return f"{found.get('replicas', 0)} of {most if least == most else f'{least} to {most}'}"
+    return f"{found.replicas or 0} of {most if least == most else f'{least} to {most}'}"
 
 
 def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
@@ -120,12 +117,12 @@ def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
     return f"{sum(seconds.values()):.2f} s ({phases})"
 
 
-def _scaling(found: Mapping[str, Any]) -> str | None:
-    if found.get("min_replicas") == found.get("max_replicas") or "upscale_delay_s" not in found:
+def _scaling(found: Resource) -> str | None:
+    if found.min_replicas == found.max_replicas or found.upscale_delay_s is None:
         return None
-    target = found.get("target_ongoing_requests")
+    target = found.target_ongoing_requests
     load = "" if target is None else f"{plural(target, 'concurrent request')} per replica, "
-    return f"{load}up after {duration(found['upscale_delay_s'])}, down after {duration(found['downscale_delay_s'])}"
+    return f"{load}up after {duration(found.upscale_delay_s)}, down after {duration(found.downscale_delay_s)}"
 
 
 def _row(replica: dict[str, Any]) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
@@ -71,11 +70,6 @@ class Surroundings:
     timeout_s: float
     """Max seconds for a check."""
 
-    @property
-    def stack(self) -> Stack:
-        """Local stack, started or not."""
-        return Stack(self.settings)
-
 
 @dataclass(frozen=True)
 class Check:
@@ -97,35 +91,29 @@ def failed(message: str, advice: str) -> Finding:
     return Finding("failed", message, advice)
 
 
-def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
+def run_checks(checks: Sequence[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
     """Return names and findings in the order of the checks, within `surroundings.timeout_s` seconds."""
     deadline = time.monotonic() + surroundings.timeout_s
-    running = [(one, _start(one, surroundings)) for one in checks]
-    return [(one.name, _finding(one, answer, deadline, surroundings.timeout_s)) for one, answer in running]
+    answers: dict[str, Finding] = {}
+    # Daemon threads, so that a check that hangs in a driver does not keep the process from ending.
+    threads = [threading.Thread(target=_examine, args=(one, surroundings, answers), daemon=True) for one in checks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = f"No answer within {surroundings.timeout_s:g} s."
+    return [(one.name, answers.get(one.name) or failed(late, one.remedy)) for one in checks]
 
 
-def _start(one: Check, surroundings: Surroundings) -> SimpleQueue[Finding]:
-    answer: SimpleQueue[Finding] = SimpleQueue()
-    # A daemon thread, so that a check that hangs in a driver does not keep the process from ending.
-    threading.Thread(target=lambda: answer.put(_examined(one, surroundings)), daemon=True).start()
-    return answer
-
-
-def _examined(one: Check, surroundings: Surroundings) -> Finding:
+def _examine(one: Check, surroundings: Surroundings, answers: dict[str, Finding]) -> None:
+    """Add the finding of a check to `answers`."""
     try:
-        return one.examine(surroundings)
+        answers[one.name] = one.examine(surroundings)
     except ModuleNotFoundError as error:
         advice = f"{install_command('train', 'serve')} where jobs or deployments are to run"
-        return warning(f"Not checked: {error.name} is not installed.", advice)
+        answers[one.name] = warning(f"Not checked: {error.name} is not installed.", advice)
     except Exception as error:  # a bug in one check must not hide the others' findings
-        return failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
-
-
-def _finding(one: Check, answer: SimpleQueue[Finding], deadline: float, timeout_s: float) -> Finding:
-    try:
-        return answer.get(timeout=max(0.0, deadline - time.monotonic()))
-    except Empty:
-        return failed(f"No answer within {timeout_s:g} s.", one.remedy)
+        answers[one.name] = failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
@@ -137,7 +125,7 @@ def worst(findings: Sequence[Finding]) -> Finding:
     return Finding(status, f"{message}.", "; ".join(advice))
 
 
-def print_findings(results: list[tuple[str, Finding]]) -> None:
+def print_findings(results: list[tuple[str, Finding]], counts: dict[str, int]) -> None:
     """Print a line for each check with its advice below, and the number of findings by status."""
     width = max(len(name) for name, _ in results)
     for name, finding in results:
@@ -146,12 +134,7 @@ def print_findings(results: list[tuple[str, Finding]]) -> None:
         out().print(line, highlight=False, soft_wrap=True)
         if finding.advice:
             out().print(f"{'':<9}{'':<{width}}  To do: {escape(finding.advice)}", highlight=False, soft_wrap=True)
-    out().print(", ".join(f"{number} {status}" for status, number in count(results).items()) + ".", highlight=False)
-
-
-def count(results: list[tuple[str, Finding]]) -> dict[str, int]:
-    """Return the number of findings by status."""
-    return {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
+    out().print(", ".join(f"{number} {status}" for status, number in counts.items()) + ".", highlight=False)
 
 
 def one_line(error: object) -> str:
@@ -367,7 +350,7 @@ def check_database(surroundings: Surroundings) -> Finding:
         text = one_line(error)
         remedy = next((advice for sign, advice in _REMEDIES.items() if sign in text), None)
         return failed(text, remedy or "start the server, or correct host and port in SWIFTKV_DATABASE_URL")
-    return _revision(f"{place} answers and", place, present, upgraded_by_start=False)
+    return _revision(place, present, is_sqlite=False)
 
 
 def _database_file(path: Path) -> Finding:
@@ -379,13 +362,13 @@ def _database_file(path: Path) -> Finding:
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall() if tables else []
     except sqlite3.Error as error:
         return failed(f"{path} cannot be read: {error}.", "restore it from a backup, or name another file")
-    return _revision(str(path), str(path), rows[0][0] if rows else None, upgraded_by_start=True)
+    return _revision(str(path), rows[0][0] if rows else None, is_sqlite=True)
 
 
-def _revision(subject: str, place: str, present: str | None, *, upgraded_by_start: bool) -> Finding:
+def _revision(place: str, present: str | None, *, is_sqlite: bool) -> Finding:
     from swiftkv_platform.control_plane.database.session import can_use, newest_revision
 
-    wanted = newest_revision()
+    wanted, subject = newest_revision(), place if is_sqlite else f"{place} answers and"
     if present == wanted:
         return ok(f"{subject} has the newest schema, {wanted}.")
     if present is not None and present > wanted:
@@ -395,7 +378,7 @@ def _revision(subject: str, place: str, present: str | None, *, upgraded_by_star
             f"The schema is {present}, made by a newer version of this program; this one knows schemas up to {wanted}."
         )
         return failed(message, f"install that version, or go back with it: {_UPGRADE} --back-to {wanted}")
-    if upgraded_by_start:
+    if is_sqlite:  # every start upgrades it
         return ok(f"{place} has schema {present or 'none'}; the next start brings it to {wanted}.")
     return failed(f"{place} has schema {present or 'none'}, and this program needs {wanted}.", f"run {_UPGRADE}")
 
@@ -431,24 +414,23 @@ def _try_store(store: ObjectStore) -> None:
     """Write, read, list and delete an object. Raises `StorageError` if a step fails or has a wrong result."""
     from ulid import ULID
 
-    place = f".swiftkv-doctor-{ULID()}"
+    place, content = f".swiftkv-doctor-{ULID()}", b"swiftkv doctor"
+    key = f"{place}/probe"
     try:
-        _round_trip(store, place, f"{place}/probe", b"swiftkv doctor")
+        store.put_bytes(key, content)
+        returned, listed = store.get_bytes(key), [each.key for each in store.list(place)]
+        store.delete(key)
+        left = store.head(key)
     except StorageError:
         with suppress(StorageError):  # report the first error
             store.delete_prefix(place)
         raise
     store.delete_prefix(place)  # in a local store, the empty directory is left
-
-
-def _round_trip(store: ObjectStore, place: str, key: str, content: bytes) -> None:
-    store.put_bytes(key, content)
-    if store.get_bytes(key) != content:
+    if returned != content:
         raise StorageError("an object was read back with other content")
-    if [each.key for each in store.list(place)] != [key]:
+    if listed != [key]:
         raise StorageError("an object that was written is not listed")
-    store.delete(key)
-    if store.head(key) is not None:
+    if left is not None:
         raise StorageError("an object that was deleted is still there")
 
 
@@ -471,7 +453,7 @@ _CPUS = 4
 
 def check_ray(surroundings: Surroundings) -> Finding:
     """Ask the local stack's Ray, else the settings', for its version and size."""
-    stack, settings = surroundings.stack, surroundings.settings
+    stack, settings = Stack(surroundings.settings), surroundings.settings
     state = stack.state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
         return ok(_NOT_STARTED)
@@ -503,7 +485,7 @@ def check_ray(surroundings: Surroundings) -> Finding:
 
 def check_control_plane(surroundings: Surroundings) -> Finding:
     """Ask whether the control plane is ready, and make a request with this environment's key."""
-    stack, given = surroundings.stack, os.environ.get("SWIFTKV_URL")
+    stack, given = Stack(surroundings.settings), os.environ.get("SWIFTKV_URL")
     state = stack.state()
     if given is None and state is None:
         return ok(_NOT_STARTED)
@@ -517,18 +499,16 @@ def check_control_plane(surroundings: Surroundings) -> Finding:
             client.ready()
             client.quota()
     except APIError as error:
-        refused = error.status in (401, 403)
-        advice = (
-            "set SWIFTKV_API_KEY to a key of that control plane"
-            if refused
-            else "correct what it names, then see its log"
-        )
+        advice = "correct what it names, then see its log"
+        if error.status in (401, 403):
+            advice = "set SWIFTKV_API_KEY to a key of that control plane"
         return failed(f"{url}: {one_line(error)}.", advice)
     except SwiftKVError as error:
         return failed(one_line(error), "start it (`swiftkv up`), or correct SWIFTKV_URL")
     return ok(f"{url} is ready and accepts this environment's requests.")
 
 
+_REACHED = "names a server that can be reached from here"
 CHECKS = (
     Check("packages", check_packages, "run it by hand: python -m pip check"),
     Check("settings", check_settings, "look at the variables that begin with SWIFTKV_"),
@@ -536,14 +516,8 @@ CHECKS = (
     Check("limits", check_limits, "look at ulimit -a and at free -m"),
     Check("compiler", check_compiler, "try the compiler by hand: g++ --version"),
     Check("gpu", check_gpu, "try the driver by hand: nvidia-smi"),
-    Check(
-        "database", check_database, "check whether SWIFTKV_DATABASE_URL names a server that can be reached from here"
-    ),
-    Check(
-        "object store",
-        check_object_store,
-        "check whether AWS_ENDPOINT_URL names a server that can be reached from here",
-    ),
+    Check("database", check_database, f"check whether SWIFTKV_DATABASE_URL {_REACHED}"),
+    Check("object store", check_object_store, f"check whether AWS_ENDPOINT_URL {_REACHED}"),
     Check("ray", check_ray, "check whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here"),
     Check("control plane", check_control_plane, "check whether SWIFTKV_URL can be reached from here"),
 )
@@ -564,10 +538,10 @@ def doctor(
             results = [("settings", failed(one_line(error), "correct or unset these variables"))]
         else:
             results = run_checks(CHECKS, surroundings)
-    counts = count(results)
+    counts: dict[str, int] = {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
     if json:
         print_json({"checks": [{"name": name, **asdict(finding)} for name, finding in results], **counts})
     else:
-        print_findings(results)
+        print_findings(results, counts)
     if counts["failed"]:
         raise typer.Exit(1)

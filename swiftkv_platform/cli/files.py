@@ -32,21 +32,12 @@ def upload(
 
 
 @files_app.command("list")
-def list_files(
-    limit: Limit = 20,
-    url: Url = None,
-    json: Json = False,
-) -> None:
+def list_files(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
     """List uploaded files, newest first."""
     with connect(url) as client:
         files = client.files.list(limit=limit)
-    tell_table(
-        files,
-        ("file", "name", "rows", "format", "size", "created"),
-        lambda each: (each.id, each.filename, each.rows, each.format, size(each.bytes), local_time(each.created_at)),
-        empty="No files.",
-        json=json,
-    )
+    columns = {"file": "id", "name": "filename", "rows": "rows", "format": "format", "size": "bytes"}
+    tell_table(files, {**columns, "created": "created_at"}, empty="No files.", json=json)
 
 
 @files_app.command()

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from rich.console import Console
 from swiftkv_platform.cli.context import JobId, Json, Limit, MaybeSpecFile, SpecFile, Url, checked, connect, read_spec
 from swiftkv_platform.cli.estimates import foresee, print_estimate
 from swiftkv_platform.cli.output import (
+    Columns,
     err,
     local_time,
     out,
@@ -135,20 +137,15 @@ def list_jobs(
     """List jobs, newest first."""
     with connect(url) as client:
         jobs = client.jobs.list(status=status, limit=limit)
-    tell_table(
-        jobs,
-        ("job", "name", "status", "steps", "attempt", "created"),
-        lambda job: (
-            job.id,
-            job.name,
-            ", ".join(filter(None, (job.status, describe_phase(job), describe_place(job)))),
-            _steps(job),
-            job.attempt,
-            local_time(job.created_at),
-        ),
-        empty="No jobs.",
-        json=json,
-    )
+    columns: Columns = {
+        "job": "id",
+        "name": "name",
+        "status": lambda job: ", ".join(filter(None, (job.status, describe_phase(job), describe_place(job)))),
+        "steps": _steps,
+        "attempt": "attempt",
+        "created": "created_at",
+    }
+    tell_table(jobs, columns, empty="No jobs.", json=json)
 
 
 @jobs_app.command()
@@ -156,10 +153,7 @@ def recipes(url: Url = None, json: Json = False) -> None:
     """List the example specs that ship with the platform."""
     with connect(url) as client:
         found = client.jobs.recipes()
-    columns = ("recipe", "purpose")
-    tell_table(
-        found, columns, lambda each: (each.id, _first_sentence(each.description)), empty="No recipes.", json=json
-    )
+    tell_table(found, {"recipe": "id", "purpose": _first_sentence}, empty="No recipes.", json=json)
 
 
 @jobs_app.command()
@@ -246,13 +240,8 @@ def events(
     """List the events of a job; `swiftkv jobs watch` follows them."""
     with connect(url) as client:
         found = list(client.jobs.events(job_id, follow=False, after=after))
-    tell_table(
-        found,
-        ("time", "type", "level", "message"),
-        lambda event: (local_time(event.created_at), event.type, event.level, event.message),
-        empty="No events yet.",
-        json=json,
-    )
+    columns = {"time": "created_at", "type": "type", "level": "level", "message": "message"}
+    tell_table(found, columns, empty="No events yet.", json=json)
 
 
 @jobs_app.command()
@@ -260,13 +249,8 @@ def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the main metrics of each step; with --json all of them."""
     with connect(url) as client:
         points = client.jobs.metrics(job_id)
-    tell_table(
-        points,
-        _SHOWN,
-        lambda point: ["" if (value := getattr(point, name)) is None else f"{value:g}" for name in _SHOWN],
-        empty="No steps yet.",
-        json=json,
-    )
+    columns = {name: partial(_number, name=name, form="g") for name in _SHOWN}
+    tell_table(points, columns, empty="No steps yet.", json=json)
 
 
 @jobs_app.command()
@@ -274,21 +258,22 @@ def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the complete checkpoints of all attempts, with held-out KL and the model made from one."""
     with connect(url) as client:
         found = client.jobs.checkpoints(job_id)
-    tell_table(
-        found,
-        ("checkpoint", "step", "attempt", "held-out KL", "model", "size", "key"),
-        lambda item: (
-            f"{job_id}:{item.step}",
-            item.step,
-            item.attempt,
-            None if item.held_out_kl is None else f"{item.held_out_kl:.4g}",
-            item.distilled_model,
-            size(item.size),
-            item.key,
-        ),
-        empty="No complete checkpoint.",
-        json=json,
-    )
+    columns: Columns = {
+        "checkpoint": lambda item: f"{job_id}:{item.step}",
+        "step": "step",
+        "attempt": "attempt",
+        "held-out KL": partial(_number, name="held_out_kl", form=".4g"),
+        "model": "distilled_model",
+        "size": "size",
+        "key": "key",
+    }
+    tell_table(found, columns, empty="No complete checkpoint.", json=json)
+
+
+def _number(item: Resource, name: str, form: str) -> str | None:
+    """Format a field that may be absent."""
+    value = getattr(item, name)
+    return None if value is None else format(value, form)
 
 
 @jobs_app.command()
@@ -296,13 +281,8 @@ def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the files of a job's model; `swiftkv jobs download` fetches them."""
     with connect(url) as client:
         found = client.jobs.artifacts(job_id)
-    tell_table(
-        found,
-        ("file", "size", "sha256"),
-        lambda item: (item.path, size(item.size), item.sha256),
-        empty="No files: only a job that succeeded has them.",
-        json=json,
-    )
+    columns = {"file": "path", "size": "size", "sha256": "sha256"}
+    tell_table(found, columns, empty="No files: only a job that succeeded has them.", json=json)
 
 
 @jobs_app.command()
@@ -407,8 +387,8 @@ def spec_change(text: str) -> tuple[str, Any]:
         raise InvalidInputError(message, field=path, value=value) from error
 
 
-def _first_sentence(text: str) -> str:
-    return re.split(r"[.:](?: |$)", text, maxsplit=1)[0]
+def _first_sentence(example: Resource) -> str:
+    return re.split(r"[.:](?: |$)", example.description, maxsplit=1)[0]
 
 
 def tell_submitted(job: Job, *, json: bool) -> None:

@@ -9,7 +9,16 @@ import typer
 
 from swiftkv_platform.cli.context import Json, Limit, ModelId, ModelName, Url, complete_model, connect
 from swiftkv_platform.cli.jobs import SpecChanges, spec_change, tell_submitted, watch_job
-from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
+from swiftkv_platform.cli.output import (
+    Columns,
+    local_time,
+    print_items,
+    print_json,
+    tell,
+    tell_deleted,
+    tell_fields,
+    tell_table,
+)
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
@@ -27,21 +36,13 @@ models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
 
 
 @models_app.command("list")
-def list_models(
-    limit: Limit = 20,
-    url: Url = None,
-    json: Json = False,
-) -> None:
+def list_models(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
     """List models, newest first."""
     with connect(url) as client:
         models = client.models.list(limit=limit)
-    tell_table(
-        models,
-        ("model", "name", "job", "created"),
-        lambda model: (model.id, model.name, model.job_id or "imported", local_time(model.created_at)),
-        empty="No models. `swiftkv jobs submit` makes one.",
-        json=json,
-    )
+    columns: Columns = {"model": "id", "name": "name", "job": lambda model: model.job_id or "imported"}
+    empty = "No models. `swiftkv jobs submit` makes one."
+    tell_table(models, {**columns, "created": "created_at"}, empty=empty, json=json)
 
 
 @models_app.command("get")
@@ -133,10 +134,10 @@ def compare(
     if json:
         print_json(found)
         return
-    rows = [(figure["name"], figure["a"], figure["b"], figure["better"] or "") for figure in found.figures]
-    print_table(("figure", "a", "b", "better"), rows, empty="Neither model has been measured.")
-    different = [(each["name"], each["a"], each["b"]) for each in (*found.differences, *found.spec_differences)]
-    print_table(("made with", "a", "b"), different, empty="Both were made with the same spec.")
+    figures = {"figure": "name", "a": "a", "b": "b", "better": "better"}
+    print_items(found.figures, figures, empty="Neither model has been measured.")
+    different = (*found.differences, *found.spec_differences)
+    print_items(different, {"made with": "name", "a": "a", "b": "b"}, empty="Both were made with the same spec.")
 
 
 @models_app.command()
@@ -184,17 +185,9 @@ def aliases(
     if json:
         print_json(found)
         return
-    rows = [
-        (
-            *(item[name] for name in ("alias", "action", "model")),
-            local_time(item["created_at"]),
-            item["by"],
-            item["reason"],
-        )
-        for each in found
-        for item in each.history
-    ]
-    print_table(("alias", "action", "model", "when", "who", "why"), rows, empty="Nothing has been promoted.")
+    columns = {"alias": "alias", "action": "action", "model": "model", "when": "created_at", "who": "by"}
+    promotions = [item for each in found for item in each.history]
+    print_items(promotions, {**columns, "why": "reason"}, empty="Nothing has been promoted.")
 
 
 def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:

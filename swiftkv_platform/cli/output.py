@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from pydantic import BaseModel
@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.installing import install_command
+from swiftkv_platform.local.terminal import size
 
 _JSON = "swiftkv.json"
 _NO_HOME = "Could not determine home directory."
@@ -29,8 +30,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GAP = 2
 """Spaces between the columns of a table."""
 
-Item = TypeVar("Item", bound=BaseModel)
 Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
+Columns = Mapping[str, str | Callable[[Any], object]]
+"""By heading the name of a field, or a function of the item."""
 
 
 def out() -> Console:
@@ -130,14 +132,24 @@ def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -
         print_fields(fields)
 
 
-def tell_table(
-    found: Iterable[Item], columns: Sequence[str], row: Callable[[Item], Sequence[object]], *, empty: str, json: bool
-) -> None:
+def tell_table(found: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
     """Print a list as JSON, or as a table with one row per item."""
     if json:
         print_json(found)
     else:
-        print_table(columns, map(row, found), empty=empty)
+        print_items(found, columns, empty=empty)
+
+
+def print_items(items: Iterable[Any], columns: Columns, *, empty: str) -> None:
+    """Print a table with one row per object or dictionary, or `empty` without any."""
+    print_table(tuple(columns), [[_cell(item, source) for source in columns.values()] for item in items], empty=empty)
+
+
+def _cell(item: Any, source: str | Callable[[Any], object]) -> object:
+    if callable(source):
+        return source(item)
+    value = item[source] if isinstance(item, Mapping) else getattr(item, source)
+    return _FORMATS[source](value) if source in _FORMATS else value
 
 
 def tell_deleted(identifier: str, *, json: bool) -> None:
@@ -148,6 +160,10 @@ def tell_deleted(identifier: str, *, json: bool) -> None:
 def local_time(seconds: float | None) -> str | None:
     """Format Unix seconds in local time; None stays None."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+_FORMATS: dict[str, Callable[[Any], object]] = {"created_at": local_time, "size": size, "bytes": size}
+"""Formats of fields in tables."""
 
 
 @contextmanager

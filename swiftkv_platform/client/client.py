@@ -87,8 +87,7 @@ class Client:
 
     def health(self) -> dict[str, Any]:
         """Return the answer of `/healthz`: the process runs."""
-        answer: dict[str, Any] = self._control.request("GET", "/healthz", repeatable=True).json()
-        return answer
+        return self._control.get(Resource, "/healthz").model_dump()
 
     def ready(self) -> dict[str, Any]:
         """Return the answer of `/readyz`: database, Ray and object store answer.
@@ -96,8 +95,7 @@ class Client:
         Raises:
             ServiceUnavailableError: one of them does not answer; the message says which.
         """
-        answer: dict[str, Any] = self._control.request("GET", "/readyz", repeatable=True).json()
-        return answer
+        return self._control.get(Resource, "/readyz").model_dump()
 
     def quota(self) -> Resource:
         """Return the quota of the key's tenant, and its use."""
@@ -112,8 +110,7 @@ class Client:
             wanted: filters of `GET /audit`: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
                 `request_id`, `status`, `since`, `until`.
         """
-        params = {name: value for name, value in wanted.items() if value is not None}
-        return self._control.list(Resource, "/audit", params, limit)
+        return self._control.list(Resource, "/audit", _without_none(wanted), limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -160,23 +157,50 @@ def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/gener
     raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
 
 
-def _if_match(version: int | None) -> dict[str, str] | None:
-    return None if version is None else {"If-Match": f'"{version}"'}
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
-class Models:
-    """Distilled models with their lineage."""
+class Collection:
+    """Objects of one kind, which the control plane has below `path`."""
 
-    def __init__(self, transport: Transport, jobs: Jobs) -> None:
+    path: str
+
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._jobs = jobs
 
     def list(self, *, limit: int | None = None) -> list[Resource]:
-        """List models, newest first."""
-        return self._transport.list(Resource, "/models", limit=limit)
+        """List objects, newest first; all of them without `limit`."""
+        return self._transport.list(Resource, self.path, limit=limit)
 
-    def get(self, model_id: str) -> Resource:
-        return self._transport.get(Resource, f"/models/{model_id}")
+    def get(self, identifier: str) -> Resource:
+        return self._transport.get(Resource, f"{self.path}/{identifier}")
+
+    def delete(self, identifier: str) -> None:
+        """Delete an object. Deleting a missing one is not an error.
+
+        Raises:
+            RequestConflictError: it is in use; the message says by what.
+        """
+        with suppress(ResourceNotFoundError):
+            self._transport.request("DELETE", f"{self.path}/{identifier}", repeatable=True)
+
+    def _versioned(
+        self, method: str, path: str, body: Mapping[str, Any], version: int | None, *, repeatable: bool
+    ) -> Resource:
+        """Send a change that the server makes only if the object has this version; None: any."""
+        headers = None if version is None else {"If-Match": f'"{version}"'}
+        return self._transport.send(Resource, method, path, json=body, headers=headers, repeatable=repeatable)
+
+
+class Models(Collection):
+    """Distilled models with their lineage. Deleting one keeps its job."""
+
+    path = "/models"
+
+    def __init__(self, transport: Transport, jobs: Jobs) -> None:
+        super().__init__(transport)
+        self._jobs = jobs
 
     def create(
         self,
@@ -200,18 +224,10 @@ class Models:
         Raises:
             InvalidRequestError: there is no such checkpoint.
         """
-        body: dict[str, Any] = {
-            "from_checkpoint": from_checkpoint,
-            "name": name,
-            "evaluation": evaluation,
-            "resources": resources,
-            "metadata": metadata,
-        }
-        given = {key: value for key, value in body.items() if value is not None}
+        options = {"name": name, "evaluation": evaluation, "resources": resources, "metadata": metadata}
+        given = {"from_checkpoint": from_checkpoint, **_without_none(options)}
         headers = idempotent(idempotency_key)
-        return self._jobs.adopt(
-            self._transport.send(Job, "POST", "/models", json=given, headers=headers, repeatable=True)
-        )
+        return self._jobs.send("POST", "/models", json=given, headers=headers)
 
     def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Resource:
         """Copy a student that was not made by a job of this platform into the control plane's store, and register it.
@@ -224,10 +240,8 @@ class Models:
         Raises:
             InvalidRequestError: the source cannot be read, is not a student, or differs from its manifest.
         """
-        body = {"source": source} if name is None else {"source": source, "name": name}
-        return self._transport.send(
-            Resource, "POST", "/models/import", json=body, repeatable=False, timeout_s=timeout_s
-        )
+        body = _without_none({"source": source, "name": name})
+        return self._transport.send(Resource, "POST", "/models/import", json=body, repeatable=False, timeout=timeout_s)
 
     def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
         """Submit a job that copies a model, with its card, to a target that the operator allows.
@@ -237,10 +251,8 @@ class Models:
             private: visibility of a hub repository that is created.
             idempotency_key: as in `jobs.create`.
         """
-        headers = idempotent(idempotency_key)
-        body = {"to": to, "private": private}
-        path = f"/models/{model_id}/publish"
-        return self._jobs.adopt(self._transport.send(Job, "POST", path, json=body, headers=headers, repeatable=True))
+        body, headers = {"to": to, "private": private}, idempotent(idempotency_key)
+        return self._jobs.send("POST", f"/models/{model_id}/publish", json=body, headers=headers)
 
     def lineage(self, model_id: str) -> Resource:
         """Return a model's lineage from data and teacher to deployments."""
@@ -272,23 +284,7 @@ class Models:
         body: dict[str, Any] = {"alias": alias, "reason": reason}
         if accept_undecided:  # older control planes do not know this field
             body["accept_undecided"] = True
-        return self._transport.send(
-            Resource,
-            "POST",
-            f"/models/{model_id}/promote",
-            json=body,
-            headers=_if_match(version),
-            repeatable=version is None,
-        )
-
-    def delete(self, model_id: str) -> None:
-        """Delete a model; its job stays. Deleting a missing model is not an error.
-
-        Raises:
-            RequestConflictError: the model is in use; the message says by what.
-        """
-        with suppress(ResourceNotFoundError):
-            self._transport.request("DELETE", f"/models/{model_id}", repeatable=True)
+        return self._versioned("POST", f"/models/{model_id}/promote", body, version, repeatable=version is None)
 
     def aliases(self) -> builtins.list[Resource]:
         """List aliases with their models and newest changes; `alias` returns all changes of one."""
@@ -302,17 +298,13 @@ class Models:
 
         Not retried after a broken connection, since a second call would go back one model further.
         """
-        path = f"/aliases/{alias}/rollback"
-        return self._transport.send(
-            Resource, "POST", path, json={"reason": reason}, headers=_if_match(version), repeatable=False
-        )
+        return self._versioned("POST", f"/aliases/{alias}/rollback", {"reason": reason}, version, repeatable=False)
 
 
-class Deployments:
+class Deployments(Collection):
     """Served models."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    path = "/deployments"
 
     def create(self, model: str | None, **options: Any) -> Resource:
         """Deploy a model. Returns at once; `wait_ready` waits until it answers.
@@ -331,9 +323,6 @@ class Deployments:
         body = {"model": model, **options}
         return self._transport.send(Resource, "POST", "/deployments", json=body, repeatable=False)
 
-    def get(self, deployment_id: str) -> Resource:
-        return self._transport.get(Resource, f"/deployments/{deployment_id}")
-
     def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Resource:
         """Change a deployment's model or options without failing requests. Returns at once; `wait_ready` waits.
 
@@ -347,9 +336,7 @@ class Deployments:
             RequestConflictError: the deployment has another version, or a field was changed at the same time.
         """
         path = f"/deployments/{deployment_id}"
-        return self._transport.send(
-            Resource, "PATCH", path, json=changes, headers=_if_match(version), repeatable=version is None
-        )
+        return self._versioned("PATCH", path, changes, version, repeatable=version is None)
 
     def metrics(self, deployment_id: str) -> Resource:
         """Return the current metrics of its replicas. Totals only grow, so two calls give a rate."""
@@ -364,14 +351,6 @@ class Deployments:
         body = {"prompt": prompt, "stream": True, **parameters}
         return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
 
-    def list(self) -> list[Resource]:
-        return self._transport.list(Resource, "/deployments")
-
-    def delete(self, deployment_id: str) -> None:
-        """Delete a deployment. Deleting a missing one is not an error."""
-        with suppress(ResourceNotFoundError):
-            self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
-
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Resource:
         """Block until the deployment serves the version that was last requested.
 
@@ -385,11 +364,9 @@ class Deployments:
             if deployment.status == "running":
                 return deployment
             if deployment.status in ("failed", "refused"):
-                what = (
-                    "failed"
-                    if deployment.status == "failed"
-                    else f"refused {deployment.model} and keeps serving the previous model"
-                )
+                what = deployment.status
+                if what == "refused":
+                    what = f"refused {deployment.model} and keeps serving the previous model"
                 raise SwiftKVError(f"Deployment {deployment_id} {what}: {deployment.message or 'no reason given'}")
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
@@ -398,11 +375,10 @@ class Deployments:
             time.sleep(poll_interval)
 
 
-class Files:
+class Files(Collection):
     """Uploaded files."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    path = "/v1/files"
 
     def upload(self, path: Path, *, expires_after_s: int | None = None) -> Resource:
         """Upload a JSON Lines file of rows. Its id can be used as `name_or_path` in `data.sources` of a job.
@@ -417,16 +393,8 @@ class Files:
         if expires_after_s is not None:
             form |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
         with path.open("rb") as stream:
-            return self._transport.send(
-                Resource, "POST", "/v1/files", form=form, file=(path.name, stream), repeatable=False
-            )
-
-    def list(self, *, limit: int | None = None) -> list[Resource]:
-        """List files, newest first; all of them without `limit`."""
-        return self._transport.list(Resource, "/v1/files", limit=limit)
-
-    def get(self, file_id: str) -> Resource:
-        return self._transport.get(Resource, f"/v1/files/{file_id}")
+            files = {"file": (path.name, stream)}
+            return self._transport.send(Resource, "POST", self.path, data=form, files=files, repeatable=False)
 
     def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
         """Download the rows to `destination`, which is written completely or not at all, and return it.
@@ -436,23 +404,25 @@ class Files:
         """
         return self._transport.save(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
 
-    def delete(self, file_id: str) -> None:
+    def delete(self, identifier: str) -> None:
         """Delete a file. Refused while an unfinished job uses it."""
-        self._transport.request("DELETE", f"/v1/files/{file_id}", repeatable=True)
+        self._transport.request("DELETE", f"{self.path}/{identifier}", repeatable=True)
 
 
 _RECONNECT_PAUSE_S = 0.5
 
 
-class Jobs:
-    """Distillation jobs.
+class Jobs(Collection):
+    """Distillation jobs. Deleting a finished one deletes its model and logs.
 
     Args:
         outage_s: seconds for which `wait` and `events` tolerate a server that does not answer, such as in a restart.
     """
 
+    path = "/jobs"
+
     def __init__(self, transport: Transport, *, outage_s: float) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._outage_s = outage_s
         self._seen: weakref.WeakValueDictionary[str, Job] = weakref.WeakValueDictionary()
 
@@ -465,10 +435,7 @@ class Jobs:
         Raises:
             InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
         """
-        headers = idempotent(idempotency_key)
-        return self.adopt(
-            self._transport.send(Job, "POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
-        )
+        return self.send("POST", "/jobs", json=_document(spec), headers=idempotent(idempotency_key))
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
         """Submit a new job with the spec of another job and some changes.
@@ -491,16 +458,16 @@ class Jobs:
         """List the example specs that ship with the platform."""
         return self._transport.list(Resource, "/recipes")
 
-    def get(self, job_id: str) -> Job:
-        return self.adopt(self._transport.send(Job, "GET", f"/jobs/{job_id}", repeatable=True))
+    def get(self, identifier: str) -> Job:
+        return self.send("GET", f"/jobs/{identifier}")
 
     def cancel(self, job_id: str) -> Job:
         """Ask a job to end. Idempotent."""
-        return self.adopt(self._transport.send(Job, "POST", f"/jobs/{job_id}/cancel", repeatable=True))
+        return self.send("POST", f"/jobs/{job_id}/cancel")
 
     def pause(self, job_id: str) -> Job:
         """Ask a job to checkpoint and free the cluster. Idempotent."""
-        return self.adopt(self._transport.send(Job, "POST", f"/jobs/{job_id}/pause", repeatable=True))
+        return self.send("POST", f"/jobs/{job_id}/pause")
 
     def resume(self, job_id: str, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again; it continues from its last checkpoint.
@@ -509,16 +476,7 @@ class Jobs:
             cost_cap: replaces `limits.cost_cap`, for a job that was paused because of its cost.
         """
         body = None if cost_cap is None else {"cost_cap": cost_cap}
-        return self.adopt(self._transport.send(Job, "POST", f"/jobs/{job_id}/resume", json=body, repeatable=True))
-
-    def delete(self, job_id: str) -> None:
-        """Delete a finished job with its model and its logs. Deleting a missing job is not an error.
-
-        Raises:
-            RequestConflictError: the job is in use; the message says by what.
-        """
-        with suppress(ResourceNotFoundError):
-            self._transport.request("DELETE", f"/jobs/{job_id}", repeatable=True)
+        return self.send("POST", f"/jobs/{job_id}/resume", json=body)
 
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
         """Block until the job has finished, successfully or not, and return it.
@@ -618,7 +576,7 @@ class Jobs:
             f"/jobs/{job_id}/tracking/{path}", destination, name=f"{path} of {job_id}", sha256=None
         )
 
-    def list(
+    def list(  # type: ignore[override]  # jobs are resources
         self,
         *,
         status: str | None = None,
@@ -628,10 +586,14 @@ class Jobs:
     ) -> list[Job]:
         """List jobs, newest first; all of them without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
-        params = {name: value for name, value in params.items() if value is not None}
-        return [self.adopt(job) for job in self._transport.list(Job, "/jobs", params, limit)]
+        return [self._adopt(job) for job in self._transport.list(Job, "/jobs", _without_none(params), limit)]
 
-    def adopt(self, fresh: Job) -> Job:
+    def send(self, method: str, path: str, **options: Any) -> Job:
+        """Send a request that may be repeated, and return its job. Arguments and errors as those of
+        `Transport.request`."""
+        return self._adopt(self._transport.send(Job, method, path, **options, repeatable=True))
+
+    def _adopt(self, fresh: Job) -> Job:
         """Return this client's one object for the job, updated from `fresh`."""
         known = self._seen.get(fresh.id)
         if known is None:

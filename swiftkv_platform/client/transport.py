@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
@@ -75,40 +75,22 @@ class Transport:
     def close(self) -> None:
         self._http.close()
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        repeatable: bool,
-        json: Any = None,
-        params: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        form: dict[str, str] | None = None,
-        file: tuple[str, BinaryIO] | None = None,
-        timeout_s: float | None = None,
-    ) -> httpx.Response:
+    def request(self, method: str, path: str, *, repeatable: bool, **options: Any) -> httpx.Response:
         """Send one request and return its successful response.
 
         Args:
-            form: fields of a form, sent instead of `json`.
-            file: name and content of the form's field `file`; read while it is sent.
-            timeout_s: replaces the client's timeout.
             repeatable: whether the request may be sent again even if it may have arrived already.
+            options: those of `httpx.Client.request`, such as `json`, `params` and `headers`.
 
         Raises:
             APIError: the server answered with an error.
             UnreachableError: no connection after all retries, or the answer is not this API's.
         """
-        files = None if file is None else {"file": file}
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
         for attempt in range(self._max_retries + 1):
             last = attempt == self._max_retries
             pause = _FIRST_BACKOFF_S * 2**attempt
             try:
-                response = self._http.request(
-                    method, path, json=json, data=form, files=files, params=params, headers=headers, timeout=timeout
-                )
+                response = self._http.request(method, path, **options)
             except httpx.TransportError as error:
                 if last or not (repeatable or isinstance(error, _NEVER_SENT)):
                     raise self.unreachable(error) from error
@@ -163,26 +145,15 @@ class Transport:
         return [self.read(kind, row) for row in self.rows(path, params, limit)]
 
     @contextmanager
-    def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        json: Any = None,
-        params: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        follow_redirects: bool = False,
-    ) -> Iterator[httpx.Response]:
-        """Open a streaming response. Not retried.
+    def stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
+        """Open a streaming response. Not retried. `options`: those of `httpx.Client.stream`.
 
         Raises:
             APIError: the server answered with an error.
             UnreachableError: no connection, or one that broke while the body was read.
         """
         try:
-            with self._http.stream(
-                method, path, json=json, params=params, headers=headers, follow_redirects=follow_redirects
-            ) as response:
+            with self._http.stream(method, path, **options) as response:
                 if not response.is_success:
                     response.read()
                     raise error_from(response)

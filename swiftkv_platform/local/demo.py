@@ -133,13 +133,14 @@ def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Cons
             step(console, f"Distilling {spec['model']['name_or_path']} in {observed.dtype or 'bfloat16'} ({job.id})")
             job = follow_job(client, job, observed, console)
             evaluation = download_evaluation(client, job)
+            deployment = _deploy(client, job, observed, console)
             if options.is_llm:
-                observed.chat = _talk(client, job, observed, console)
+                observed.chat = _talk(client, deployment, observed, console)
             else:
-                _deploy_and_generate(client, job, observed, console)
+                _generate(client, observed, console)
                 unplotted = plot_loss(client.jobs.metrics(job.id), picture)
     report = build_report(evaluation, vars(observed))
-    write_report(report, options.output)
+    options.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     step(console, "Report")
     print_report(report, console)
     console.print(f"Report: {options.output}", highlight=False, soft_wrap=True)
@@ -175,12 +176,17 @@ def follow_job(client: Client, job: Job, observed: Observed, console: Console) -
     return job
 
 
-def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: Console) -> None:
+def _deploy(client: Client, job: Job, observed: Observed, console: Console) -> Resource:
     step(console, f"Deploying {job.distilled_model}")
+    for stale in client.deployments.list():  # left by an interrupted run
+        client.deployments.delete(stale.id)
     with observed.phase("deploy"):
         deployment = client.deployments.create(job.distilled_model)
         observed.deployment_id = deployment.id
-        client.deployments.wait_ready(deployment.id)
+        return client.deployments.wait_ready(deployment.id)
+
+
+def _generate(client: Client, observed: Observed, console: Console) -> None:
     step(console, "Generating")
     console.out(PROMPT, end="", style="bold", highlight=False)
     pieces = []
@@ -192,15 +198,8 @@ def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: 
     observed.generated_text = "".join(pieces)
 
 
-def _talk(client: Client, job: Job, observed: Observed, console: Console) -> list[dict[str, str]]:
+def _talk(client: Client, deployment: Resource, observed: Observed, console: Console) -> list[dict[str, str]]:
     """Ask a deployed artifact the same questions as student and as teacher, and print both answers."""
-    step(console, f"Deploying {job.distilled_model}")
-    for stale in client.deployments.list():  # left by an interrupted run
-        client.deployments.delete(stale.id)
-    with observed.phase("deploy"):
-        deployment = client.deployments.create(job.distilled_model)
-        observed.deployment_id = deployment.id
-        deployment = client.deployments.wait_ready(deployment.id)
     step(console, "Asking student and teacher")
     with observed.phase("chat"):
         students = _answers(deployment.url, deployment.model)
@@ -222,16 +221,9 @@ def _answers(url: str | None, model: str) -> Sequence[str]:
     """Return greedy answers to `QUESTIONS` from `/v1/chat/completions`."""
     texts = []
     for question in QUESTIONS:
-        answer = httpx.post(
-            f"{url}/v1/chat/completions",
-            json={
-                "model": model,
-                "messages": [{"role": "user", "content": question}],
-                "max_tokens": _ANSWER_TOKENS,
-                "temperature": 0.0,
-            },
-            timeout=_ASKED_WITHIN_S,
-        )
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "temperature": 0.0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_ASKED_WITHIN_S)
         if answer.is_error:
             raise SwiftKVError(f"{url}/v1/chat/completions answered {answer.status_code}: {answer.text[:500]}")
         texts.append(str(answer.json()["choices"][0]["message"]["content"]))
@@ -361,17 +353,8 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def write_report(report: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Print the quality of each stage, then the cost with and without SwiftKV."""
-    console.print(_quality(report))
-    console.print(_cost(report))
-
-
-def _quality(report: Mapping[str, Any]) -> Table:
     table = Table("held-out text", "perplexity", "KL (nats)", "top-1 agreement", title="Quality")
     table.add_row("teacher", f"{report['teacher']['perplexity']:.2f}", "", "")
     stages = {
@@ -384,12 +367,8 @@ def _quality(report: Mapping[str, Any]) -> Table:
         if stage is not None:
             table.add_row(label, f"{stage['perplexity']:.2f}", f"{stage['kl']:.4f}", f"{stage['top1_agreement']:.1%}")
     table.caption = f"{report['kl_recovered']:.0%} of the KL recovered with {report['tokens_trained']:,} tokens"
-    return table
-
-
-def _cost(report: Mapping[str, Any]) -> Table:
-    prompt = f"prompt of {report['prompt_length']:,} tokens"
-    table = Table(prompt, "dense", "SwiftKV", "ratio", title="Cost")
+    console.print(table)
+    table = Table(f"prompt of {report['prompt_length']:,} tokens", "dense", "SwiftKV", "ratio", title="Cost")
     figures = (
         ("prefill a token", "prefill_flops_per_token", flops),
         ("KV cache a token", "kv_bytes_per_token", size),
@@ -398,7 +377,7 @@ def _cost(report: Mapping[str, Any]) -> Table:
     for label, key, shown in figures:
         dense, swiftkv = report[key]["dense"], report[key]["swiftkv"]
         table.add_row(label, shown(dense), shown(swiftkv), f"{swiftkv / dense:.3f}")
-    return table
+    console.print(table)
 
 
 def plot_loss(points: Sequence[Resource], path: Path) -> str | None:

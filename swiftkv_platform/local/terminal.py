@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from rich.console import Console
@@ -38,72 +37,29 @@ class Event(Protocol):
         ...
 
 
-@dataclass
-class JobView:
-    """State of a job, derived from its events."""
-
-    status: str = "queued"
-    step: int = 0
-    total_steps: int | None = None
-    point: dict[str, Any] = field(default_factory=dict)
-    """The last step's metrics."""
-    pace: Pace | None = None
-
-    def apply(self, event: Event) -> None:
-        """Update the view from an event."""
-        if event.type == "status":
-            self.status = str(event.data.get("status", self.status))
-        elif event.type == "metrics":
-            self.total_steps = event.data.get("total_steps") or self.total_steps
-            points = event.data.get("points", [])
-            if points:
-                self.point = points[-1]
-                step = int(self.point["step"])
-                self.pace = Pace.after(self.pace, step, event.time, last_step=self.step)
-                self.step = step
-
-    @property
-    def steps(self) -> str:
-        return f"{self.step}/{self.total_steps}" if self.total_steps else ""
-
-    @property
-    def numbers(self) -> str:
-        """Loss and speed of the last step."""
-        parts = []
-        if self.point.get("loss") is not None:
-            parts.append(f"loss {self.point['loss']:.4f}")
-        if self.point.get("tokens_per_second") is not None:
-            parts.append(f"{self.point['tokens_per_second']:,.0f} tokens/s")
-        return "  ".join(parts)
-
-    @property
-    def time_left(self) -> str:
-        """Estimated time to the last step, as in the API; empty if no pace is known, in a sweep, and at the end."""
-        if self.pace is None or "trial" in self.point:
-            return ""
-        left = self.pace.seconds_remaining(self.step, self.total_steps)
-        return f"ETA {duration(left)}" if left else ""
-
-
 class JobDisplay:
-    """Shows events as they arrive, from any thread. Events other than metrics are printed, one line each."""
+    """Shows a job's events as they arrive, from any thread. Events other than metrics are printed, one line each."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._view = JobView()
+        self._step = 0
+        self._total_steps: int | None = None
+        self._point: dict[str, Any] = {}
+        """The last step's metrics."""
+        self._pace: Pace | None = None
         self._lines_shown = 0
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
             BarColumn(),
-            TextColumn("{task.fields[view].steps}"),
-            TextColumn("[cyan]{task.fields[view].numbers}"),
+            TextColumn("{task.fields[steps]}"),
+            TextColumn("[cyan]{task.fields[numbers]}"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[view].time_left}"),
+            TextColumn("{task.fields[time_left]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(self._view.status, total=None, view=self._view)
+        self._task = self._bar.add_task("queued", total=None, **self._figures())
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -114,20 +70,48 @@ class JobDisplay:
 
     def show(self, event: Event) -> None:
         """Show an event."""
-        self._view.apply(event)
-        if event.type != "metrics":
+        if event.type == "metrics":
+            self._remember(event)
+            if not self._console.is_terminal:
+                self._print_share()
+        else:
             self._print(escape(event.message), style=_STYLES[event.level])
-        elif not self._console.is_terminal:
-            self._print_share()
-        view = self._view
-        self._bar.update(self._task, description=view.status, completed=view.step, total=view.total_steps)
+        status = event.data.get("status") if event.type == "status" else None
+        self._bar.update(
+            self._task, description=status, completed=self._step, total=self._total_steps, **self._figures()
+        )
+
+    def _remember(self, event: Event) -> None:
+        self._total_steps = event.data.get("total_steps") or self._total_steps
+        if points := event.data.get("points"):
+            self._point = points[-1]
+            step = int(self._point["step"])
+            self._pace = Pace.after(self._pace, step, event.time, last_step=self._step)
+            self._step = step
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the step, loss and speed of the last step, and the estimated time to the last one as in the API; that
+        is empty if no pace is known, in a sweep, and at the end."""
+        numbers, left = [], None
+        if self._point.get("loss") is not None:
+            numbers.append(f"loss {self._point['loss']:.4f}")
+        if self._point.get("tokens_per_second") is not None:
+            numbers.append(f"{self._point['tokens_per_second']:,.0f} tokens/s")
+        if self._pace is not None and "trial" not in self._point:
+            left = self._pace.seconds_remaining(self._step, self._total_steps)
+        return {
+            "steps": f"{self._step}/{self._total_steps}" if self._total_steps else "",
+            "numbers": "  ".join(numbers),
+            "time_left": f"ETA {duration(left)}" if left else "",
+        }
 
     def _print_share(self) -> None:
-        view = self._view
-        lines = view.step * _PLAIN_LINES // view.total_steps if view.total_steps else 0
+        """Print the progress if another tenth of the steps is done."""
+        lines = self._step * _PLAIN_LINES // self._total_steps if self._total_steps else 0
         if lines != self._lines_shown:
             self._lines_shown = lines
-            self._print("  ".join(part for part in (f"step {view.steps}", view.numbers, view.time_left) if part))
+            figures = self._figures()
+            self._print("  ".join(filter(None, (f"step {figures.pop('steps')}", *figures.values()))))
 
     def _print(self, line: str, style: str | None = None) -> None:
         self._console.print(f"  {line}", style=style, highlight=False, soft_wrap=True)

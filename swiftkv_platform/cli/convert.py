@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -66,11 +65,8 @@ def convert(
 ) -> None:
     """Make a student from a teacher's checkpoint, file by file, with copied or calibrated projections."""
     if num_key_value_layers is not None and prefill_reduction is not None:
-        raise InvalidInputError(
-            "give --num-key-value-layers or --prefill-reduction, not both",
-            field="prefill_reduction",
-            value=prefill_reduction,
-        )
+        message = "give --num-key-value-layers or --prefill-reduction, not both"
+        raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
     with needs_extra("This"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
@@ -151,9 +147,8 @@ def export(
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter and prefill_only:
-        raise InvalidInputError(
-            "--adapter and --prefill-only are set; use one of them", field="prefill_only", value=True
-        )
+        message = "--adapter and --prefill-only are set; use one of them"
+        raise InvalidInputError(message, field="prefill_only", value=True)
     if adapter:
         for field, value in (("quantize", quantize), ("calibration", calibration)):
             if value:
@@ -162,8 +157,7 @@ def export(
                 )
         _export_adapter(model, target, base, revision, json=json)
         return
-    with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
-        files: Literal["link", "copy"] = "copy" if copy else "link"
+    with base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
         rows = None
         if calibration:
             rows = read_calibration_text(model, calibration, calibration_tokens, train_on="assistant")
@@ -174,7 +168,7 @@ def export(
             prefill_only=prefill_only,
             quantize=quantize,
             calibration=rows,
-            files=files,
+            files="copy" if copy else "link",
             base_model=base_model,
             progress=report,
         )
@@ -194,7 +188,7 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
     name = base
     if name is None:
         name, revision = artifact_teacher(model)
-    with _base_directory(name, revision) as directory, _progress("Comparing") as report:
+    with base_directory(name, revision) as directory, _progress("Comparing") as report:
         found = str(Path(name).resolve()) if Path(name).is_dir() else name
         written = export_adapter(
             model, target, base=directory or name, name_or_path=found, revision=revision, progress=report
@@ -207,16 +201,6 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
         f"{len(written.replaced)} replaced"
     )
     tell({**fields, **counts, "weight_bytes": size}, line, json=json)
-
-
-@contextmanager
-def _base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
-    """Yield the directory or hub id of a base model, available within the context; None if `name` is None."""
-    if name is None:
-        yield None
-        return
-    with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
-        yield base_directory(name, revision, Path(workspace))
 
 
 def _weight_bytes(directory: Path) -> int:

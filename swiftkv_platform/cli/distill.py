@@ -14,7 +14,17 @@ import yaml
 
 from swiftkv_platform.cli.context import Json, MaybeSpecFile, PrefillLayers, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
-from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
+from swiftkv_platform.cli.output import (
+    Columns,
+    err,
+    needs_extra,
+    print_fields,
+    print_items,
+    print_json,
+    print_table,
+    say,
+    tell,
+)
 from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.contract.cures import what_to_change
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
@@ -185,33 +195,25 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _interval_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return table rows with the 95% intervals; the perplexity's is computed from its ratio to the teacher's."""
+def _interval_row(report: Report) -> tuple[str, ...]:
+    """Return a table's row with the 95% intervals; the perplexity's is computed from its ratio to the teacher's."""
     found, teacher = report.intervals, report.teacher.perplexity
     if found is None:
-        return []
-    perplexity, kl, agreement = (
-        (f"{low:{form}} to {high:{form}}")
-        for (low, high), form in (
-            ((teacher * found.perplexity_ratio[0], teacher * found.perplexity_ratio[1]), ".3f"),
-            (found.kl, ".4f"),
-            (found.top1_agreement, ".1%"),
-        )
-    )
-    return [(f"95% interval, {found.num_units:,} {found.unit}s", perplexity, kl, agreement)]
+        return ()
+    perplexity = tuple(teacher * ratio for ratio in found.perplexity_ratio)
+    intervals = ((perplexity, ".3f"), (found.kl, ".4f"), (found.top1_agreement, ".1%"))
+    shown = (f"{low:{form}} to {high:{form}}" for (low, high), form in intervals)
+    return (f"95% interval, {found.num_units:,} {found.unit}s", *shown)
 
 
 def _print(report: Report) -> None:
     distilled = report.distilled
-    print_table(
-        ("held-out text", "perplexity", "KL (nats)", "top-1 agreement"),
-        [
-            ("teacher", f"{report.teacher.perplexity:.3f}", "", ""),
-            ("student", f"{distilled.perplexity:.3f}", f"{distilled.kl:.4f}", f"{distilled.top1_agreement:.1%}"),
-            *_interval_rows(report),
-        ],
-        empty="",
-    )
+    rows = [
+        ("teacher", f"{report.teacher.perplexity:.3f}", "", ""),
+        ("student", f"{distilled.perplexity:.3f}", f"{distilled.kl:.4f}", f"{distilled.top1_agreement:.1%}"),
+        _interval_row(report),
+    ]
+    print_table(("held-out text", "perplexity", "KL (nats)", "top-1 agreement"), filter(None, rows), empty="")
     found = report.continuations
     print_fields(
         {
@@ -222,18 +224,15 @@ def _print(report: Report) -> None:
         }
     )
     if report.tasks:
-        rows = [
-            (
-                each.task,
-                each.metric,
-                each.num_samples,
-                f"{each.teacher:.4f}",
-                f"{each.student:.4f}",
-                f"{each.drop:+.2f}",
-            )
-            for each in report.tasks
-        ]
-        print_table(("task", "metric", "samples", "teacher", "student", "points lost"), rows, empty="")
+        columns: Columns = {
+            "task": "task",
+            "metric": "metric",
+            "samples": "num_samples",
+            "teacher": lambda each: f"{each.teacher:.4f}",
+            "student": lambda each: f"{each.student:.4f}",
+            "points lost": lambda each: f"{each.drop:+.2f}",
+        }
+        print_items(report.tasks, columns, empty="")
     for gate in report.gates:  # the worst first
         needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples are needed"
         of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""

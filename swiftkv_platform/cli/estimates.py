@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.cli.context import read_spec, settings
-from swiftkv_platform.cli.output import Columns, print_fields, print_items, print_json, say
+from swiftkv_platform.cli.context import settings
+from swiftkv_platform.cli.output import Columns, print_fields, print_items, say
 from swiftkv_platform.client import Resource
 from swiftkv_platform.control_plane.jobs.estimates import speed_for, validate, with_time
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
@@ -106,16 +106,6 @@ def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None
     speed = speed_for(spec, (), settings().flops_per_second)
     found = with_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})
-
-
-def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json: bool) -> None:
-    """Print the estimate of the job spec at `path`."""
-    spec = read_spec(path)
-    estimate = foresee(spec, config=config, num_tokens=num_tokens)
-    if json:
-        print_json(estimate)
-    else:
-        print_estimate(estimate, spec, machine_bytes=None)
 
 
 def print_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> None:

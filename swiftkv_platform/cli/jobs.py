@@ -330,7 +330,9 @@ def wandb_sync(
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
         files = client.jobs.tracking_files(job_id)
-        parts = _recorded_runs(files, Path(workspace))
+        directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
+        runs = [RecordedRun(Path(workspace) / directory) for directory in directories]
+        parts = sorted(runs, key=lambda part: part.started)
         pages: dict[str, str | None] = {}
         if not dry_run:
             for file in files:
@@ -342,12 +344,6 @@ def wandb_sync(
         return
     rows = [(part.run_id, part.path.name, pages.get(part.run_id) or "") for part in parts]
     print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
-
-
-def _recorded_runs(files: Sequence[Resource], workspace: Path) -> list[RecordedRun]:
-    """Return the recorded parts in the order of their start."""
-    directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
-    return sorted((RecordedRun(workspace / directory) for directory in directories), key=lambda part: part.started)
 
 
 def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
@@ -441,7 +437,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
         "queue": describe_queue(job),
         "attempt": job.attempt,
-        "steps": _progress(job),
+        "steps": _steps(job, details=True),
         "created": local_time(job.created_at),
         "started": local_time(job.started_at),
         "finished": _finished(job),
@@ -454,16 +450,6 @@ def _print_job(job: Job, *, json: bool) -> None:
         "tracking": _tracking(job.tracking),
     }
     tell_fields(job, fields, json=json)
-
-
-def _progress(job: Job) -> str:
-    steps, progress = _steps(job), job.progress
-    if progress is None or not steps:
-        return steps
-    parts = [f"{steps}, {count(progress.tokens)} tokens"]
-    if progress.seconds_remaining and not job.finished:
-        parts.append(f"{duration(progress.seconds_remaining)} left")
-    return ", ".join(parts)
 
 
 def _finished(job: Job) -> str | None:
@@ -497,10 +483,17 @@ def _tracking(tracking: Mapping[str, Any] | None) -> str | None:
     return f"{tracking.get('provider')} run {tracking.get('run_id')}, {tracking.get('url') or tracking.get('mode')}"
 
 
-def _steps(job: Job) -> str:
-    if job.progress is None or not job.progress.total_steps:
+def _steps(job: Job, *, details: bool = False) -> str:
+    """Return `40/100`; with details `40/100, 327,680 tokens, 2 min 10 s left`."""
+    progress = job.progress
+    if progress is None or not progress.total_steps:
         return ""
-    return f"{job.progress.step}/{job.progress.total_steps}"
+    parts = [f"{progress.step}/{progress.total_steps}"]
+    if details:
+        parts.append(f"{count(progress.tokens)} tokens")
+        if progress.seconds_remaining and not job.finished:
+            parts.append(f"{duration(progress.seconds_remaining)} left")
+    return ", ".join(parts)
 
 
 _ASKED_EVERY_S = 5.0

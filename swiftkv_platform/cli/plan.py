@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from swiftkv_platform.cli.context import Json, read_spec
-from swiftkv_platform.cli.estimates import print_plan
+from swiftkv_platform.cli.estimates import foresee, print_estimate
 from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
@@ -22,13 +22,9 @@ from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, StartReport
-    from swiftkv_platform.jobs.dry_run import Memory
 
 
-_COMPONENTS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total")
-_COLUMNS = (*_COMPONENTS, "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
-_UNITS = {"GFLOPs": 1e9, "MFLOPs": 1e6}
-_DEFAULT: Sequence[int | None] = (None,)
+_COLUMNS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
 _DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
 First rel.: logits of every token, as in the paper's table 1. executed: as it runs, with logits of the last \
@@ -86,27 +82,27 @@ def plan(
         _dry_run(model, config, json=json)
         return
     if Path(model).suffix in (".yaml", ".yml"):
-        print_plan(Path(model), config=None if config is None else Path(config), num_tokens=tokens, json=json)
+        spec = read_spec(Path(model))
+        estimate = foresee(spec, config=None if config is None else Path(config), num_tokens=tokens)
+        if json:
+            print_json(estimate)
+        else:
+            print_estimate(estimate, spec, machine_bytes=None)
         return
     values = model_config(model)
     shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
     shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
+    group_sizes: Sequence[int | None] = key_value_group_size or (None,)
+    prompt: dict[str, Any] = {"sequence_length": sequence_length, "kv_cache_dtype": kv_cache_dtype}
     plans = [
-        make_plan(
-            values,
-            **layers,
-            key_value_group_size=group_size,
-            sequence_length=sequence_length,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        make_plan(values, **layers, key_value_group_size=group_size, **prompt)
         for layers in shapes or [{}]
-        for group_size in key_value_group_size or _DEFAULT
+        for group_size in group_sizes
     ]
     if json:
         print_json(plans[0] if len(plans) == 1 else {"plans": [each.model_dump(mode="json") for each in plans]})
         return
-    columns, rows = table(plans)
-    print_table(columns, rows, empty="")
+    _print_plans(plans)
     out().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
     for each in plans:
         say(_saved(each))
@@ -129,17 +125,23 @@ def _saved(plan: Plan) -> str:
     )
 
 
-def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return columns and rows of the paper's table 1 with KV bytes: a row for the teacher and one for each student."""
+def _print_plans(plans: Sequence[Plan]) -> None:
+    """Print the paper's table 1 with KV bytes: a row for the teacher and one for each student."""
     first = plans[0]
     dense = first.prefill["paper"].dense
-    unit = next((name for name, size in _UNITS.items() if dense.total >= size), "MFLOPs")
+    unit, scale = ("GFLOPs", 1e9) if dense.total >= 1e9 else ("MFLOPs", 1e6)
+
+    def components(flops: Components) -> list[str]:
+        query_output = flops.query + flops.output
+        parts = (flops.vocabulary, flops.key_value, query_output, flops.mlp, flops.attention, flops.total)
+        return [f"{part / scale:.3g}" for part in parts]
+
     teacher = f"{first.num_hidden_layers}", f"{first.dense_kv_bytes_per_token:,.0f}", "100.0%"
-    rows = [("dense", *_components(dense, unit), "100.0%", "100.0%", *teacher)]
+    rows = [("dense", *components(dense), "100.0%", "100.0%", *teacher)]
     rows += [
         (
             _name(each),
-            *_components(each.prefill["paper"].swiftkv, unit),
+            *components(each.prefill["paper"].swiftkv),
             f"{each.prefill_flops_ratio:.1%}",
             f"{each.executed_prefill_flops_ratio:.1%}",
             f"{each.num_kv_cache_layers}",
@@ -148,12 +150,7 @@ def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         )
         for each in plans
     ]
-    return (f"{unit} per prompt token", *_COLUMNS), rows
-
-
-def _components(flops: Components, unit: str) -> list[str]:
-    parts = (flops.vocabulary, flops.key_value, flops.query + flops.output, flops.mlp, flops.attention, flops.total)
-    return [f"{part / _UNITS[unit]:.3g}" for part in parts]
+    print_table((f"{unit} per prompt token", *_COLUMNS), rows, empty="")
 
 
 _MEMORY_COLUMNS = ("GiB of a worker at its peak", "peak", "parameters", "gradients", "optimizer", "the rest")
@@ -173,16 +170,15 @@ def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
         "are trained"
     )
     phases = {"calibrate, one worker": found.calibrate, "train": found.train, "evaluate, one worker": found.evaluate}
-    rows = [(name, *_row(memory)) for name, memory in phases.items() if memory is not None]
+    rows = []
+    for name, used in phases.items():
+        if used is not None:
+            parts = (used.peak, used.parameters, used.gradients, used.optimizer, used.passing + used.remembered)
+            rows.append((name, *map(_gib, parts)))
     print_table(_MEMORY_COLUMNS, rows, empty="")
     calls = [(each.name, each.calls, _gib(each.num_bytes)) for each in found.collectives]
     print_table(("collectives of a step", "calls", "GiB"), calls, empty="No collectives.")
     say("Kernel workspaces and memory cached by the allocator are not included.")
-
-
-def _row(memory: Memory) -> list[str]:
-    parts = (memory.peak, memory.parameters, memory.gradients, memory.optimizer, memory.passing + memory.remembered)
-    return [_gib(part) for part in parts]
 
 
 def _gib(num_bytes: int) -> str:

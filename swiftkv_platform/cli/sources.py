@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST
@@ -52,14 +55,21 @@ def model_path(name: str) -> str:
     return str(path)
 
 
-def base_directory(name: str, revision: str | None, workspace: Path) -> str:
-    """Return an adapter's base model as a directory or a hub id; one in an object store is fetched to `workspace`."""
+@contextmanager
+def base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
+    """Yield the directory or hub id of an adapter's base model, fetched from an object store within the context; None
+    if `name` is None."""
+    if name is None:
+        yield None
+        return
     from swiftkv_platform.model.weights.bases import model_directory
 
-    def download(uri: str) -> Path:
-        return download_model(uri, workspace / "base", access=OPEN, field="base")
+    with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
 
-    return model_directory(name, revision, download=download, field="base")
+        def download(uri: str) -> Path:
+            return download_model(uri, Path(workspace) / "base", access=OPEN, field="base")
+
+        yield model_directory(name, revision, download=download, field="base")
 
 
 def artifact_teacher(directory: str) -> tuple[str, str | None]:

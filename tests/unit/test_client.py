@@ -36,13 +36,9 @@ from tests.support.fakes.scripted_server import (
     serve,
 )
 from tests.support.rays import free_port
+from tests.unit.cli.conftest import job_row
 
 CUT = Answer(cut=True)
-
-
-def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
-    row = {"id": "job_1", "object": "distillation.job", "name": "tiny", "status": status, "created_at": 1, "attempt": 1}
-    return {**row, **changes}
 
 
 def event_row(number: int, **changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,6 +15,11 @@ from tests.unit.control_plane.routes.conftest import parts, start
 __all__ = ["parts", "start"]
 
 Run = Callable[..., Result]
+
+
+def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
+    row = {"id": "job_1", "object": "distillation.job", "name": "tiny", "status": status, "created_at": 1, "attempt": 1}
+    return {**row, **changes}
 
 
 @pytest.fixture

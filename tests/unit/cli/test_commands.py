@@ -13,12 +13,7 @@ from swiftkv_platform.cli.app import app
 from tests.support.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
 from tests.support.model_configs import llama_config
 from tests.support.rays import free_port
-from tests.unit.cli.conftest import Run
-
-
-def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
-    row = {"id": "job_1", "object": "distillation.job", "name": "tiny", "status": status, "created_at": 1, "attempt": 1}
-    return {**row, **changes}
+from tests.unit.cli.conftest import Run, job_row
 
 
 def event_row(number: int, kind: str, message: str, **data: Any) -> dict[str, Any]:

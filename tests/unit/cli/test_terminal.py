@@ -15,6 +15,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import JobEvent
 from swiftkv_platform.local.terminal import follow
 from tests.support.fakes.scripted_server import Script, json_answer, list_answer, serve
+from tests.unit.cli.conftest import job_row
 
 
 def event(kind: str, message: str, *, level: str = "info", at: int = 1, **data: Any) -> JobEvent:
@@ -77,8 +78,6 @@ def test_time_left_goes_by_when_steps_were_done_not_by_when_they_are_shown(termi
 
 JOB, MODEL = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl"))
 
-ROW = {"id": JOB, "object": "distillation.job", "name": "tiny", "status": "queued", "created_at": 1, "attempt": 1}
-
 COMMANDS = {
     "jobs submit -f {spec}": JOB,
     "jobs list": JOB,
@@ -91,9 +90,9 @@ COMMANDS = {
 @pytest.fixture
 def script() -> Script:
     script = Script()
-    script.on("POST", "/jobs", json_answer(ROW, 201))
-    script.on("GET", "/jobs", list_answer([ROW]))
-    script.on("GET", f"/jobs/{JOB}", json_answer(ROW))
+    script.on("POST", "/jobs", json_answer(job_row(id=JOB), 201))
+    script.on("GET", "/jobs", list_answer([job_row(id=JOB)]))
+    script.on("GET", f"/jobs/{JOB}", json_answer(job_row(id=JOB)))
     lineage = {"model": "m", "job_id": JOB, "ancestors": [{"name": MODEL, "job_id": JOB}]}
     script.on("GET", f"/models/{MODEL}/lineage", json_answer(lineage))
     return script

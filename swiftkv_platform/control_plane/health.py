@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.jobs.reconciler import Instruments, Orphans, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
@@ -44,18 +44,14 @@ class ControlPlaneHistograms:
         text = "Steps of the control loops that this control plane leads."
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
         text = "Time in the queue of each attempt that left it."
-        self._waits = _histogram("swiftkv_job_queue_wait_seconds", text, _WAITS_S)
-        self._lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
+        self.waits = _histogram("swiftkv_job_queue_wait_seconds", text, _WAITS_S)
+        self.lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
         text = "Runs that a tracker such as W&B did not receive, or only in part."
-        self._untracked = Counter("swiftkv_untracked_runs", text, registry=None)
-        self.reconciler = Instruments(
-            queue_wait=self._waits.observe, event_lag=self._lags.observe, untracked=self._untracked.inc
-        )
-        """Listeners for the reconciler."""
+        self.untracked = Counter("swiftkv_untracked_runs", text, registry=None)
 
     def register(self, registry: CollectorRegistry) -> None:
         """Register them with `registry`."""
-        for each in (self._requests, self._ticks, self._waits, self._lags, self._untracked):
+        for each in (self._requests, self._ticks, self.waits, self.lags, self.untracked):
             registry.register(each)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:

@@ -70,10 +70,10 @@ def holds(fence: Fence) -> ColumnElement[bool]:
 def check_fence(session: Session, fence: Fence | None) -> None:
     """Raise `LeaseLostError` if another holder has taken the lease."""
     if fence is not None and not session.scalar(select(holds(fence))):
-        raise lease_lost(fence.name)
+        raise _lost(fence.name)
 
 
-def lease_lost(name: str) -> LeaseLostError:
+def _lost(name: str) -> LeaseLostError:
     message = f"the lease {name!r} is no longer held by this control plane; another one may hold it now"
     return LeaseLostError(message, field="lease", value=name)
 
@@ -107,17 +107,13 @@ class Leadership:
         """Fencing token for what is stored under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
-            raise self._lost()
+            raise _lost(self._name)
         return fence
 
     def check(self) -> None:
         """Raise `LeaseLostError` unless this process leads at this moment."""
         if self._fence is None or self._clock() >= self._until:
-            raise self._lost()
-
-    def _lost(self) -> LeaseLostError:
-        message = f"the lease {self._name!r} has expired; another control plane may hold it now"
-        return LeaseLostError(message, field="lease", value=self._name)
+            raise _lost(self._name)
 
     def guard(self, step: Callable[[], None]) -> Callable[[], None]:
         """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`, and

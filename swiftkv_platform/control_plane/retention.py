@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
@@ -421,16 +422,14 @@ class RetainedObjects:
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return ObjectBatch(1, itself.size, None)
-        found = list(islice(self._store.list(place), limit + 1))
-        if not found:
+        found, last = self.list(place, limit=limit, after=None)
+        if found:
+            self._hide(place)
+        if last is None:
             self._store.delete_prefix(place)  # with what a process that died was writing there, which is not listed
-            return ObjectBatch(0, 0, None)
-        self._hide(place)
-        if len(found) <= limit:
-            self._store.delete_prefix(place)
-            return ObjectBatch(len(found), _size(found), None)
-        self._store.delete_many([info.key for info in found[:limit]])
-        return ObjectBatch(limit, _size(found[:limit]), found[limit - 1].key)
+        else:
+            self._store.delete_many([info.key for info in found])
+        return ObjectBatch(len(found), sum(info.size for info in found), last)
 
     def _hide(self, place: str) -> None:
         """Remove the manifests of the directory and of those in it, so that none looks complete while its files go."""
@@ -442,31 +441,17 @@ class RetainedObjects:
         """Count the objects that `remove` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
             return ObjectBatch(1, itself.size, None)
-        found, last = self._part(place, limit, after)
-        return ObjectBatch(len(found), _size(found), last)
+        found, last = self.list(place, limit=limit, after=after)
+        return ObjectBatch(len(found), sum(info.size for info in found), last)
 
-    def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
-        """Return number and bytes of a batch of all objects, by kind, and the key to continue after; None at the
-        end."""
-        found, last = self._part("", limit, after)
-        counted: dict[str, tuple[int, int]] = {}
-        for info in found:
-            kind = _kind(info.key)
-            number, size = counted.get(kind, (0, 0))
-            counted[kind] = number + 1, size + info.size
-        return counted, last
-
-    def _part(self, prefix: str, limit: int, after: str | None) -> tuple[list[ObjectInfo], str | None]:
-        """At most `limit` objects, and the key of the last one if there are more."""
+    def list(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
+        """Return at most `limit` objects, and the key of the last one if there are more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 
 
-def _size(found: Sequence[ObjectInfo]) -> int:
-    return sum(info.size for info in found)
-
-
-def _kind(key: str) -> str:
+def kind_of(key: str) -> str:
+    """Return the kind of an object, as counts name it."""
     if key.startswith(f"{IMPORTED}/"):
         return "artifacts"
     match = _OF_ATTEMPT.match(key)
@@ -663,18 +648,16 @@ class Sweeper:
             raise error
 
     def _count(self) -> Iterator[Swept]:
-        rows = self.rows.count_rows()
-        objects: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        after: str | None = None
-        while True:
-            found, after = self.objects.count(limit=_COUNTED, after=after)
-            for kind, (number, size) in found.items():
-                objects[kind] = objects.get(kind, 0) + number
-                sizes[kind] = sizes.get(kind, 0) + size
+        rows, objects, sizes = self.rows.count_rows(), Counter[str](), Counter[str]()
+        found, after = self.objects.list("", limit=_COUNTED, after=None)
+        while found:
+            for info in found:
+                objects[kind_of(info.key)] += 1
+                sizes[kind_of(info.key)] += info.size
             if after is None:
                 break
             yield Swept("counted")
+            found, after = self.objects.list("", limit=_COUNTED, after=after)
         self.counts = Counts(rows, objects, sizes)
 
 

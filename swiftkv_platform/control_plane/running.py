@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from uuid import uuid4
 
 from fastapi import FastAPI
@@ -63,9 +62,14 @@ async def running(
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
     deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-    instruments = replace(histograms.reconciler, spans=app.state.spans)
     reconciler = Reconciler(
-        parts, settings, leaderships["jobs"], instruments, polls=PollSchedule(), concurrency=_JOBS_AT_ONCE
+        parts,
+        settings,
+        leaderships["jobs"],
+        histograms,
+        app.state.spans,
+        polls=PollSchedule(),
+        concurrency=_JOBS_AT_ONCE,
     )
     orphans = Orphans(parts)
     sweeper = Sweeper(RetainedRows(parts.database), RetainedObjects(parts.objects), settings, parts.clock)

@@ -78,8 +78,6 @@ class Load:
     """Model of each correct answer."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    times: list[tuple[float, float]] = field(default_factory=list)
-    """When each request was sent and when its answer was complete, on the monotonic clock."""
 
     def __enter__(self) -> Load:
         self._over = threading.Event()
@@ -98,18 +96,12 @@ class Load:
         chosen = random.Random(number)
         with closing(self.connect(self.url)) as client:
             while not self._over.is_set():
-                prompt, begin = chosen.randrange(len(PROMPTS)), time.monotonic()
+                prompt = chosen.randrange(len(PROMPTS))
                 try:
                     self._check(prompt, *ask(client, PROMPTS[prompt], stream=number % 2 == 0))
-                    self.times.append((begin, time.monotonic()))
                     time.sleep(self.pause_s)
                 except (httpx.HTTPError, RuntimeError) as error:
                     self.failed.append(repr(error))
-
-    def latency_ms(self, begin: float, end: float) -> float:
-        """Return the 99th percentile of the latency of requests in flight between `begin` and `end`."""
-        durations = sorted(done - sent for sent, done in self.times if sent < end and done > begin)
-        return 1000.0 * durations[len(durations) * 99 // 100]
 
     def _check(self, prompt: int, models: set[str], token_ids: list[int]) -> None:
         if len(models) == 1 and token_ids == self.expected[model := models.pop()][prompt]:

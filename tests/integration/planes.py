@@ -137,7 +137,6 @@ class Plane:
         settings: more `SWIFTKV_*` variables, besides those for home, port and Ray.
         entrypoint: arguments of Python that run an attempt instead of the fake training, e.g. `("-m",
         "swiftkv_platform.jobs.distill")`.
-        shared: another plane, whose home and attempt script this one also uses.
     """
 
     def __init__(
@@ -147,16 +146,11 @@ class Plane:
         settings: Mapping[str, str] | None = None,
         *,
         entrypoint: Sequence[str] | None = None,
-        shared: Plane | None = None,
     ) -> None:
         directory.mkdir(exist_ok=True)
-        self.directory = directory
-        self.gates = directory / "gates" if shared is None else shared.gates
-        self.home = directory / "home" if shared is None else shared.home
-        self._script = directory / "attempt.py" if shared is None else shared._script
-        if shared is None:
-            self.gates.mkdir()
-            self._script.write_text(ATTEMPT.format(root=str(ROOT), gates=str(self.gates)))
+        self.gates, self.home, script = directory / "gates", directory / "home", directory / "attempt.py"
+        self.gates.mkdir()
+        script.write_text(ATTEMPT.format(root=str(ROOT), gates=str(self.gates)))
         self._log = (directory / "server.log").open("ab")
         self._port = free_port()
         self._env = {
@@ -171,7 +165,7 @@ class Plane:
         self.url = f"http://127.0.0.1:{self._port}"
         self.client = Client(self.url, outage_s=60.0)
         self._zygote = subprocess.Popen(
-            [sys.executable, "-c", ZYGOTE, *(entrypoint or [str(self._script)])],
+            [sys.executable, "-c", ZYGOTE, *(entrypoint or [str(script)])],
             env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,7 +16,6 @@ from swiftkv_platform.contract.events import (
     CourseEvent,
     ErrorData,
     ErrorEvent,
-    Level,
     MessageEvent,
     MetricsEvent,
     Pace,
@@ -33,7 +32,6 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.estimates import measured_speed
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
-    EventType,
     Failure,
     Job,
     JobStatus,
@@ -88,31 +86,39 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
     match event:
         case StatusEvent():
             _advance(reading, event.data["status"])
-        case MetricsEvent():
-            _measure(reading, event)
-            _note_progress(reading)
-            _record(reading, event, "metrics")
+            return
         case PlacementEvent():
             _place(reading, _plain(event.data))
+            return
+        case MetricsEvent():
+            _note_progress(reading)
+            _measure(reading, event)
         case CheckpointEvent():
             _note_progress(reading)
-            _record(reading, event, "checkpoint")
+        case ProgressEvent():
+            _note_progress(reading)
+            _part(reading, _plain(event.data))
         case ErrorEvent():
             error: ErrorData = _plain(event.data)
             failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
             reading.job = reading.job.with_attempt(failure=failure)
-            _record(reading, event, "message", level="error")
         case TrackingEvent():
             reading.job = replace(reading.job, tracking=_plain(event.data))
-            _record(reading, event, "message")
-        case ProgressEvent():
-            _note_progress(reading)
-            _part(reading, _plain(event.data))
-            _record(reading, event, "message")
         case MessageEvent() | ArtifactEvent() | CourseEvent():
-            _record(reading, event, "message")
+            pass
         case _:
             assert_never(event)
+    reading.events.append(
+        Event(
+            id=new_id("evt"),
+            job_id=reading.job.id,
+            created_at=int(event.time),
+            type=event.type if event.type in ("metrics", "checkpoint") else "message",
+            message=_plain(event.message),
+            level="error" if event.type == "error" else event.level,
+            data=_plain(event.data),
+        )
+    )
 
 
 def _advance(reading: Reading, status: AttemptStatus) -> None:
@@ -194,20 +200,6 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
             seconds_remaining=remaining,
         ),
         estimated_finish=None if remaining is None else int(event.time) + remaining,
-    )
-
-
-def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Level | None = None) -> None:
-    reading.events.append(
-        Event(
-            id=new_id("evt"),
-            job_id=reading.job.id,
-            created_at=int(event.time),
-            type=kind,
-            message=_plain(event.message),
-            level=level or event.level,
-            data=_plain(event.data),
-        )
     )
 
 

@@ -10,7 +10,7 @@ it has not taken yet are reserved for it, so that no job starts that would make 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,36 +47,36 @@ class FairQueue:
         self._given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
 
-    def next(self, standing: Standing, places: ClusterPlaces, *, room: int) -> list[Waiting]:
+    def next(self, standing: Standing, admission: Admission, *, room: int) -> list[Waiting]:
         """Choose at most `room` waiting jobs, in the order in which they should start.
 
         If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
         jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
         """
-        held, queues = dict(standing.held), {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
+        held = defaultdict(Demand, standing.held)
+        queues = {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
         self._catch_up(queues)
         chosen: list[Waiting] = []
         while len(chosen) < room:
             for queue in queues.values():
-                while queue and not places.could_fit(queue[0].id):
+                while queue and not admission.could_fit(queue[0].id):
                     queue.popleft()
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand) and places.fits(queue[0].id)
+                if queue and self.fits(tenant, held[tenant], queue[0].demand) and admission.fits(queue[0].id)
             ]
             if not fitting:
                 break
-            total = standing.total
-            tenant = min(fitting, key=lambda name: self._rank(name, held.get(name, Demand()), total, queues[name][0]))
+            tenant = min(fitting, key=lambda name: self._rank(name, held[name], standing.total, queues[name][0]))
             job = queues[tenant].popleft()
-            held[tenant] = held.get(tenant, Demand()) + job.demand
-            self._given[tenant] = self._given[tenant] + job.demand.share(total) / self._policies.policy(tenant).weight
+            held[tenant] += job.demand
+            self._given[tenant] += job.demand.share(standing.total) / self._policies.policy(tenant).weight
             chosen.append(job)
-            places.take(job.id)
+            admission.reserve(job.id)
         return chosen
 
-    def overtaken(self, stuck: Sequence[Job], standing: Standing, places: ClusterPlaces) -> list[Job]:
+    def overtaken(self, stuck: Sequence[Job], standing: Standing, admission: Admission) -> list[Job]:
         """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
         others after that."""
         self._catch_up(standing.waiting)
@@ -85,11 +85,11 @@ class FairQueue:
             for tenant, (first, *_) in standing.waiting.items():
                 holds = standing.held.get(tenant, Demand())
                 may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
-                if may_start and places.could_fit(first.id) and places.fits(first.id):
+                if may_start and admission.could_fit(first.id) and admission.fits(first.id):
                     chosen.append(job)
                     self._given[job.tenant] = max(self._given.values()) + 1.0
                     taken.add(tenant)
-                    places.take(first.id)
+                    admission.reserve(first.id)
                     break
         return chosen
 
@@ -217,58 +217,6 @@ def most_of(spec: JobSpec) -> Bundle:
     return {name: amount * spec.most_workers for name, amount in workers_of(spec)[0].items()}
 
 
-class ClusterPlaces:
-    """Free places in one round of the queue, taken job by job. `nodes`: None if the cluster does not report them; every
-    job then fits."""
-
-    def __init__(
-        self,
-        nodes: Sequence[Node] | None,
-        kept: Iterable[Sequence[Bundle]],
-        admission: Admission,
-        freed: Sequence[Bundle] = (),
-    ) -> None:
-        self._empty = None if nodes is None else EmptyNodes(node.total for node in nodes)
-        self._free = [plain(node) for node in (*(node.free for node in nodes or ()), *freed)]
-        self._admission = admission
-        self._possible: set[str] = set()
-        self.refused: dict[str, Reason] = {}
-        """By job that found no place: the reason."""
-        for bundles in kept:
-            for bundle in bundles:
-                take(self._free, [bundle])
-
-    def could_fit(self, job_id: str) -> bool:
-        """Whether the nodes could hold the job if they were empty."""
-        needs = self._needs(job_id)
-        if job_id in self._possible or needs is None or self._empty is None or self._empty.hold(needs.bundles):
-            self._possible.add(job_id)
-            return True
-        self.refused[job_id] = needs.nowhere
-        self._admission.never.add(job_id)
-        return False
-
-    def fits(self, job_id: str) -> bool:
-        """Whether the job's places are free now."""
-        if job_id in self.refused:
-            return False
-        needs = self._needs(job_id)
-        if needs is None or fit(self._free, needs.bundles):
-            return True
-        message = f"waits for {needs.words}, which others hold or are about to take"
-        self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
-        return False
-
-    def take(self, job_id: str) -> None:
-        """Give the job the places that `fits` has found."""
-        needs = self._needs(job_id)
-        if needs is not None:
-            take(self._free, needs.bundles)
-
-    def _needs(self, job_id: str) -> Needs | None:
-        return None if self._empty is None else self._admission.needs(job_id)
-
-
 def check_node_groups(spec: JobSpec, settings: Settings, nodes: Callable[[], Sequence[Node] | None]) -> None:
     """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
     named node groups there are no bounds: nodes come and go. `nodes`: called only for what the groups do not hold."""
@@ -297,7 +245,8 @@ def nodes_of(cluster: RayJobs) -> Sequence[Node] | None:
 
 
 class Admission:
-    """Running jobs and their needs, remembered between rounds; a control plane that takes over begins anew."""
+    """Free places on the cluster in one round of the queue, reserved job by job. Running jobs and their needs are
+    remembered between rounds; a control plane that takes over begins anew."""
 
     def __init__(self, jobs: JobRepository, cluster: RayJobs, driver: Bundle) -> None:
         self._jobs = jobs
@@ -305,12 +254,18 @@ class Admission:
         self._driver = driver
         self._running: dict[str, Job] = {}
         self._needs: dict[str, Needs] = {}
-        self._nodes: Sequence[Bundle] = ()
-        self.never: set[str] = set()
+        self._totals: Sequence[Bundle] = ()
+        self._empty: EmptyNodes | None = None
+        """Nodes of this round; None if the cluster does not report them, and every job fits."""
+        self._free: list[dict[str, float]] = []
+        self._possible: set[str] = set()
+        self.refused: dict[str, Reason] = {}
+        """By job that found no place in this round: the reason."""
+        self.cannot_fit: set[str] = set()
         """Jobs that the present nodes cannot hold. They are skipped until the nodes change, and other jobs of their
         tenant may start before them, since those take nothing that they could have."""
 
-    def saw(self, jobs: Iterable[Job]) -> None:
+    def remember(self, jobs: Iterable[Job]) -> None:
         """Record the present state of these jobs."""
         self._running |= {job.id: job for job in jobs}
 
@@ -319,46 +274,76 @@ class Admission:
         """Jobs on the cluster, as they were last seen."""
         return [*self._running.values()]
 
-    def told(self) -> Sequence[Node] | None:
+    def reported_nodes(self) -> Sequence[Node] | None:
         """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
         return nodes_of(self._cluster)
 
-    def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces:
-        """Return the places that are free now.
+    def begin_round(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
+        """Look for the places that are free now.
 
         Args:
             stuck: jobs for which no outstanding places are reserved.
             over: jobs that count as gone: what each holds is free, as if it were on one node.
         """
-        nodes = self.told()
-        there = [] if nodes is None else [node.total for node in nodes]
-        if there != self._nodes:
-            self._nodes, self.never = there, set()
+        nodes = self.reported_nodes()
+        totals = [] if nodes is None else [node.total for node in nodes]
+        if totals != self._totals:
+            self._totals, self.cannot_fit = totals, set()
+        self._possible, self.refused = set(), {}
+        self._empty = None if nodes is None else EmptyNodes(totals)
         if nodes is None:
-            return ClusterPlaces(None, (), self)
+            return
         present = [placed.id for placed in self._jobs.on_cluster()]
         unknown = [job_id for job_id in present if job_id not in self._running]
-        self.saw(self._jobs.load(unknown) if unknown else ())
+        self.remember(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
+        self._free = [plain(free) for free in (*(node.free for node in nodes), *(most_of(job.spec) for job in over))]
         gone = {job.id for job in (*stuck, *over)}
-        kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in gone]
-        return ClusterPlaces(nodes, kept, self, [most_of(job.spec) for job in over])
+        for job in self._running.values():
+            for bundle in () if job.id in gone else outstanding(job, self._driver, now):
+                take(self._free, [bundle])
 
-    def needs(self, job_id: str) -> Needs | None:
-        """Return the needs of a job; None for one that is gone or unreadable."""
-        if job_id not in self._needs:
+    def could_fit(self, job_id: str) -> bool:
+        """Whether the nodes could hold the job if they were empty."""
+        needs = self._needs_of(job_id)
+        if job_id in self._possible or needs is None or self._empty is None or self._empty.hold(needs.bundles):
+            self._possible.add(job_id)
+            return True
+        self.refused[job_id] = needs.nowhere
+        self.cannot_fit.add(job_id)
+        return False
+
+    def fits(self, job_id: str) -> bool:
+        """Whether the job's places are free now."""
+        if job_id in self.refused:
+            return False
+        needs = self._needs_of(job_id)
+        if needs is None or fit(self._free, needs.bundles):
+            return True
+        message = f"waits for {needs.words}, which others hold or are about to take"
+        self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
+        return False
+
+    def reserve(self, job_id: str) -> None:
+        """Give the job the places that `fits` has found."""
+        needs = self._needs_of(job_id)
+        if needs is not None:
+            take(self._free, needs.bundles)
+
+    def _needs_of(self, job_id: str) -> Needs | None:
+        """Return the needs of a job; None for one that is gone or unreadable, or if the nodes are not known."""
+        if self._empty is not None and job_id not in self._needs:
             if len(self._needs) >= _MOST_NEEDS:
                 self._needs.clear()
             self._needs |= {job.id: Needs.of(job.spec, self._driver) for job in self._jobs.load([job_id])}
-        return self._needs.get(job_id)
+        return None if self._empty is None else self._needs.get(job_id)
 
-    def untold(self, places: ClusterPlaces, now: int) -> Sequence[tuple[Job, Event]]:
+    def jobs_with_new_wait_reason(self, now: int) -> Sequence[tuple[Job, Event]]:
         """Return, ready to be stored, queued jobs that were refused places, if their reason is not stored yet."""
-        waiting = self._jobs.load([*places.refused]) if places.refused else ()
         return [
-            wait(job, now=now, reason=places.refused[job.id])
-            for job in waiting
-            if job.status is JobStatus.QUEUED and job.status_reason != places.refused[job.id]
+            wait(job, now=now, reason=self.refused[job.id])
+            for job in (self._jobs.load([*self.refused]) if self.refused else ())
+            if job.status is JobStatus.QUEUED and job.status_reason != self.refused[job.id]
         ]
 
 
@@ -392,7 +377,7 @@ class MakingRoom:
         """Return the jobs whose attempts must end, and why: `not_placed` at once, `preempted` at a checkpoint.
         `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
-        nodes = cache(self.admission.told)  # asks Ray
+        nodes = cache(self.admission.reported_nodes)  # asks Ray
         return [*self._overtaken(going, nodes, now, resting), *self._displaced(going, nodes, now)]
 
     def _overtaken(
@@ -404,11 +389,11 @@ class MakingRoom:
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
-        standing = self.jobs.standing(most=1, now=now, without={*resting, *self.admission.never})
+        standing = self.jobs.standing(most=1, now=now, without={*resting, *self.admission.cannot_fit})
         if not any(standing.waiting.values()):
             return []
-        places = self.admission.places(now, stuck=stuck, over=over)
-        chosen = self.queue.overtaken([*stuck, *over], standing, places)
+        self.admission.begin_round(now, stuck=stuck, over=over)
+        chosen = self.queue.overtaken([*stuck, *over], standing, self.admission)
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:

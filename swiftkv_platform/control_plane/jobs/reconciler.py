@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import (
@@ -60,7 +60,10 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import StoredEvent
-from swiftkv_platform.traces import NO_SPANS, Spans
+from swiftkv_platform.traces import Spans
+
+if TYPE_CHECKING:
+    from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 
 _URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
 _AT_ONCE = float("-inf")
@@ -146,42 +149,6 @@ class PollSchedule:
         return min(due, now) if is_due(due, now, within=interval) else due
 
 
-Observe = Callable[[float], None]
-"""Function of a duration in seconds."""
-
-
-def _ignore(*_seconds: float) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Instruments:
-    """Listeners to the reconciler; the defaults do nothing."""
-
-    queue_wait: Observe = _ignore
-    """Seconds that an attempt was in the queue."""
-    event_lag: Observe = _ignore
-    """Seconds from an event's time, by its writer's clock, until it is read."""
-    untracked: Callable[[], object] = _ignore
-    """Called for each run that its tracker should have recorded, but did not, or not completely."""
-
-    spans: Spans = NO_SPANS
-
-    def started(self, job: Job, now: float) -> None:
-        """Report an attempt that leaves the queue. A delay before a retry does not count as waiting."""
-        since = max(job.created_at, job.not_before)
-        self.queue_wait(max(0.0, now - since))
-        named = {"job_id": job.id, "attempt": job.attempt.number}
-        self.spans.record("queue wait", job.traceparent, min(since, now), now, **named)
-
-    def read(self, events: Sequence[StoredEvent], now: float) -> None:
-        """Report events that were read."""
-        for item in events:
-            self.event_lag(max(0.0, now - item.event.time))
-            if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
-                self.untracked()
-
-
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
 _MOST_SURPRISES = 5
@@ -207,14 +174,16 @@ class Reconciler:
         parts: Components,
         settings: Settings,
         lease: Leadership,
-        instruments: Instruments,
+        histograms: ControlPlaneHistograms,
+        spans: Spans,
         *,
         polls: PollSchedule,
         concurrency: int,
     ) -> None:
         self.jobs_put_off = 0
         """Jobs whose last step failed, as of the latest tick."""
-        self._parts, self._settings, self._lease, self._instruments = parts, settings, lease, instruments
+        self._parts, self._settings, self._lease = parts, settings, lease
+        self._histograms, self._spans = histograms, spans
         self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
         self._polls = polls
         self._queue = FairQueue(parts.policies)
@@ -232,7 +201,7 @@ class Reconciler:
         if self._backoff.ready(_CLUSTER, now):
             due = [job_id for job_id in self._polls.due(placed, now) if self._backoff.ready(job_id, now)]
             after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
-            self._admission.saw(after)
+            self._admission.remember(after)
             ended = sum(not job.status.holds_cluster for job in after)
             self._start_waiting(self._settings.max_running_jobs - len(placed) + ended)
             self._make_room()
@@ -258,15 +227,15 @@ class Reconciler:
         room = min(room, _MOST_STARTS)
         while room > 0:
             now = self._clock()
-            left_out = {*self._backoff.resting(now), *self._admission.never}
+            left_out = {*self._backoff.resting(now), *self._admission.cannot_fit}
             standing = self._jobs.standing(most=room, now=now, without=left_out)
             if not standing.waiting and not left_out:
                 return
-            places = self._admission.places(now)
-            queue = self._queue.next(standing, places, room=room)
+            self._admission.begin_round(now)
+            queue = self._queue.next(standing, self._admission, room=room)
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
-            for job, event in self._admission.untold(places, int(now)):
+            for job, event in self._admission.jobs_with_new_wait_reason(int(now)):
                 self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
@@ -276,7 +245,7 @@ class Reconciler:
         now = self._clock()
         for job, reason in self._room.endings(now, self._backoff.resting(now)):
             step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
-            self._admission.saw([self._attend(job, partial(step, reason))])
+            self._admission.remember([self._attend(job, partial(step, reason))])
 
     def _end(self, reason: Reason, job: Job) -> Job:
         ended = self._store_change(job.with_attempt(stopping=reason))
@@ -308,9 +277,23 @@ class Reconciler:
         )
         waited = {job.id: job for job in jobs}
         for job in claimed:
-            self._instruments.started(waited[job.id], self._clock())
-        self._admission.saw(self._each(claimed, lambda job: self._attend(job, self._submit)))
+            self._report_start(waited[job.id])
+        self._admission.remember(self._each(claimed, lambda job: self._attend(job, self._submit)))
         return len(claimed)
+
+    def _report_start(self, job: Job) -> None:
+        """Report an attempt that leaves the queue. A delay before a retry does not count as waiting."""
+        now, since = self._clock(), max(job.created_at, job.not_before)
+        self._histograms.waits.observe(max(0.0, now - since))
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        self._spans.record("queue wait", job.traceparent, min(since, now), now, **named)
+
+    def _report_events(self, events: Sequence[StoredEvent]) -> None:
+        now = self._clock()
+        for item in events:
+            self._histograms.lags.observe(max(0.0, now - item.event.time))
+            if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
+                self._histograms.untracked.inc()
 
     def _prepared(self, job: Job) -> tuple[Job, Event]:
         """Return the job as it starts, not stored yet, and the event that reports it."""
@@ -388,7 +371,7 @@ class Reconciler:
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
-        with self._instruments.spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
+        with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
             self._store.write_request(self._request_of(job))
             self._lease.check()  # another control plane may have submitted it while the request was written
             entrypoint = self._parts.entrypoint
@@ -429,7 +412,7 @@ class Reconciler:
         turn = None if over else self._polls.turn(job.id)
         stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
         reading = read(seen, stored, now=int(self._clock()))
-        self._instruments.read(stored, self._clock())
+        self._report_events(stored)
         has_more = len(stored) == _MOST_EVENTS
         after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
         self._polls.looked(job.id, now=self._clock(), version=after.version, heard=bool(stored), has_more=has_more)

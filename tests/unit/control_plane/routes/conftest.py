@@ -18,12 +18,14 @@ from structlog.testing import capture_logs
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
+from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
+from swiftkv_platform.traces import NO_SPANS
 from tests.support.components import make_components
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.fakes.cluster import FakeCluster
@@ -69,7 +71,9 @@ class Server:
         self.cluster, self.serving = self.parts.cluster, self.parts.serving
         settings = self.settings.model_copy(update={"max_running_jobs": self.max_running_jobs})
         polls = PollSchedule(PollIntervals(0.0, 0.0, 0.0))
-        self._reconciler = Reconciler(self.parts, settings, UNDISPUTED, Instruments(), polls=polls, concurrency=1)
+        self._reconciler = Reconciler(
+            self.parts, settings, UNDISPUTED, ControlPlaneHistograms(), NO_SPANS, polls=polls, concurrency=1
+        )
         self._deployments = DeploymentReconciler(self.parts, settings, UNDISPUTED)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 

@@ -9,14 +9,16 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Instruments, PollIntervals, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.traces import NO_SPANS
 from tests.support.components import make_components
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.fakes.cluster import FakeCluster
@@ -73,7 +75,8 @@ class Plane:
             replace(self.parts, **parts),
             Settings(_env_file=None, **settings),
             lease,
-            Instruments(),
+            ControlPlaneHistograms(),
+            NO_SPANS,
             polls=polls or PollSchedule(PollIntervals(0.0, 0.0, 0.0)),
             concurrency=concurrency,
         )

@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import ClusterPlaces, FairQueue, why_waiting
+from swiftkv_platform.control_plane.jobs.queue import FairQueue, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.support.records import held_by, standing_of
@@ -45,6 +45,10 @@ def job(tenant: str, *, status: JobStatus = JobStatus.QUEUED, **spec: Any) -> Jo
     return Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), 100, status=status)
 
 
+EVERYTHING_FITS: Any = SimpleNamespace(could_fit=lambda _: True, fits=lambda _: True, reserve=lambda _: None)
+"""An admission to a cluster that does not report its nodes."""
+
+
 def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
     return {"num_workers": count, "gpus_per_worker": gpus, "cpus_per_worker": cpus}
 
@@ -52,7 +56,7 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
     standing = standing_of(live, most=len(live), now=now)
-    chosen = queue.next(standing, ClusterPlaces(None, (), SimpleNamespace()), room=room)  # type: ignore[arg-type]
+    chosen = queue.next(standing, EVERYTHING_FITS, room=room)
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
 

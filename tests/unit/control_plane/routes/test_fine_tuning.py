@@ -10,7 +10,7 @@ from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
-from tests.unit.control_plane.routes.conftest import SPEC, URL, Server
+from tests.unit.control_plane.routes.conftest import URL, Server
 
 pytestmark = pytest.mark.slow("starts an application for each test")
 
@@ -194,13 +194,3 @@ def test_what_there_is_not_is_not_found(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             call("nothing")
         assert (missing.value.code, missing.value.type) == ("not_found", "invalid_request_error")
-
-
-def test_openais_fields_and_a_spec_give_the_same_job(client: OpenAI, server: Server, file_id: str) -> None:
-    """OpenAI's fields and a spec sent to `/jobs` make the same job."""
-    spec = {**SPEC, "name": "same", "data": {"sources": [{"name_or_path": file_id}]}, "training": {"num_epochs": 4}}
-    native = server.client.post("/jobs", json=spec).json()
-    job = client.fine_tuning.jobs.create(
-        model=TEACHER, training_file=file_id, suffix="same", hyperparameters={"n_epochs": 4}
-    )
-    assert server.get(f"/jobs/{job.id}")["spec"] == native["spec"]

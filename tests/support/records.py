@@ -7,7 +7,7 @@ from typing import Any
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
-from swiftkv_platform.control_plane.jobs.rows import PRIORITIES, Idempotency, JobRepository, Standing, Waiting
+from swiftkv_platform.control_plane.jobs.rows import PRIORITIES, Idempotency, JobRepository, QueueSnapshot, Waiting
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
 
@@ -45,7 +45,7 @@ def make_model(job: Job) -> Model:
     )
 
 
-def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+def snapshot_of(live: Sequence[Job], *, most: int, now: float, without: Collection[str] = ()) -> QueueSnapshot:
     """Compute the queue of these jobs in Python, as the database does in SQL."""
     queued = [job for job in live if job.status is JobStatus.QUEUED]
     ready = [job for job in queued if job.not_before <= now and job.id not in without]
@@ -54,7 +54,7 @@ def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
         waiting.setdefault(job.tenant, []).append(Waiting(job.id, Demand.of(job.spec)))
     placed = [job for job in live if job.status.holds_cluster]
     total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
-    return Standing(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
+    return QueueSnapshot(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
 
 
 def held_by(jobs: Sequence[Job]) -> dict[str, Demand]:

@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempts import has_used_its_slot
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.rows import JobRepository, Standing, Waiting
+from swiftkv_platform.control_plane.jobs.rows import JobRepository, QueueSnapshot, Waiting
 from swiftkv_platform.control_plane.ray.places import (
     Bundle,
     EmptyNodes,
@@ -47,14 +47,14 @@ class FairQueue:
         self._given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
 
-    def next(self, standing: Standing, admission: Admission, *, room: int) -> list[Waiting]:
+    def next(self, snapshot: QueueSnapshot, admission: Admission, *, room: int) -> list[Waiting]:
         """Choose at most `room` waiting jobs, in the order in which they should start.
 
         If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
         jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
         """
-        held = defaultdict(Demand, standing.held)
-        queues = {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
+        held = defaultdict(Demand, snapshot.held)
+        queues = {tenant: deque(jobs) for tenant, jobs in snapshot.waiting.items()}
         self._catch_up(queues)
         chosen: list[Waiting] = []
         while len(chosen) < room:
@@ -68,22 +68,22 @@ class FairQueue:
             ]
             if not fitting:
                 break
-            tenant = min(fitting, key=lambda name: self._rank(name, held[name], standing.total, queues[name][0]))
+            tenant = min(fitting, key=lambda name: self._rank(name, held[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             held[tenant] += job.demand
-            self._given[tenant] += job.demand.share(standing.total) / self._policies.policy(tenant).weight
+            self._given[tenant] += job.demand.share(snapshot.total) / self._policies.policy(tenant).weight
             chosen.append(job)
             admission.reserve(job.id)
         return chosen
 
-    def overtaken(self, stuck: Sequence[Job], standing: Standing, admission: Admission) -> list[Job]:
+    def overtaken(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
         """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
         others after that."""
-        self._catch_up(standing.waiting)
+        self._catch_up(snapshot.waiting)
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
-            for tenant, (first, *_) in standing.waiting.items():
-                holds = standing.held.get(tenant, Demand())
+            for tenant, (first, *_) in snapshot.waiting.items():
+                holds = snapshot.held.get(tenant, Demand())
                 may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
                 if may_start and admission.could_fit(first.id) and admission.fits(first.id):
                     chosen.append(job)
@@ -159,15 +159,15 @@ _MOST_NEEDS = 10_000
 
 
 @dataclass(frozen=True)
-class Needs:
+class ResourceRequest:
     """Places that a job needs to start."""
 
     bundles: Sequence[Bundle]
     words: str
 
     @classmethod
-    def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
-        """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
+    def for_job(cls, spec: JobSpec, driver: Bundle) -> ResourceRequest:
+        """Request for the fewest workers that the spec allows, of one trial at a time, and for the attempt's driver."""
         workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))
@@ -194,13 +194,13 @@ def workers_of(spec: JobSpec) -> list[Bundle]:
     return [each] * (1 if spec.only_publishes else resources.min_workers)
 
 
-def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
+def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     """Return the places that a job has yet to take on the cluster, beyond those in Ray's report."""
     attempt = job.attempt
     if not job.status.holds_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
         return ()
     if not attempt.cursor:  # it has reported nothing yet
-        return Needs.of(job.spec, driver).bundles
+        return ResourceRequest.for_job(job.spec, driver).bundles
     phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # running trials leave their places to waiting ones
@@ -220,7 +220,7 @@ def most_of(spec: JobSpec) -> Bundle:
 def check_node_groups(spec: JobSpec, settings: Settings, nodes: Callable[[], Sequence[Node] | None]) -> None:
     """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
     named node groups there are no bounds: nodes come and go. `nodes`: called only for what the groups do not hold."""
-    groups, needs = settings.node_groups, Needs.of(spec, driver_needs(settings))
+    groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_needs(settings))
     most = len(needs.bundles)
     full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
     if not groups or fit(full, needs.bundles):
@@ -253,7 +253,7 @@ class Admission:
         self._cluster = cluster
         self._driver = driver
         self._running: dict[str, Job] = {}
-        self._needs: dict[str, Needs] = {}
+        self._needs: dict[str, ResourceRequest] = {}
         self._totals: Sequence[Bundle] = ()
         self._empty: EmptyNodes | None = None
         """Nodes of this round; None if the cluster does not report them, and every job fits."""
@@ -282,7 +282,7 @@ class Admission:
         """Look for the places that are free now.
 
         Args:
-            stuck: jobs for which no outstanding places are reserved.
+            stuck: jobs for which no unclaimed bundles are reserved.
             over: jobs that count as gone: what each holds is free, as if it were on one node.
         """
         nodes = self.reported_nodes()
@@ -300,7 +300,7 @@ class Admission:
         self._free = [plain(free) for free in (*(node.free for node in nodes), *(most_of(job.spec) for job in over))]
         gone = {job.id for job in (*stuck, *over)}
         for job in self._running.values():
-            for bundle in () if job.id in gone else outstanding(job, self._driver, now):
+            for bundle in () if job.id in gone else unclaimed_bundles(job, self._driver, now):
                 take(self._free, [bundle])
 
     def could_fit(self, job_id: str) -> bool:
@@ -330,12 +330,14 @@ class Admission:
         if needs is not None:
             take(self._free, needs.bundles)
 
-    def _needs_of(self, job_id: str) -> Needs | None:
+    def _needs_of(self, job_id: str) -> ResourceRequest | None:
         """Return the needs of a job; None for one that is gone or unreadable, or if the nodes are not known."""
         if self._empty is not None and job_id not in self._needs:
             if len(self._needs) >= _MOST_NEEDS:
                 self._needs.clear()
-            self._needs |= {job.id: Needs.of(job.spec, self._driver) for job in self._jobs.load([job_id])}
+            self._needs |= {
+                job.id: ResourceRequest.for_job(job.spec, self._driver) for job in self._jobs.load([job_id])
+            }
         return None if self._empty is None else self._needs.get(job_id)
 
     def jobs_with_new_wait_reason(self, now: int) -> Sequence[tuple[Job, Event]]:
@@ -357,7 +359,7 @@ _REPLICA_PATIENCE_S = 60.0
 
 
 @dataclass
-class MakingRoom:
+class Preemption:
     """Chooses attempts that end to make room for others; remembers since when deployments wait."""
 
     jobs: JobRepository
@@ -373,7 +375,7 @@ class MakingRoom:
         """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
         return 1.0 if self.settings.serve_dashboard_url else self.settings.resolved_deployments_share
 
-    def endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
+    def choose_endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
         """Return the jobs whose attempts must end, and why: `not_placed` at once, `preempted` at a checkpoint.
         `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
@@ -389,11 +391,11 @@ class MakingRoom:
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
-        standing = self.jobs.standing(most=1, now=now, without={*resting, *self.admission.cannot_fit})
-        if not any(standing.waiting.values()):
+        snapshot = self.jobs.queue_snapshot(most=1, now=now, without={*resting, *self.admission.cannot_fit})
+        if not any(snapshot.waiting.values()):
             return []
         self.admission.begin_round(now, stuck=stuck, over=over)
-        chosen = self.queue.overtaken([*stuck, *over], standing, self.admission)
+        chosen = self.queue.overtaken([*stuck, *over], snapshot, self.admission)
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:

@@ -42,7 +42,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.jobs.parents import publish_targets
-from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, MakingRoom, driver_needs
+from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, driver_needs
 from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
 from swiftkv_platform.control_plane.jobs.rows import Placed
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
@@ -188,7 +188,7 @@ class Reconciler:
         self._polls = polls
         self._queue = FairQueue(parts.policies)
         self._admission = Admission(parts.jobs, parts.cluster, driver_needs(settings))
-        self._room = MakingRoom(parts.jobs, self._admission, self._queue, parts.deployments, settings)
+        self._preemption = Preemption(parts.jobs, self._admission, self._queue, parts.deployments, settings)
         self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
@@ -200,14 +200,14 @@ class Reconciler:
         placed, now = self._jobs.on_cluster(), self._clock()
         if self._backoff.ready(_CLUSTER, now):
             due = [job_id for job_id in self._polls.due(placed, now) if self._backoff.ready(job_id, now)]
-            after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
+            after = self._each(self._load(due), lambda job: self._attend(job, self._follow))
             self._admission.remember(after)
             ended = sum(not job.status.holds_cluster for job in after)
             self._start_waiting(self._settings.max_running_jobs - len(placed) + ended)
-            self._make_room()
+            self._preempt()
         self._forget_ended()
 
-    def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
+    def _load(self, ids: Sequence[str]) -> Sequence[Job]:
         """Read these jobs. An unreadable one is put off for a while."""
         jobs = self._jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
@@ -228,22 +228,22 @@ class Reconciler:
         while room > 0:
             now = self._clock()
             left_out = {*self._backoff.resting(now), *self._admission.cannot_fit}
-            standing = self._jobs.standing(most=room, now=now, without=left_out)
-            if not standing.waiting and not left_out:
+            snapshot = self._jobs.queue_snapshot(most=room, now=now, without=left_out)
+            if not snapshot.waiting and not left_out:
                 return
             self._admission.begin_round(now)
-            queue = self._queue.next(standing, self._admission, room=room)
-            jobs = self._loaded([job.id for job in queue])
+            queue = self._queue.next(snapshot, self._admission, room=room)
+            jobs = self._load([job.id for job in queue])
             room -= self._start(jobs)
             for job, event in self._admission.jobs_with_new_wait_reason(int(now)):
                 self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
 
-    def _make_room(self) -> None:
+    def _preempt(self) -> None:
         """End attempts that must make room: those that are not placed at once, the others at a checkpoint."""
         now = self._clock()
-        for job, reason in self._room.endings(now, self._backoff.resting(now)):
+        for job, reason in self._preemption.choose_endings(now, self._backoff.resting(now)):
             step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
             self._admission.remember([self._attend(job, partial(step, reason))])
 
@@ -262,7 +262,7 @@ class Reconciler:
         starts: dict[str, tuple[Job, Event]] = {}
 
         def prepare(job: Job) -> Job:
-            starts[job.id] = self._prepared(job)
+            starts[job.id] = self._prepare(job)
             return job
 
         self._each(jobs, lambda job: self._attend(job, prepare))
@@ -295,7 +295,7 @@ class Reconciler:
             if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
                 self._histograms.untracked.inc()
 
-    def _prepared(self, job: Job) -> tuple[Job, Event]:
+    def _prepare(self, job: Job) -> tuple[Job, Event]:
         """Return the job as it starts, not stored yet, and the event that reports it."""
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
@@ -328,7 +328,7 @@ class Reconciler:
             self._put_off(job.id, job, error)
             if not _will_pass(error):
                 self._log.exception("unexpected", job_id=job.id)
-                self._surprises.setdefault(job.id, []).append(_described(error))
+                self._surprises.setdefault(job.id, []).append(_describe(error))
         else:
             self._backoff.succeeded(_CLUSTER)
             self._backoff.succeeded(job.id)
@@ -473,7 +473,7 @@ def _will_pass(error: Exception) -> bool:
     return not is_lasting and isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
 
 
-def _described(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return an unexpected error as text that can be stored and shown."""
     text = redact(f"{type(error).__name__}: {error}")[:_LONGEST_CAUSE]
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")

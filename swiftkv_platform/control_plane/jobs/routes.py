@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.jobs.answers import (
 from swiftkv_platform.control_plane.jobs.estimates import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
-from swiftkv_platform.control_plane.jobs.queue import Needs, driver_needs, why_waiting
+from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_needs, why_waiting
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parsing import run_here
@@ -82,7 +82,7 @@ def _present(
         told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
         return None if told is None else EmptyNodes(node.total for node in told)
 
-    def lacking(needs: Needs) -> Reason | None:
+    def lacking(needs: ResourceRequest) -> Reason | None:
         empty = empty_nodes()
         return None if empty is None or empty.hold(needs.bundles) else needs.nowhere
 
@@ -102,7 +102,7 @@ def _present(
             exceeded=(held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
             now=parts.clock(),
             away=away() if asks_ray else None,
-            lacking=lacking(Needs.of(job.spec, driver_needs(settings))) if asks_ray else None,
+            lacking=lacking(ResourceRequest.for_job(job.spec, driver_needs(settings))) if asks_ray else None,
         )
         return JobAnswer.of(job, prices(settings), parts.clock(), place, waits)
 

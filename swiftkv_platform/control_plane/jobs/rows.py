@@ -120,7 +120,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Standing:
+class QueueSnapshot:
     """The queue, and what tenants hold of the cluster."""
 
     held: Mapping[str, Demand]
@@ -252,7 +252,7 @@ class JobRepository(Store):
                 found.update(session.scalars(live))
         return found
 
-    def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+    def queue_snapshot(self, *, most: int, now: float, without: Collection[str] = ()) -> QueueSnapshot:
         """Return the present queue, computed from columns alone.
 
         Args:
@@ -277,7 +277,7 @@ class JobRepository(Store):
                 rows = session.execute(first, {"of": tenant})
                 if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
                     waiting[tenant] = jobs
-        return Standing(held, total, waiting)
+        return QueueSnapshot(held, total, waiting)
 
     def queue_places(self, tenant: str) -> Mapping[str, int]:
         """Return the position of each of the tenant's queued jobs, by priority, then by age; the first has 1."""

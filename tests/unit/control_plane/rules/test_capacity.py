@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.queue import check_node_groups, outstanding
+from swiftkv_platform.control_plane.jobs.queue import check_node_groups, unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
@@ -170,7 +170,7 @@ def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) 
 )
 def test_what_a_job_has_still_to_take_is_kept_for_it(job: Job, now: float, left: int) -> None:
     """Ray reports a place as taken only some seconds later."""
-    assert len(outstanding(job, driver={"CPU": 1.0}, now=now)) == left
+    assert len(unclaimed_bundles(job, driver={"CPU": 1.0}, now=now)) == left
 
 
 def answered(status: Any, usage: Any = None, state: Any = None, groups: Any = None) -> Any:

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.jobs.queue import FairQueue, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from tests.support.records import held_by, standing_of
+from tests.support.records import held_by, snapshot_of
 
 
 @dataclass
@@ -55,8 +55,8 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
-    standing = standing_of(live, most=len(live), now=now)
-    chosen = queue.next(standing, EVERYTHING_FITS, room=room)
+    snapshot = snapshot_of(live, most=len(live), now=now)
+    chosen = queue.next(snapshot, EVERYTHING_FITS, room=room)
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
 

@@ -13,17 +13,19 @@ from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
-from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint, Reason
+from swiftkv_platform.control_plane.jobs.job import (
+    EventType,
+    Job,
+    JobStatus,
+    MetricPoint,
+    PhaseProgress,
+    Progress,
+    Reason,
+)
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Positive
 from swiftkv_platform.storage.attempt_store import CheckpointName, StoredCheckpoint
-
-
-class StatusReason(Answer):
-    code: str
-    message: str
-    field: str | None = None
 
 
 class JobError(Answer):
@@ -35,24 +37,6 @@ class JobError(Answer):
     """Advice on how to fix it: the fields to change, with their values and what to use instead."""
 
 
-class JobProgress(Answer):
-    step: int
-    total_steps: int | None
-    tokens: int
-    percent: float
-    seconds_remaining: int | None
-
-
-class JobPhaseProgress(Answer):
-    part: str
-    """Part of the phase: a worker's prompts, `sources` of the data, `layers` that calibrate, a task of the evaluation,
-    `bytes` of the model."""
-    done: int
-    total: int
-    seconds_remaining: int | None
-    """Seconds from the report until the part is done; null before anything of it is done."""
-
-
 class JobAnswer(Answer):
     """A distillation job. Times are Unix seconds."""
 
@@ -62,11 +46,11 @@ class JobAnswer(Answer):
     status: JobStatus
     error: JobError | None
     """Cause of a failed job and its cure; null for others."""
-    status_reason: StatusReason | None
+    status_reason: Reason | None
     phase: str | None
     """Phase of a job on the cluster: `write` (the teacher's answers), `prepare`, `calibrate`, `train`, `evaluate` or
     `publish`; null before the first, and off the cluster."""
-    phase_progress: JobPhaseProgress | None
+    phase_progress: PhaseProgress | None
     """Progress of the phase, if its workers report it; `progress` has the steps of `train`."""
     queue_place: int | None
     """Position of a queued job among its tenant's, which start in this order; the first has 1."""
@@ -76,7 +60,7 @@ class JobAnswer(Answer):
     started_at: int | None
     finished_at: int | None
     estimated_finish: int | None
-    progress: JobProgress
+    progress: Progress
     attempt: int
     spec: JobSpec
     distilled_model: str | None

@@ -197,19 +197,9 @@ _STATUSES: Mapping[JobStatus, Status] = {
 }
 
 
-class HyperparametersAnswer(Answer):
-    n_epochs: int
-    batch_size: int | Literal["auto"]
-    learning_rate_multiplier: Literal["auto"] = "auto"
-
-
-class SupervisedAnswer(Answer):
-    hyperparameters: HyperparametersAnswer
-
-
 class MethodAnswer(Answer):
     type: Literal["supervised"] = "supervised"
-    supervised: SupervisedAnswer
+    supervised: SupervisedMethod
 
 
 class WandbAnswer(Answer):
@@ -244,7 +234,7 @@ class FineTuningJobAnswer(Answer):
     """The first data source."""
     validation_file: None = None
     result_files: list[str] = []
-    hyperparameters: HyperparametersAnswer
+    hyperparameters: Hyperparameters
     method: MethodAnswer
     integrations: list[IntegrationAnswer]
     metadata: dict[str, str]
@@ -258,7 +248,7 @@ class FineTuningJobAnswer(Answer):
     @classmethod
     def of(cls, job: JobAnswer) -> Self:
         spec = job.spec
-        hyperparameters = HyperparametersAnswer(
+        hyperparameters = Hyperparameters(
             n_epochs=spec.training.num_epochs,
             batch_size="auto" if spec.training.batch_size is None else spec.training.batch_size,
         )
@@ -273,7 +263,7 @@ class FineTuningJobAnswer(Answer):
             organization_id=job.tenant,
             training_file=spec.data.sources[0].name_or_path,
             hyperparameters=hyperparameters,
-            method=MethodAnswer(supervised=SupervisedAnswer(hyperparameters=hyperparameters)),
+            method=MethodAnswer(supervised=SupervisedMethod(hyperparameters=hyperparameters)),
             integrations=_integrations(job),
             metadata=job.metadata,
             seed=spec.training.seed,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.contract.events import Level, Pace, phase_of
 from swiftkv_platform.control_plane.base import new_id
@@ -70,10 +72,15 @@ WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
+_IN_ANSWERS = ConfigDict(use_attribute_docstrings=True, json_schema_serialization_defaults_required=True)
+"""Schema of values that answers contain: every field is there, and described by its docstring."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Reason for a job's status."""
 
+    __pydantic_config__ = _IN_ANSWERS
     code: str
     """A `ReasonCode`, or the code of an error of `errors.py`."""
     message: str
@@ -92,6 +99,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
+    __pydantic_config__ = _IN_ANSWERS
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
@@ -104,12 +112,14 @@ class Progress:
 class PhaseProgress:
     """Progress of a part of a phase, as its worker last reported it; training's steps are `Progress`."""
 
+    __pydantic_config__ = _IN_ANSWERS
     part: str
-    """Name of the part: a task of an evaluation, `layers` of a calibration, `bytes` of a model, ..."""
+    """Part of the phase: a worker's prompts, `sources` of the data, `layers` that calibrate, a task of the evaluation,
+    `bytes` of the model."""
     done: int
     total: int
     seconds_remaining: int | None = None
-    """Seconds from the report to the part's end; None before anything of it is done."""
+    """Seconds from the report until the part is done; null before anything of it is done."""
 
 
 @dataclass(frozen=True)

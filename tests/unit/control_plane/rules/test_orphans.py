@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs, Su
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.support.fakes.attempt_store import FakeWorker
-from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
+from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.rules.conftest import Plane
 
 STORE = "memory://test"
@@ -149,16 +149,6 @@ def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
     with serve(script) as url, nullcontext() if state == "alive" else pytest.raises(ClusterUnavailableError) as raised:
         RayJobs(url).check()
     assert raised is None or ("no live node" in str(raised.value)) is (state == "dead")
-
-
-def test_what_ray_does_not_know_is_removed_and_what_it_will_not_remove_is_told() -> None:
-    script = Script()
-    for name, status in (("gone", 404), ("runs", 500)):
-        script.on("DELETE", f"/api/jobs/{name}", Answer(status, body=b"it is in a non-terminal state RUNNING"))
-    with serve(script) as url:
-        RayJobs(url).remove("gone")
-        with pytest.raises(ClusterUnavailableError, match="non-terminal"):
-            RayJobs(url).remove("runs")
 
 
 DEADLINE_S = 1800

@@ -371,31 +371,24 @@ class MeasuredStudent(nn.Module):
         self.kept_teacher: Any = None
         self.sharded = sharded
         self._lazy = lazy
+        decoder = self.student.model
+        units = list(sharding_units(decoder))
         if spec.trainable != "qkv":
-            self._keep_teacher(spec)
+            self.kept_teacher = keep_teacher(decoder, spec)
+            units += list(self.kept_teacher.layers[first_trained_layer(self.student.config, spec) :])
+            decoder.teacher_upper = self.kept_teacher.teacher_upper
+            if spec.trainable == "all":
+                decoder.teacher_lower = self.kept_teacher.lower
         self.requires_grad_(False)
         lazy.attach(self)
-        if sharded:
-            self._shard(spec, device)
-        else:
+        if not sharded:
             lazy.fill(self)
-
-    def _keep_teacher(self, spec: DistillationSpec) -> None:
-        decoder = self.student.model
-        self.kept_teacher = keep_teacher(decoder, spec)
-        decoder.teacher_upper = self.kept_teacher.teacher_upper
-        if spec.trainable == "all":
-            decoder.teacher_lower = self.kept_teacher.lower
-
-    def _shard(self, spec: DistillationSpec, device: torch.device) -> None:
+            return
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        units = list(sharding_units(self.student.model))
-        if self.kept_teacher is not None:
-            units += list(self.kept_teacher.layers[first_trained_layer(self.student.config, spec) :])
         for unit in [*units, self]:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         materialize(self, device)
-        self._lazy.fill_shards(self)
+        lazy.fill_shards(self)
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
         if self.sharded:

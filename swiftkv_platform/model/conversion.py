@@ -120,7 +120,10 @@ def make_student(
             value=str(config.name_or_path),
         )
     student = _rewire(teacher, student_config).eval()  # before calibration, which dropout would change
-    copy_projections(student)
+    parameters = student.state_dict()
+    with torch.no_grad():
+        for start in copied_start(student):
+            parameters[start.name].copy_(start.made(partial(read_rows, parameters)))
     if calibration is not None:
         calibrate(student, calibration)
     return student
@@ -194,14 +197,6 @@ def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
             setattr(student.get_submodule(module), leaf, nn.Parameter(empty))
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
-
-
-@torch.no_grad()
-def copy_projections(student: Any) -> None:
-    """Set a student's SwiftKV parameters to the copied start, in place, see `copied_start`."""
-    parameters = student.state_dict()
-    for start in copied_start(student):
-        parameters[start.name].copy_(start.made(partial(read_rows, parameters)))
 
 
 @dataclass(frozen=True)

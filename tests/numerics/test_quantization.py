@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.cache import PAYLOAD_DTYPES, dequantize, pack, payload_dtype, quantize, unpack
+from swiftkv_platform.model.cache import PAYLOAD_DTYPES, dequantize, pack, quantize, unpack
 from tests.support.parameters import in_turn
 
 MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,11 +54,6 @@ def test_every_fp8_number_is_read_as_torch_reads_it() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         back = dequantize(numbers.expand(4, -1), scale, dtype)
         assert torch.equal(back, numbers.to(dtype) * scale.to(dtype)[:, None])
-    assert payload_dtype("auto") is None
-    assert payload_dtype("fp8") is torch.float8_e4m3fn
-    with pytest.raises(InvalidInputError, match="auto, fp8 or int8") as caught:
-        payload_dtype("fp4")
-    assert (caught.value.field, caught.value.value) == ("kv_cache_dtype", "fp4")
 
 
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)

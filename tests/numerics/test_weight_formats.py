@@ -199,4 +199,5 @@ def test_students_of_fp8_teachers_are_exported_too(tmp_path: Path) -> None:
     export(tmp_path / "student", tmp_path / "served", quantize="int8")
     config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "served", output_loading_info=True)
+    assert not any(report.values())

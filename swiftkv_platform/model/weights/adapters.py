@@ -113,7 +113,13 @@ def write_adapter(
         found.take(name, tensor)
     writer.flush()
     if refuses_whole and found.num_written >= WHOLE * found.num_bytes:
-        raise _too_large(found, name_or_path)
+        raise ModelError(
+            f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes differ from "
+            f"{name_or_path!r}, so the adapter would be as large as the model; export it without --adapter, or name "
+            "the base that it was made from",
+            field="adapter",
+            value=True,
+        )
     missing = [name for name in base.shards if name not in found.seen]
     for name in missing:
         found.describe(name)
@@ -265,13 +271,3 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(*flat)
-
-
-def _too_large(found: _Difference, name_or_path: str) -> ModelError:
-    return ModelError(
-        f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes differ from "
-        f"{name_or_path!r}, so the adapter would be as large as the model; export it without --adapter, or name the "
-        "base that it was made from",
-        field="adapter",
-        value=True,
-    )

@@ -73,26 +73,22 @@ def load_checked(
         )
     quantized = check_fits(checkpoint, config, build)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
-    if not quantized:
-        with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
-            loaded = load(source, *args, config=config, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for name, parameter in model.named_parameters():
-            check_finite(name, parameter.detach(), checkpoint.source)
-        if generation is not None:
-            model.generation_config = generation  # transformers has read the whole file
-        return loaded
-    dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    floats, weights = as_floats(checkpoint), {}
-    for name in (name for names in floats.names_in.values() for name in names):
-        weights[name] = floats.read(name).to(dtype)
-        check_finite(name, weights[name], checkpoint.source)
-    model = load(None, *args, config=config, state_dict=weights, dtype=dtype, **kwargs)
+    location: str | Path | None = source
+    if quantized:
+        dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
+        config = copy.deepcopy(config)
+        del config.quantization_config
+        floats = as_floats(checkpoint)
+        weights = {name: floats.read(name).to(dtype) for names in floats.names_in.values() for name in names}
+        location, kwargs = None, {**kwargs, "state_dict": weights, "dtype": dtype}
+    with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
+        loaded = load(location, *args, config=config, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter.detach(), checkpoint.source)
     if generation is not None:
-        model.generation_config = generation
-    return model
+        model.generation_config = generation  # transformers has read the whole file
+    return loaded
 
 
 def check_fits(checkpoint: Checkpoint, config: Any, build: Callable[[Any], Any]) -> bool:

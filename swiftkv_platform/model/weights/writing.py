@@ -150,9 +150,10 @@ class ShardWriter:
             progress(done, len(targets))
 
     def finish(self) -> None:
-        """Write the last file and the index."""
+        """Write the last file and `model.safetensors.index.json`."""
         self.flush()
-        write_index(self._directory, self.shards, self._num_bytes)
+        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(self.shards.items()))}
+        (self._directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_model_shards(
@@ -178,12 +179,6 @@ def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write a weight file with default permissions; safetensors would make it private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o666 & ~_umask())
-
-
-def write_index(directory: Path, shards: dict[str, str], num_bytes: int) -> None:
-    """Write `model.safetensors.index.json`."""
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(shards.items()))}
-    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _umask() -> int:

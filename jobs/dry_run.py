@@ -307,12 +307,9 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     `InvalidInputError` for DDP and DeepSpeed, which copy by address, and fake tensors have none."""
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
-        raise InvalidInputError(
-            f"sharding.strategy is {strategy!r}, whose buffers need memory addresses, which fake tensors do not have; "
-            "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula",
-            field="sharding.strategy",
-            value=strategy,
-        )
+        why = ", whose buffers need memory addresses, which fake tensors do not have"
+        instead = "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula"
+        raise InvalidInputError.of("sharding.strategy", strategy, f"{why}; {instead}")
     spec = _settled(spec, config)
     values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
     student_config = make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)

@@ -166,8 +166,9 @@ def _run_trials(
                 _pass_on(stop_request, AttemptStore(_trial_store(store, request, trial)), request)
             for ended in done:
                 trial = running.pop(ended)
-                outcome = _outcome(ended)
-                if outcome is None:
+                try:
+                    outcome: Outcome = ray.get(ended)
+                except StoppedError:
                     waiting.append(trial)
                     continue
                 outcomes[trial.name] = outcome
@@ -184,15 +185,6 @@ def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptReq
         trial.request_pause(request.attempt_id)
     elif stop_request is StopRequest.STOP:
         trial.announce_preemption(request.attempt_id)
-
-
-def _outcome(task: ray.ObjectRef) -> Outcome | None:
-    """Return the outcome of a trial; None if it was stopped."""
-    try:
-        outcome: Outcome = ray.get(task)
-    except StoppedError:
-        return None
-    return outcome
 
 
 def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:

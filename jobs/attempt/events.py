@@ -54,7 +54,7 @@ _FOLLOW_INTERVAL_S = 0.5
 _LAST_ROUNDS = 3
 """Attempts to read the last events if the store fails."""
 _LONGEST_FAULT = 500
-_told_to_leave = threading.Event()
+told_to_leave = threading.Event()
 """Set when this process, a worker, gets SIGTERM."""
 
 
@@ -260,13 +260,9 @@ class ControlWatcher:
         self._store = store
         self._request = request
         self._closed = threading.Event()
-        self._stop_request = StopRequest.NONE
+        self.stop_request = StopRequest.NONE
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
         self._thread.start()
-
-    @property
-    def stop_request(self) -> StopRequest:
-        return self._stop_request
 
     def close(self) -> None:
         self._closed.set()
@@ -274,7 +270,7 @@ class ControlWatcher:
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_INTERVAL_S):
-            self._stop_request = max(self._stop_request, look(self._store, self._request))
+            self.stop_request = max(self.stop_request, look(self._store, self._request))
 
 
 @contextmanager
@@ -304,7 +300,7 @@ def leave_on_sigterm() -> None:
 
     Call it on the main thread, the only one that may handle signals; the trainer runs on another.
     """
-    _on_first_sigterm(_told_to_leave.set)
+    _on_first_sigterm(told_to_leave.set)
 
 
 def _on_first_sigterm(action: Callable[[], None]) -> Any:
@@ -317,10 +313,6 @@ def _on_first_sigterm(action: Callable[[], None]) -> Any:
 
     signal.signal(signal.SIGTERM, handle)
     return before
-
-
-def told_to_leave() -> bool:
-    return _told_to_leave.is_set()
 
 
 @contextmanager

@@ -352,9 +352,5 @@ def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
     """Raise `ModelError` if a model lacks trained tensors because it stores them under other names. A checkpoint may
     lack those that its job did not train."""
     if parent.kind == "model" and missing:
-        raise ModelError(
-            f"training.from is {parent.name!r}, a model that does not store {missing[0]} as one tensor, as models with "
-            "experts do not; use a checkpoint of its job",
-            field="training.from",
-            value=parent.name,
-        )
+        why = f", a model that does not store {missing[0]} as one tensor, as models with experts do not"
+        raise ModelError.of("training.from", parent.name, f"{why}; use a checkpoint of its job")

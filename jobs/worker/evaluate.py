@@ -5,7 +5,7 @@ artifact. In a sweep, every trial is evaluated and the chosen one published. Use
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +78,7 @@ def evaluate_and_publish(
         # Stored with the attempt too, so that they remain if a gate fails.
         for name, text in files.items():
             store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
-        with _tracked(store, request) as run:
+        with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
             with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
@@ -99,7 +99,7 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, pre
         report = student.measure(prepared, StoredParts(store, request, checkpoint))
         if not student.workers.is_first:
             return None
-        with _tracked(store, request) as run:
+        with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
         lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
         directory = workspace.path / "report"
@@ -322,12 +322,3 @@ def _publish(
     prefix = request.attempt_id.artifact_prefix
     told = phase_progress(store, request, "publish", "bytes")
     return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics, progress=told)
-
-
-@contextmanager
-def _tracked(store: ObjectStore, request: AttemptRequest) -> Iterator[TrackedRun]:
-    run = TrackedRun(store, request)
-    try:
-        yield run
-    finally:
-        run.close()

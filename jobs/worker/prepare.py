@@ -10,12 +10,10 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.completions import Answer, AnswerStore, PromptSource, Shard, Teacher, WrittenBy
@@ -99,11 +97,22 @@ def prepare(
         # Fails now rather than after training.
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
-        data = (
-            PreparedData.load(rows)
-            if rows.is_dir()
-            else _prepare_rows(spec, tokenizer, rows, path, answers, access, progress)
-        )
+        if rows.is_dir():
+            data = PreparedData.load(rows)
+        else:
+            rows.mkdir(parents=True)
+            data = prepare_data(
+                spec.data,
+                tokenizer,
+                rows,
+                seed=spec.training.seed,
+                remote=StoreFiles(workspace / "objects"),
+                access=access,
+                written=None if answers is None else WrittenBy(writer(spec, path), answers),
+                splits=spec.swiftkv.request.has_deep_leaders,
+                steers=spec.training.validation is not None,
+                progress=progress,
+            )
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # fails now rather than after training
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
@@ -146,33 +155,6 @@ def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
         )
 
 
-def _prepare_rows(
-    spec: JobSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Path,
-    path: str,
-    answers: AnswerStore | None,
-    access: Access,
-    progress: Callable[[int, int], None],
-) -> PreparedData:
-    rows.mkdir(parents=True)
-    written = None if answers is None else WrittenBy(writer(spec, path), answers)
-    with tempfile.TemporaryDirectory(prefix="objects-") as directory:
-        remote = StoreFiles(Path(directory))
-        return prepare_data(
-            spec.data,
-            tokenizer,
-            rows,
-            seed=spec.training.seed,
-            remote=remote,
-            access=access,
-            written=written,
-            splits=spec.swiftkv.request.has_deep_leaders,
-            steers=spec.training.validation is not None,
-            progress=progress,
-        )
-
-
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
     config = read_config(path, revision=spec.model.revision)
@@ -207,13 +189,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
         teacher = writer(spec, path)
         max_length = min(spec.data.max_length, teacher.max_model_len)
         encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
-        engines: list[LLMEngine] = []
-
-        def load_engine() -> LLMEngine:
-            if not engines:
-                engines.append(_load_engine(spec, path))
-            return engines[0]
-
+        load_engine = cache(partial(_load_engine, spec, path))
         for index, source in enumerate(spec.data.sources):
             if source.complete is not None:
                 prompts = PromptSource(

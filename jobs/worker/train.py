@@ -167,29 +167,20 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
             shutil.rmtree(workspace, ignore_errors=True)
 
 
-class _Drain:
-    """Tells if this worker got SIGTERM, and once if Ray Train knows that a machine of the workers is about to go. The
-    query is collective."""
+class _Listener:
+    """Listener to the trainer and its checkpoints on the workers other than rank 0, which reports for all."""
 
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
     def stop_request(self) -> StopRequest:
-        own = StopRequest.LEAVE if told_to_leave() else StopRequest.NONE
+        """Tell if this worker got SIGTERM, and once if Ray Train knows that a machine of the workers is about to go.
+        Collective."""
+        own = StopRequest.LEAVE if told_to_leave.is_set() else StopRequest.NONE
         if not self._watched or ray.train.get_preemption_info() is None:
             return own
         self._watched = False  # Ray Train restarts the workers when the machine is gone
         return max(own, StopRequest.SAVE)
-
-
-class _Listener:
-    """Listener to the trainer and its checkpoints on the workers other than rank 0, which reports for all."""
-
-    def __init__(self) -> None:
-        self._drain = _Drain()
-
-    def stop_request(self) -> StopRequest:
-        return self._drain.stop_request()
 
     def on_start(self, progress: Progress) -> None: ...
 

@@ -103,12 +103,9 @@ class Access:
         check_name(name, field)
         names_file = names_task_file(name) or _TASK.fullmatch(name) is None
         if self.is_restricted and names_file and not name.startswith("builtin:"):
-            raise InvalidInputError(
-                f"{field} is {name!r}; a task's file may name functions to run, so where sources are restricted, only "
-                "the name of a task that the harness knows, or of a `builtin:` one, is accepted",
-                field=field,
-                value=name,
-            )
+            accepted = "only the name of a task that the harness knows, or of a `builtin:` one, is accepted"
+            why = f"; a task's file may name functions to run, so where sources are restricted, {accepted}"
+            raise InvalidInputError.of(field, name, why)
         if data_dir is not None:
             self.location(data_dir, f"{field}.data_dir")
 

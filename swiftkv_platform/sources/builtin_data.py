@@ -19,9 +19,14 @@ from pathlib import Path
 HELD_OUT_BUCKETS = 5
 """Number of the 100 hash buckets of module names that are held out (a share of about 5% of the modules)."""
 
-_SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"})
-"""Third-party code, and packages that are generated tables rather than written text."""
-_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
+_SKIPPED_DIRECTORIES = frozenset(
+    {
+        *("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"),
+        *("test", "tests", "idle_test"),
+    }
+)
+"""Third-party code, packages that are generated tables rather than written text, and tests, which some distributions
+leave out."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,12 @@ def is_held_out(module_name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_BUCKETS
 
 
-def standard_library_modules(*, include_tests: bool = False, root: Path | None = None) -> Iterator[Module]:
-    """Yield the modules below `root` (default: the interpreter's standard library) in sorted order of path.
-    `include_tests`: also the interpreter's own test packages, which some distributions leave out."""
+def standard_library_modules(*, root: Path | None = None) -> Iterator[Module]:
+    """Yield the modules below `root` (default: the interpreter's standard library) in sorted order of path."""
     directory = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(directory.rglob("*.py")):
         relative = path.relative_to(directory)
-        parts = frozenset(relative.parts[:-1])
-        if parts & _SKIPPED_DIRECTORIES or (parts & _TEST_DIRECTORIES and not include_tests):
+        if _SKIPPED_DIRECTORIES.intersection(relative.parts[:-1]):
             continue
         try:
             text = path.read_text(encoding="utf-8")

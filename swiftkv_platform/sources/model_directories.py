@@ -196,12 +196,8 @@ def local_directory(
     if not any(directory.glob("*.safetensors")) and pickles:
         fetch(_PICKLES, [])
     if not any(directory.glob("*.safetensors")) and not pickles:
-        raise ModelError(
-            f"{field} is {name!r}, which has no weights in safetensors; pickles (.bin) may run code when read: "
-            "save it as safetensors",
-            field=field,
-            value=name,
-        )
+        why = ", which has no weights in safetensors; pickles (.bin) may run code when read: save it as safetensors"
+        raise ModelError.of(field, name, why)
     return directory
 
 
@@ -217,9 +213,5 @@ def _fetch(name: str, revision: str | None, field: str, files: list[str], others
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        raise ModelError(
-            f"{field} is {name!r}, neither a directory nor a model of the hub that this machine can reach "
-            f"({str(error).splitlines()[0]})",
-            field=field,
-            value=name,
-        ) from error
+        why = f"neither a directory nor a model of the hub that this machine can reach ({str(error).splitlines()[0]})"
+        raise ModelError.of(field, name, f", {why}") from error

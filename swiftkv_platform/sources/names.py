@@ -183,12 +183,9 @@ def refuse_shadowed(name: str, field: str) -> None:
     """Raise `InvalidInputError` if a path with the hub id `name` exists, since `transformers` and `datasets` would read
     it instead."""
     if os.path.exists(name):  # noqa: PTH110
-        raise InvalidInputError(
-            f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; use an "
-            "absolute path that the operator has opened, or another working directory",
-            field=field,
-            value=name,
-        )
+        why = ", a hub id, but the worker's working directory has something of that name"
+        instead = "use an absolute path that the operator has opened, or another working directory"
+        raise InvalidInputError.of(field, name, f"{why}; {instead}")
 
 
 def leads_out(name: str) -> bool:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,9 +58,8 @@ def publish_directory(
     `ConflictError` if `prefix` is complete already with other files. `progress`: called with the bytes uploaded so far
     and in total.
     """
-    existing = _read(store, prefix)
-    if existing is not None:
-        return _same_files(existing, describe_directory(directory), prefix)
+    if is_complete(store, prefix):
+        return _same_files(read_manifest(store, prefix), describe_directory(directory), prefix)
     files = upload_files(store, directory, prefix, progress)
     return write_manifest(store, prefix, files, kind=kind, lineage=lineage, metrics=metrics)
 
@@ -184,14 +182,18 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
     manifest = read_manifest(store, prefix)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with _lock_beside(destination):
+        # One process of this machine at a time fetches it; the lock file stays.
+        with (destination.parent / f".{destination.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not _holds(destination, manifest):
                 _replace(destination, store, prefix, manifest)
     except OSError as error:
-        raise StorageError(
-            f"cannot write {destination}: {error}", field="destination", value=str(destination)
-        ) from error
+        raise _not_written(destination, error) from error
     return manifest
+
+
+def _not_written(destination: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {destination}: {error}", field="destination", value=str(destination))
 
 
 class StoredDirectory:
@@ -220,9 +222,7 @@ class StoredDirectory:
         try:
             fetch_file(self._store, key, destination / name, file)
         except OSError as error:
-            raise StorageError(
-                f"cannot write {destination}: {error}", field="destination", value=str(destination)
-            ) from error
+            raise _not_written(destination, error) from error
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of one file. Raises `ArtifactCorruptError` if it does not have all of them."""
@@ -242,17 +242,10 @@ class StoredDirectory:
         return key, self.manifest.files[name]
 
 
-@contextmanager
-def _lock_beside(destination: Path) -> Iterator[None]:
-    """Hold a lock file next to `destination`, so that one process of this machine at a time fetches it; it stays."""
-    with (destination.parent / f".{destination.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manifest) -> None:
     """Download to a temporary directory, then move it to `destination`."""
-    if not _replaceable(destination):
+    is_artifact = (destination / MANIFEST).is_file()
+    if destination.exists() and not (destination.is_dir() and (is_artifact or not any(destination.iterdir()))):
         raise ConflictError(
             f"{destination} exists and is not an artifact; use an empty or new directory",
             field="destination",
@@ -260,19 +253,14 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
         )
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
-        _download(store, prefix, manifest, fresh)
+        fresh.mkdir()
+        files = [(store, join_key(prefix, name), fresh / name, file) for name, file in manifest.files.items()]
+        for _ in _in_parallel(_PARALLEL_FILES, fetch_file, files):
+            pass
+        (fresh / MANIFEST).write_bytes(canonical(manifest))
         if destination.exists():
             destination.rename(Path(workspace) / "old")
         fresh.rename(destination)
-
-
-def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Path) -> None:
-    """Download all files to the new `directory`, the manifest last. Stops at the first failure."""
-    directory.mkdir()
-    files = [(store, join_key(prefix, name), directory / name, file) for name, file in manifest.files.items()]
-    for _ in _in_parallel(_PARALLEL_FILES, fetch_file, files):
-        pass
-    (directory / MANIFEST).write_bytes(canonical(manifest))
 
 
 def _in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
@@ -336,13 +324,6 @@ def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptEr
     )
 
 
-def _replaceable(destination: Path) -> bool:
-    """Whether `destination` may be replaced: it is missing, an empty directory or an artifact."""
-    if not destination.exists():
-        return True
-    return destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
-
-
 def _holds(directory: Path, manifest: Manifest) -> bool:
     """Whether `directory` has exactly the files of `manifest`."""
     if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != canonical(manifest):
@@ -378,10 +359,6 @@ def _same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: s
             value=prefix,
         )
     return existing
-
-
-def _read(store: ObjectStore, prefix: str) -> Manifest | None:
-    return read_manifest(store, prefix) if is_complete(store, prefix) else None
 
 
 def _check_names(manifest: Manifest) -> None:

@@ -91,8 +91,7 @@ class AttemptStore:
 
     def write_request(self, request: AttemptRequest) -> None:
         """Write an attempt's request, replacing an earlier one."""
-        key = request.attempt_id.request_key
-        self._store.put_bytes(key, request.to_json())
+        self._store.put_bytes(request.attempt_id.request_key, request.to_json())
 
     def read_request(self, attempt: AttemptId) -> AttemptRequest:
         """Return an attempt's request. Raises `ObjectNotFoundError`, or `ProtocolError` for a request of a version that
@@ -174,10 +173,15 @@ class AttemptStore:
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
         """Delete all checkpoints of a sweep's trials after its model is published. Their reports stay."""
+        for trial, attempt in self._trial_attempts(job_id):
+            self._store.delete_prefix(f"{trial}/{attempt.checkpoints_prefix}")
+
+    def _trial_attempts(self, job_id: str) -> Iterator[tuple[str, AttemptId]]:
+        """Yield the prefix of each of a sweep's trials, with each of the attempts that have run it."""
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
             for number in self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}"):
-                self._store.delete_prefix(f"{trial}/{AttemptId(job_id, int(number)).checkpoints_prefix}")
+                yield trial, AttemptId(job_id, int(number))
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
         """Return the complete checkpoints of all attempts, ordered by step, then attempt."""
@@ -236,10 +240,7 @@ class AttemptStore:
     def tracking_files(self, job_id: str) -> dict[str, ObjectInfo]:
         """Return the tracking files of all attempts and trials, by path below `jobs/{id}/`."""
         prefixes = [attempt.tracking_prefix for attempt in self._attempts(job_id)]
-        for name in self._store.list_directories(trials_prefix(job_id)):
-            trial = f"{trials_prefix(job_id)}/{name}"
-            numbers = self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}")
-            prefixes += [f"{trial}/{AttemptId(job_id, int(number)).tracking_prefix}" for number in numbers]
+        prefixes += [f"{trial}/{attempt.tracking_prefix}" for trial, attempt in self._trial_attempts(job_id)]
         found = [file for prefix in prefixes for file in self._store.list(prefix)]
         return {file.key.removeprefix(f"jobs/{job_id}/"): file for file in found}
 
@@ -283,8 +284,11 @@ class EventWriter:
     def write(self, event: AttemptEvent) -> int:
         """Store `event` under the next number, this process's credentials redacted, and return the number."""
         if self._last is None:
-            keys = _event_keys(self._store, self._attempt, self._writer, after=0)
-            self._last = max((sequence for sequence, _ in keys), default=0)
+            names = (
+                info.key.rpartition("/")[2]
+                for info in self._store.list(f"{self._attempt.events_prefix}/{self._writer}")
+            )
+            self._last = max((int(match[1]) for match in map(_EVENT_NAME.fullmatch, names) if match), default=0)
         sequence, self._last = self._last + 1, None  # looked up again after a failure: the write may have succeeded
         key = self._attempt.event_key(self._writer, sequence)
         self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
@@ -341,16 +345,6 @@ def _unread(
         if match and int(match.group(1)) == seen.get(writer, 0) + 1:
             seen[writer] = seen.get(writer, 0) + 1
             yield writer, info.key
-
-
-def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: int) -> Iterator[tuple[int, str]]:
-    """Yield (number, key) of a writer's events after number `after`, ascending."""
-    prefix = join_key(attempt.events_prefix, writer)
-    start_after = attempt.event_key(writer, after)
-    for info in store.list(prefix, start_after=start_after):
-        match = _EVENT_NAME.fullmatch(info.key.removeprefix(f"{prefix}/"))
-        if match:
-            yield int(match.group(1)), info.key
 
 
 def _held_out_kl(manifest: Manifest, step: int) -> float | None:

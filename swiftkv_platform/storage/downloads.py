@@ -37,15 +37,10 @@ def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, 
     """Download every object below `uri` to `target`. Raises `missing` if there is none."""
     source = S3Source(uri)
     with bucket_of(source, missing, field=field) as store:
-        for key in keys_below(store, source, missing, field=field):
-            path = target / key.removeprefix(source.key).lstrip("/")
+        for info in list(objects_below(store, source, missing, field=field)):
+            path = target / info.key.removeprefix(source.key).lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.download_file(key, path)
-
-
-def keys_below(store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str) -> list[str]:
-    """Return the keys of the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
-    return [info.key for info in objects_below(store, source, missing, field=field)]
+            store.download_file(info.key, path)
 
 
 def objects_below(
@@ -103,8 +98,8 @@ class IncomingFile:
             raise self._changed()
 
     def _changed(self) -> ModelError:
-        message = f"{self.field}: {self.name!r} was changed while it was copied; import it again when it is complete"
-        return ModelError(message, field=self.field, value=self.name)
+        why = "was changed while it was copied; import it again when it is complete"
+        return _refused(self.field, self.name, why)
 
 
 def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[IncomingFile]:
@@ -152,12 +147,8 @@ def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) ->
         if file.is_small:
             small += file.size
             if file.size > IMPORT_SMALL_FILE_BYTES.default:
-                raise ModelError(
-                    f"{field}: {file.name!r} has {file.size} bytes, and only weights (*{_WEIGHTS}) may have more than "
-                    f"{IMPORT_SMALL_FILE_BYTES.default}; remove it from the source",
-                    field=field,
-                    value=file.name,
-                )
+                most_small = f"only weights (*{_WEIGHTS}) may have more than {IMPORT_SMALL_FILE_BYTES.default}"
+                raise _refused(field, file.name, f"has {file.size} bytes, and {most_small}; remove it from the source")
     total = sum(file.size for file in files)
     for size, most, which in (
         (small, IMPORT_SMALL_FILES_BYTES.default, f"files other than weights (*{_WEIGHTS})"),
@@ -171,10 +162,8 @@ def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) ->
 
 def _check_listed(name: str, seen: int, field: str) -> None:
     if seen > IMPORT_FILES.default:
-        message = (
-            f"{field}: it has more than {IMPORT_FILES.default} files and directories; use the model's own files only"
-        )
-        raise ModelError(message, field=field, value=seen)
+        why = f"it has more than {IMPORT_FILES.default} files and directories; use the model's own files only"
+        raise ModelError(f"{field}: {why}", field=field, value=seen)
     if name.count("/") > IMPORT_DEPTH.default:
         message = f"{field}: it has more than {IMPORT_DEPTH.default} nested directories"
         raise ModelError(message, field=field, value=ascii(name[:200]))
@@ -185,16 +174,19 @@ def _check_listed(name: str, seen: int, field: str) -> None:
         )
 
 
+def _refused(field: str, name: str, why: str) -> ModelError:
+    return ModelError(f"{field}: {name!r} {why}", field=field, value=name)
+
+
 def _local_file(path: Path, name: str, boundary: Boundary, field: str) -> IncomingFile:
     real = Path(os.path.realpath(boundary.check(path, field, error=ModelError)))
     try:
         status = real.lstat()
     except OSError as error:
-        message = f"{field}: {name!r} cannot be read ({error.strerror}); complete the source, or remove it"
-        raise ModelError(message, field=field, value=name) from error
+        why = f"cannot be read ({error.strerror}); complete the source, or remove it"
+        raise _refused(field, name, why) from error
     if not stat.S_ISREG(status.st_mode):
-        message = f"{field}: {name!r} is not a regular file; remove it from the source"
-        raise ModelError(message, field=field, value=name)
+        raise _refused(field, name, "is not a regular file; remove it from the source")
     return IncomingFile(name, status.st_size, partial(_read, real, name, field), field)
 
 
@@ -204,11 +196,11 @@ def _read(real: Path, name: str, field: str) -> Iterator[bytes]:
     try:
         descriptor = _open_without_links(real)
     except OSError as error:
-        message = f"{field}: {name!r} was changed while it was copied ({error.strerror}); import it again"
-        raise ModelError(message, field=field, value=name) from error
+        why = f"was changed while it was copied ({error.strerror}); import it again"
+        raise _refused(field, name, why) from error
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ModelError(f"{field}: {name!r} is not a regular file", field=field, value=name)
+            raise _refused(field, name, "is not a regular file")
         while piece := file.read(CHUNK_SIZE):
             yield piece
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -39,13 +39,16 @@ def keep(store: ObjectStore, key: str, pieces: Iterable[bytes], *, most: int) ->
 
     Temporary files take up to 1.5 times `most`. Raises `StorageError`, also if the disk is full.
     """
-    with _storage_errors(key), tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
-        path, room = Path(directory) / "log", most - _NOTICE_BYTES
-        with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
-            layout = _write(file, pieces, room // 2, _Tail(tail, room - room // 2))
-        # The layout first, so that every stored log has one.
-        store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
-        store.upload_file(path, key)
+    try:
+        with tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
+            path, room = Path(directory) / "log", most - _NOTICE_BYTES
+            with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
+                layout = _write(file, pieces, room // 2, _Tail(tail, room - room // 2))
+            # The layout first, so that every stored log has one.
+            store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
+            store.upload_file(path, key)
+    except OSError as error:
+        raise StorageError(f"cannot keep the log {key}: {error}", field="key", value=key) from error
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,3 @@ def _cut_at_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
         file.truncate(head)
         file.seek(head)
     return head, tail.find(b"\n") + 1
-
-
-@contextmanager
-def _storage_errors(key: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot keep the log {key}: {error}", field="key", value=key) from error

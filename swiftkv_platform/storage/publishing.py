@@ -88,12 +88,8 @@ class _Places:
             inside = Boundary.of(self.directory)
             parent = (self.directory / name).parent
             if not (self.boundary.contains(self.directory) and inside.contains(parent)):
-                raise InvalidInputError(
-                    f"{_FIELD} is {str(self.directory)!r}, where {name!r} leads to a place that is not open to "
-                    "this tenant; use a directory without links",
-                    field=_FIELD,
-                    value=str(self.directory),
-                )
+                why = f", where {name!r} leads to a place that is not open to this tenant"
+                raise InvalidInputError.of(_FIELD, str(self.directory), f"{why}; use a directory without links")
         return name
 
 
@@ -112,11 +108,7 @@ def _to_store(
         return
     marked = _manifest_at(target, _MARK)
     if before is None and marked is None and next(target.list(""), None) is not None:
-        raise ConflictError(
-            f"{_FIELD} is {target.uri!r}, which holds something other than a model; use an empty place",
-            field=_FIELD,
-            value=target.uri,
-        )
+        raise ConflictError.of(_FIELD, target.uri, ", which holds something other than a model; use an empty place")
     target.put_bytes(_MARK, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
@@ -134,11 +126,8 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
     except ObjectNotFoundError:
         return None
     except ValueError as error:
-        raise ConflictError(
-            f"{_FIELD} is {store.uri!r}, whose {key} is not a model's manifest; use an empty place",
-            field=_FIELD,
-            value=store.uri,
-        ) from error
+        why = f", whose {key} is not a model's manifest; use an empty place"
+        raise ConflictError.of(_FIELD, store.uri, why) from error
 
 
 def _files(
@@ -187,12 +176,8 @@ def _check_ours(api: HfApi, repository: str) -> None:
     """Raise `ConflictError` if the repository holds files that are not a model of this platform."""
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
-        raise ConflictError(
-            f"{_FIELD} is 'hf://{repository}', which holds something other than a model that was published by this "
-            "platform; use another name",
-            field=_FIELD,
-            value=f"hf://{repository}",
-        )
+        why = ", which holds something other than a model that was published by this platform; use another name"
+        raise ConflictError.of(_FIELD, f"hf://{repository}", why)
 
 
 def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
@@ -212,9 +197,6 @@ def _hub_errors(repository: str) -> Iterator[None]:
         yield
     except (HfHubHTTPError, httpx.HTTPError, ConnectionError, RuntimeError) as error:  # the last: failed uploads
         first = redact(str(error)).strip().splitlines()
-        raise StorageError(
-            f"{_FIELD} is 'hf://{repository}', and the hub refuses it ({first[0] if first else type(error).__name__}); "
-            "use a repository that the workers' HF_TOKEN may write",
-            field=_FIELD,
-            value=f"hf://{repository}",
-        ) from error
+        why = f", and the hub refuses it ({first[0] if first else type(error).__name__})"
+        instead = "use a repository that the workers' HF_TOKEN may write"
+        raise StorageError.of(_FIELD, f"hf://{repository}", f"{why}; {instead}") from error

@@ -102,4 +102,3 @@ def test_only_modules_with_readable_text_count(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
     found = [(module.name, module.text) for module in standard_library_modules(root=tmp_path)]
     assert found == [("package", "x = 1\n"), ("secrets", "y = 2\n")]
-    assert [m.name for m in standard_library_modules(root=tmp_path, include_tests=True)][-1] == "test.test_x"

@@ -37,7 +37,6 @@ from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter, following
 from swiftkv_platform.jobs.driver import (
-    evaluate,
     have_data_written,
     measure,
     needed_resources,
@@ -150,7 +149,7 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     else:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
-        manifest = measure(evaluate, store, request, reporter, checkpoint, prepared)
+        manifest = measure(store, request, reporter, checkpoint, prepared)
     if open_gates := undecided(manifest.metrics):
         reporter.message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
     if open_gates and request.spec.publish.publication is not None:

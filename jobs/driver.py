@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable by which the operator confirms that every node mounts the store's directory."""
-MeasuringTask = Callable[[AttemptRequest, str, str, StoredPreparation, Member], Manifest | None]
-
 _LOOKS_FOR_ROOM = 5
 _MAX_FAILURES = 3
 """Times that a group is restarted after it lost a worker."""
@@ -91,15 +89,16 @@ def train(
 
 
 def measure(
-    task: MeasuringTask,
     store: ObjectStore,
     request: AttemptRequest,
     reporter: Reporter,
     checkpoint: str,
     prepared: ray.ObjectRef,
+    *,
+    is_trial: bool = False,
 ) -> Manifest:
     """Evaluate the trained student on the job's workers together. Returns the manifest that the first one published.
-    `task`: `evaluate` or `evaluate_trial`. Raises `StoppedError` if the attempt is to end first."""
+    `is_trial`: publish only the report. Raises `StoppedError` if the attempt is to end first."""
     resources = request.spec.resources
     num_workers = group_size(resources)
     say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
@@ -110,7 +109,7 @@ def measure(
     try:
         for failures in range(_MAX_FAILURES + 1):
             try:
-                return _run_together(task, group, store, request, checkpoint, prepared)
+                return _run_together(group, store, request, checkpoint, prepared, is_trial)
             except StoppedError:
                 raise
             except Exception as error:
@@ -188,14 +187,14 @@ def group_size(resources: ResourcesSpec) -> int:
 
 
 def _run_together(
-    task: MeasuringTask,
     group: PlacementGroup,
     store: ObjectStore,
     request: AttemptRequest,
     checkpoint: str,
     prepared: ray.ObjectRef,
+    is_trial: bool,
 ) -> Manifest:
-    """Run `task` on all workers of a group, and return the first one's result."""
+    """Run `evaluate` on all workers of a group, and return the first one's result."""
     resources, size = request.spec.resources, group.bundle_count
 
     def at(rank: int) -> dict[str, Any]:
@@ -205,10 +204,10 @@ def _run_together(
     tasks = [ray.remote(_meeting_place).options(num_cpus=0, **at(0)).remote()]
     try:
         address = _wait(tasks, store, request)
-        worker = ray.remote(task)
+        worker = ray.remote(evaluate)
         tasks = [
             worker.options(**each, **at(rank)).remote(
-                request, store.uri, checkpoint, prepared, Member(rank, size, address)
+                request, store.uri, checkpoint, prepared, Member(rank, size, address), is_trial
             )
             for rank in range(size)
         ]
@@ -299,25 +298,11 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
         key = find_rows(store, request)
         if key is not None:
             fetch_directory(store, key, rows)
-
         told = phase_progress(store, request, "prepare", "sources")
         answers = AttemptAnswers(store, request)
         plan, _ = run(request.spec, rows, answers=answers, access=access_of(request), progress=told)
         key = key or publish_rows(store, request, rows)
         return plan, StoredPreparation(store.uri, key, find_start(store, request) or start_key(request))
-
-
-def evaluate_trial(
-    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
-) -> Manifest | None:
-    """Measure a sweep's trial together with the other workers, see `jobs.worker.evaluate`."""
-    configure_logging(
-        job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name, rank=member.rank
-    )
-    from swiftkv_platform.jobs.worker.evaluate import evaluate_trial as run
-
-    with _evaluating(request, store_uri, stored, member) as prepared:
-        return run(request, store_uri, checkpoint, prepared)
 
 
 def publish_trial(
@@ -331,14 +316,17 @@ def publish_trial(
 
 
 def evaluate(
-    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
+    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member, is_trial: bool
 ) -> Manifest | None:
-    """Evaluate the student together with the other workers and publish it, see `jobs.worker.evaluate`."""
-    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
-    from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
+    """Evaluate the student together with the other workers and publish it, or of a trial only its report, see
+    `jobs.worker.evaluate`."""
+    trial = {"trial": request.spec.name} if is_trial else {}
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank, **trial)
+    from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish, evaluate_trial
 
     with _traced(request, "evaluate", rank=member.rank), _evaluating(request, store_uri, stored, member) as prepared:
-        return evaluate_and_publish(request, store_uri, checkpoint, prepared)
+        run = evaluate_trial if is_trial else evaluate_and_publish
+        return run(request, store_uri, checkpoint, prepared)
 
 
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:

@@ -27,7 +27,7 @@ from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, SweepReport, Tria
 from swiftkv_platform.contract.verdicts import verdict_of
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, following, look
-from swiftkv_platform.jobs.driver import as_task, evaluate_trial, measure, publish_trial, train, wait_for
+from swiftkv_platform.jobs.driver import as_task, measure, publish_trial, train, wait_for
 from swiftkv_platform.jobs.failures import explain, root_cause
 from swiftkv_platform.jobs.values import STOPPED, StoppedError
 from swiftkv_platform.logs import configure_logging
@@ -127,7 +127,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
             message = explain(error).message
             trial_store.put_bytes(_failure_key(request.attempt_id), message.encode())
             return Outcome(None, message)
-        manifest = measure(evaluate_trial, trial_store, own, reporter, checkpoint, prepared)
+        manifest = measure(trial_store, own, reporter, checkpoint, prepared, is_trial=True)
     return Outcome(manifest)
 
 

@@ -248,9 +248,11 @@ def _format_of(
 ) -> str:
     """Return the name of the row format that reads these columns. Raises `DataError`."""
     formats = FORMATS if source.complete is None else PROMPT_FORMATS
-    return find_format(
-        source.format, tuple(columns), origin=origin, path=where, formats=formats, holdings=holdings
-    ).format.name
+    field = f"{where}.name_or_path"
+    reader = find_format(
+        source.format, tuple(columns), origin=origin, path=where, formats=formats, holdings=holdings, field=field
+    )
+    return reader.format.name
 
 
 def _json_row(file: Path, source: DataSourceSpec, where: str, budget: Budget) -> Row | None:
@@ -363,24 +365,19 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
     """Check every row of the file at `path`, which messages call `name`. Raises `DataError` if a row is not an object
     or no format reads it (with its line), for no rows or too many, and for a file of another kind."""
     _check_kind(path, name, field)
-    digest, size, rows = hashlib.sha256(), 0, 0
-    format_, columns = "", tuple[str, ...]()
-    holdings = Holdings(lambda: _rows(path, name, field))
-    for number, line in _lines(path, name, field):
-        digest.update(line)
-        size += len(line)
-        if line.isspace():
-            continue
-        rows += 1
+    rows, format_, columns = 0, "", tuple[str, ...]()
+    holdings = Holdings(lambda: (row for _, row in _rows(path, name, field)))
+    for rows, (number, row) in enumerate(_rows(path, name, field), start=1):
         if rows > max_rows:
             raise bad_file(field, name, f"has more than {max_rows} rows, which is the limit; use several files")
-        row = _parse(line, name, number, field)
         found = _check_row(row, name, number, field, holdings)
         if rows == 1:
             format_, columns = found, tuple(row)
     if not rows:
         raise bad_file(field, name, "has no rows; at least one is needed")
-    return UploadedRows(size, digest.hexdigest(), rows, format_, columns)
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return UploadedRows(path.stat().st_size, digest, rows, format_, columns)
 
 
 def _check_kind(path: Path, name: str, field: str) -> None:
@@ -391,7 +388,9 @@ def _check_kind(path: Path, name: str, field: str) -> None:
         raise bad_file(field, name, f"is {kind}; plain JSON Lines, one object a line, is accepted")
 
 
-def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
+def _rows(path: Path, name: str, field: str) -> Iterator[tuple[int, Row]]:
+    """Yield the rows, each with the number of its line. Raises as `parse_line`, and for long lines and too many values:
+    they are counted before a row is parsed, since as objects a text of brackets takes twenty times its length."""
     with path.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST_ROW + 1):
@@ -399,20 +398,11 @@ def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
             if len(line) > LONGEST_ROW:
                 why = f" has more than {LONGEST_ROW} bytes, which is the limit of a row"
                 raise bad_row(field, name, number, f"{why}; one object a line (JSON Lines) is accepted")
-            yield number, line
-
-
-def _parse(line: bytes, name: str, number: int, field: str) -> Row:
-    """Return the row in a line. Raises as `parse_line`, and for too many values: they are counted before the row is
-    parsed, since as objects a text of brackets takes twenty times its length."""
-    if len(line) > _MOST_VALUES and exceeds(line, _MOST_VALUES, _MOST_VALUES):
-        why = f" has more than {_MOST_VALUES} JSON values or strings, which is the limit of a row"
-        raise bad_row(field, name, number, f"{why}; split it into several rows")
-    return parse_line(line, name, number, field)
-
-
-def _rows(path: Path, name: str, field: str) -> Iterator[Row]:
-    return (_parse(line, name, number, field) for number, line in _lines(path, name, field) if not line.isspace())
+            if len(line) > _MOST_VALUES and exceeds(line, _MOST_VALUES, _MOST_VALUES):
+                why = f" has more than {_MOST_VALUES} JSON values or strings, which is the limit of a row"
+                raise bad_row(field, name, number, f"{why}; split it into several rows")
+            if not line.isspace():
+                yield number, parse_line(line, name, number, field)
 
 
 def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings) -> str:

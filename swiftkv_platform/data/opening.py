@@ -100,8 +100,11 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
             location = boundary.check(location, field)
             if location.is_dir():
                 boundary.check_tree(location, field)
-                if (saved := _saved(location, source, path, boundary)) is not None:
-                    return saved
+                if is_saved_dataset(location):
+                    check_subset(source, path)
+                    return [read_saved(location, source, path, boundary)]
+                if is_hub_layout(location):
+                    return [read_laid_out(str(location), source, path, boundary)]
             return _local(location, source, path, boundary)
         case HubSource(name):
             if access.is_restricted:
@@ -205,14 +208,6 @@ def _object_table(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: bo
                 Path(opened.origin).unlink(missing_ok=True)
 
     return Table(file.origin, None, rows, lambda: table().count(), READERS[kind_of(file.key) or ""].unit)
-
-
-def _saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> list[Table] | None:
-    """Return the split of a directory in the layout of `datasets` or the hub; None for any other directory."""
-    if is_saved_dataset(location):
-        check_subset(source, path)
-        return [read_saved(location, source, path, boundary)]
-    return [read_laid_out(str(location), source, path, boundary)] if is_hub_layout(location) else None
 
 
 _ROWS_LOOKED_AT = 10_000

@@ -111,6 +111,7 @@ class Access:
 
     def _check(self, source: Source, field: str) -> None:
         """Raise `InvalidInputError` if the tenant may not read `source`."""
+        opened = f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
                 raise InvalidInputError.of(
@@ -124,12 +125,9 @@ class Access:
                 raise self._closed(source, field, f"the hub's organizations: {', '.join(organizations) or 'none'}")
         elif isinstance(source, S3Source) and self.roots is not None:
             if not any(source.lies_below(root) for root in self.roots if root.startswith(_S3)):
-                raise self._closed(source, field, self._opened())
+                raise self._closed(source, field, opened)
         elif isinstance(source, PathSource) and not self.boundary.contains(source.path):
-            raise self._closed(source, field, self._opened())
-
-    def _opened(self) -> str:
-        return f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
+            raise self._closed(source, field, opened)
 
     def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"

@@ -143,24 +143,13 @@ _LONGEST_NAME = 100
 
 def licence_of(directory: Path) -> str | None:
     """Return the licence named by the card or configuration in `directory`; None if neither names one."""
-    for document in (_front_matter(directory / "README.md"), _object(directory / "config.json")):
+    for read, name in ((_metadata, "README.md"), (read_object, "config.json")):
+        try:
+            document = read(directory / name)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):  # an unreadable file names no licence
+            continue
         for key in ("license_name", "license"):
-            named = document.get(key)
+            named = document.get(key) if isinstance(document, dict) else None
             if isinstance(named, str) and named.strip() and named != "other":
                 return " ".join(named.split())[:_LONGEST_NAME]
     return None
-
-
-def _front_matter(path: Path) -> dict[str, Any]:
-    try:
-        document = _metadata(path)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # an unreadable card names no licence
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except (OSError, UnusableFileError):
-        return {}

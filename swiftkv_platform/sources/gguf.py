@@ -93,18 +93,14 @@ class _Header:
         num_tensors, num_values = self._number("Q"), self._number("Q")
         if max(num_tensors, num_values) > _MOST_ENTRIES:
             raise _NotReadableError(f"its header declares {num_tensors} tensors and {num_values} values")
-        values = dict(self._entry() for _ in range(num_values))
+        values = {self._text(): self._value() for _ in range(num_values)}
         return values, {self._tensor() for _ in range(num_tensors)}
 
-    def _entry(self) -> tuple[str, Any]:
-        return self._text(), self._value(self._number("I"))
-
-    def _value(self, kind: int) -> Any:
+    def _value(self) -> Any:
+        kind = self._number("I")
         if kind == _STRING:
             return self._text()
-        if kind == _ARRAY:
-            return self._list()
-        return self._number(_format(kind))
+        return self._list() if kind == _ARRAY else self._number(_format(kind))
 
     def _list(self) -> _List:
         kind, length = self._number("I"), self._number("Q")

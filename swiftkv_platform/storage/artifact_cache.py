@@ -74,17 +74,14 @@ class ArtifactCache:
                 fcntl.flock(fetching, fcntl.LOCK_EX)
                 fcntl.flock(lock, fcntl.LOCK_SH)  # shared while it is used: others may use the copy too
                 if not self._is_intact(path):
-                    self._fetch(store, prefix, path, manifest)
+                    self._make_room(manifest.size, for_=path.name)
+                    fetch_directory(store, prefix, path)
+                    path.with_name(path.name + _SEEN).write_text(json.dumps(_state(path)))
             os.utime(self._lock(path.name))  # the time of its last use
         except BaseException:
             lock.close()
             raise
         return lock
-
-    def _fetch(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> None:
-        self._make_room(manifest.size, for_=path.name)
-        fetch_directory(store, prefix, path)
-        path.with_name(path.name + _SEEN).write_text(json.dumps(_state(path)))
 
     def _is_intact(self, path: Path) -> bool:
         """Whether the copy's files have the sizes and modification times they had when verified."""

@@ -28,7 +28,15 @@ from swiftkv_platform.data.files import (
     reader_for,
     reads_zstandard,
 )
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Holdings, content_digest, find_format, match_format
+from swiftkv_platform.data.formats import (
+    FORMATS,
+    PROMPT_FORMATS,
+    Holdings,
+    content_digest,
+    describe_mismatch,
+    find_format,
+    match_format,
+)
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError, lone_surrogate
 from swiftkv_platform.limits import (
@@ -248,11 +256,11 @@ def _format_of(
 ) -> str:
     """Return the name of the row format that reads these columns. Raises `DataError`."""
     formats = FORMATS if source.complete is None else PROMPT_FORMATS
-    field = f"{where}.name_or_path"
-    reader = find_format(
-        source.format, tuple(columns), origin=origin, path=where, formats=formats, holdings=holdings, field=field
-    )
-    return reader.format.name
+    wanted = [each for each in formats if source.format in ("auto", each.name)]
+    matched = match_format(columns, wanted, holdings)
+    if matched is None:
+        raise _unusable(where, source.name_or_path, describe_mismatch(origin, columns, wanted))
+    return matched[0].name
 
 
 def _json_row(file: Path, source: DataSourceSpec, where: str, budget: Budget) -> Row | None:

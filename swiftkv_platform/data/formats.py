@@ -140,10 +140,15 @@ def find_format(
         candidate, required, _ = matched
         optional = tuple(column for column in candidate.optional if column in columns)
         return RowReader(candidate, required, required + optional)
-    wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
+    message = f"{path}: {describe_mismatch(origin, columns, candidates)}"
+    raise DataError(message, field=field or f"{path}.format", value=list(columns))
+
+
+def describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:
+    """Return the sentence about rows whose columns fit none of `formats`."""
+    accepted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in formats)
     held = ", ".join(columns)[:_LONGEST_LIST] or "(none)"
-    message = f"{path}: {origin} has the columns {held}; these are accepted: {wanted}"
-    raise DataError(message, field=field or f"{path}.format", value=held)
+    return f"{origin} has the columns {held}; these are accepted: {accepted}"
 
 
 def content_digest(content: Content) -> int:

@@ -183,7 +183,7 @@ def test_unknown_columns_are_named_beside_those_that_are_known() -> None:
     columns = r"rows.jsonl has the columns body, title.*alpaca: instruction \+ output or instruction \+ response; text"
     with pytest.raises(DataError, match=columns) as caught:
         read({"body": "?", "title": "?"})
-    assert (caught.value.field, caught.value.value) == ("data.sources[0].format", "body, title")
+    assert (caught.value.field, caught.value.value) == ("data.sources[0].format", ["body", "title"])
     own = "prompt_completion: prompt + completion or prompt + response or question + answer"
     with pytest.raises(DataError, match=re.escape(own)) as caught:
         read({"text": "?"}, "prompt_completion")

@@ -193,7 +193,7 @@ def test_readable_data_is_accepted(tmp_path: Path) -> None:
         check_data(text, format="messages")
     prompts = data_file(tmp_path, '{"prompt": "x"}')
     check_data(prompts, complete={})  # which the teacher answers
-    refused_data("prompt_completion: completion", prompts)
+    refused_data(r"prompt_completion: prompt \+ completion", prompts)
     saved, plain = tmp_path / "saved", tmp_path / "plain"
     saved.mkdir()
     (saved / "state.json").write_text("{}")

@@ -82,12 +82,6 @@ class ChatRenderer:
         """Whether the tokenizer has no template of its own."""
         return not getattr(self.tokenizer, "chat_template", None)
 
-    def render(self, conversation: Conversation) -> str:
-        """Return the conversation as text. Raises `RowError` if the template refuses the messages, and `ModelError` if
-        the tokenizer has no default template."""
-        layout = self._layout(conversation)
-        return layout.write(layout.fitted(conversation.messages))
-
     def render_prompt(
         self,
         conversation: Conversation,
@@ -96,8 +90,9 @@ class ChatRenderer:
         goes_on: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the conversation up to where the assistant's answer begins, or with `goes_on` (and not `asks`) with
-        its last message left open. `variables`: further variables of the template. Raises as `render`."""
+        """Return the conversation up to where the assistant's answer begins; without `asks` only the conversation, with
+        `goes_on` with its last message left open. `variables`: further variables of the template. Raises `RowError` if
+        the template refuses the messages, and `ModelError` if the tokenizer has no default template."""
         layout = replace(self._layout(conversation), requested=variables)
         return layout.write(layout.fitted(conversation.messages), asks=asks, goes_on=goes_on)
 
@@ -108,8 +103,8 @@ class ChatRenderer:
         Usually that is one text, the whole conversation. If the template renders earlier turns differently once others
         follow (some write the tools before the last question only), an answer gets a text of its own, which ends with
         it. Turns of `weight` 0 are not counted. If the template marks the assistant's text by `{% generation %}`, that
-        is counted of a turn; otherwise the whole turn, including its closing marker. Raises as `render`, and `RowError`
-        for calls that the template leaves out.
+        is counted of a turn; otherwise the whole turn, including its closing marker. Raises as `render_prompt`, and
+        `RowError` for calls that the template leaves out.
         """
         layout = self._layout(conversation)
         messages = layout.fitted(conversation.messages)

@@ -68,6 +68,10 @@ def renderer(template: Any = None) -> ChatRenderer:
     return ChatRenderer(byte_tokenizer(chat_template=template))
 
 
+def rendered(template: Any, conversation: Conversation) -> str:
+    return renderer(template).render_prompt(conversation, asks=False)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
@@ -88,13 +92,13 @@ def test_an_assistant_turn_is_its_content_and_what_closes_it_whatever_the_templa
 ) -> None:
     [passage] = renderer(template).passages(Conversation(messages), "assistant")
     assert counted(passage) == expected
-    assert renderer(template).render(Conversation(messages)) == passage.text
+    assert rendered(template, Conversation(messages)) == passage.text
 
 
 def test_without_a_template_messages_stand_under_headings() -> None:
     assert renderer().is_plain
     headed = "### System:\nBe brief.\n### User:\nassistant\n### Assistant:\nuser\n"
-    assert renderer().render(Conversation(TALK[:3])) == headed
+    assert rendered(None, Conversation(TALK[:3])) == headed
 
 
 def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> None:
@@ -104,23 +108,21 @@ def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> Non
     plain = "{% if tools is none %}-{% endif %}{% for m in messages %}{{ m.content }}"
     plain += "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}|{% endfor %}"
     called = json.dumps(template_messages([CALL])[0]["tool_calls"])
-    assert renderer(asks).render(call) == "Sum?|<1>|"
-    assert renderer(plain).render(call) == f"-Sum?|{called}|"
+    assert rendered(asks, call) == "Sum?|<1>|"
+    assert rendered(plain, call) == f"-Sum?|{called}|"
 
 
 def test_a_template_reads_the_functions_that_may_be_called() -> None:
     asked = Conversation([ASK], [{"name": "add"}])
-    assert renderer("{{ tools[0].function.name }}: {{ messages[0].content }}").render(asked) == "add: Sum?"
-    assert (
-        renderer().render(asked) == '### Tools:\n[{"type": "function", "function": {"name": "add"}}]\n### User:\nSum?\n'
-    )
+    assert rendered("{{ tools[0].function.name }}: {{ messages[0].content }}", asked) == "add: Sum?"
+    assert rendered(None, asked) == '### Tools:\n[{"type": "function", "function": {"name": "add"}}]\n### User:\nSum?\n'
 
 
 def test_templates_of_which_none_is_the_default_are_refused_for_conversations_alone() -> None:
     without = renderer({"tools": CHATML, "rag": CHATML})
     with pytest.raises(ModelError, match="none of them named 'default'"):
-        without.render(Conversation(TALK))
-    assert renderer({"tools": "", "default": CHATML}).render(Conversation(TALK)).startswith("<|im_start|>system")
+        without.render_prompt(Conversation(TALK))
+    assert rendered({"tools": "", "default": CHATML}, Conversation(TALK)).startswith("<|im_start|>system")
 
 
 @pytest.mark.parametrize(
@@ -156,4 +158,4 @@ def test_a_turn_without_weight_counts_nowhere(template: str | None) -> None:
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:
     for template in (DATED, "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"):
-        assert renderer(template).render(Conversation(TALK)) == "26 Jul 2024 Be brief."
+        assert rendered(template, Conversation(TALK)) == "26 Jul 2024 Be brief."

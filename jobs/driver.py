@@ -320,7 +320,7 @@ def evaluate(
 ) -> Manifest | None:
     """Evaluate the student together with the other workers and publish it, or of a trial only its report, see
     `jobs.worker.evaluate`."""
-    trial = {"trial": request.spec.name} if is_trial else {}
+    trial: dict[str, Any] = {"trial": request.spec.name} if is_trial else {}
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank, **trial)
     from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish, evaluate_trial
 

@@ -95,20 +95,15 @@ def demo(
     json: Json = False,
 ) -> None:
     """Distil a small model, deploy it, generate with it and write a report, on a temporary stack."""
-    from swiftkv_platform.local.demo import LLM_NAMES, DemoOptions, run_demo
+    from swiftkv_platform.local.demo import LLM_NAMES, run_demo
 
     is_llm = model in LLM_NAMES
     if short and not is_llm:
         raise InvalidInputError(f"--short needs --model {LLM_NAMES[0]}; leave it out", field="short", value=True)
     name = "demo-llm" if is_llm else "demo"
-    options = DemoOptions(
-        output=(output or Path(f"{name}-report.json")).resolve(),
-        home=home or Path(f".{name}"),
-        model=model,
-        short=short,
-        keep_running=keep_running,
-    )
-    report = run_demo(options, err() if json else out())
+    target, place = (output or Path(f"{name}-report.json")).resolve(), home or Path(f".{name}")
+    console = err() if json else out()
+    report = run_demo(model, target, place, console, short=short, keep_running=keep_running)
     if json:
         print_json(report)
 

@@ -255,11 +255,13 @@ def analyze(
         _print_analysis(analysis)
 
 
-_QUALITY = ("KL (nats)", "perplexity", "top-1 agreement")
+def _quality_columns(analysis: Analysis) -> list[str]:
+    needles = [] if analysis.needle_length is None else ["needles found"]
+    return ["KL (nats)", "perplexity", "top-1 agreement", *needles]
 
 
 def _quality(each: DepthReport | StartReport) -> list[str]:
-    """Return the cells of a calibrated start below `_QUALITY`, and of its needles if it was asked for any."""
+    """Return the cells of a calibrated start below `_quality_columns`, and of its needles if it was asked for any."""
     found = [] if each.needles_found is None else [f"{each.needles_found:.0%}"]
     return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]
 
@@ -270,7 +272,7 @@ def _print_lists(analysis: Analysis) -> None:
     assert chosen is not None, "a list was measured"
     bypassed = [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)]
     print_table(("bypassed layer", "KL (nats)"), bypassed, empty="")
-    columns = ["prompts run", *_QUALITY, *["needles found"] * (analysis.needle_length is not None)]
+    columns = ["prompts run", *_quality_columns(analysis)]
     rows = [[format_layers(each.prefill_layers), *_quality(each)] for each in analysis.lists]
     print_table(columns, rows, empty="")
     lines = [
@@ -293,8 +295,7 @@ def _needles_sentence(analysis: Analysis) -> list[str]:
 
 def _print_analysis(analysis: Analysis) -> None:
     measured = [depth for depth in analysis.depths if depth.kl is not None]
-    columns = ["l", "SimScore", "prefill FLOPs", *(_QUALITY if measured else ())]
-    columns += ["needles found"] if analysis.needle_length else []
+    columns = ["l", "SimScore", "prefill FLOPs", *(_quality_columns(analysis) if measured else ())]
     rows = []
     for depth in measured or analysis.depths:
         sim_score = "" if depth.sim_score is None else f"{depth.sim_score:.3f}"

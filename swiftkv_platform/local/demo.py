@@ -56,23 +56,6 @@ _HOME_MARK = "this-is-a-demo"
 _SPEC_LABEL = "demo-spec"
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    output: Path
-    """Path of the report; the loss curve is written next to it as `demo-loss.png`."""
-    home: Path
-    """Directory of databases, store and logs; emptied first, except for the LLM."""
-    model: str | None = None
-    """Teacher instead of the built-in one: hub id, directory or one of `LLM_NAMES`."""
-    short: bool = False
-    """For the LLM: run every part within a few minutes, too short to learn anything."""
-    keep_running: bool = False
-
-    @property
-    def is_llm(self) -> bool:
-        return self.model in LLM_NAMES
-
-
 @dataclass
 class Observed:
     """Ids, text and timings that the demo observed; `demo` in the report."""
@@ -96,34 +79,47 @@ class Observed:
         self.seconds[name] = round(time.perf_counter() - started, 2)
 
 
-def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+def run_demo(
+    model: str | None, output: Path, home: Path, console: Console, *, short: bool, keep_running: bool
+) -> dict[str, Any]:
     """Run the demo, or continue an LLM's, and return its report. Stops the stack at the end, except after a success
-    with `keep_running`. Raises `ModelError` if the package with the LLM is not installed (the message has the command),
-    and `SwiftKVError` if a step failed; the output says where the logs are."""
-    if options.is_llm:
+    with `keep_running`.
+
+    Args:
+        model: teacher instead of the built-in one: hub id, directory or one of `LLM_NAMES`.
+        output: path of the report; the loss curve is written next to it as `demo-loss.png`.
+        home: directory of databases, store and logs; emptied first, except for the LLM.
+        short: for the LLM: run every part within a few minutes, too short to learn anything.
+
+    Raises:
+        ModelError: the package with the LLM is not installed; the message has the command.
+        SwiftKVError: a step failed; the output says where the logs are.
+    """
+    is_llm = model in LLM_NAMES
+    if is_llm:
         builtin_teacher(REAL_TEACHER)  # raises before anything is started
-    spec = llm_spec(short=options.short) if options.is_llm else job_spec(options.model)
-    stack = Stack(demo_settings(options.home.expanduser().resolve()))
-    claim_home(stack, keep=options.is_llm)
-    home, kept = escape(str(stack.home)), False
+    spec = llm_spec(short=short) if is_llm else job_spec(model)
+    stack = Stack(demo_settings(home.expanduser().resolve()))
+    claim_home(stack, keep=is_llm)
+    place, kept = escape(str(stack.home)), False
     with signals_as_exit():
         try:
-            report = _run(options, spec, stack, console)
-            kept = options.keep_running
+            report = _run(output, spec, stack, console, is_llm=is_llm)
+            kept = keep_running
         finally:
             if kept:
-                console.print(f"Still running; SWIFTKV_HOME={home} swiftkv down stops it.", soft_wrap=True)
+                console.print(f"Still running; SWIFTKV_HOME={place} swiftkv down stops it.", soft_wrap=True)
             else:
                 step(console, "Stopping")
                 stack.down()
-                then = "; the same command continues from there." if options.is_llm else "."
-                console.print(f"Logs and checkpoints are in {home}{then}", soft_wrap=True)
+                then = "; the same command continues from there." if is_llm else "."
+                console.print(f"Logs and checkpoints are in {place}{then}", soft_wrap=True)
     return report
 
 
-def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
-    observed = Observed(prompt=QUESTIONS[0] if options.is_llm else PROMPT, dtype=spec["model"].get("dtype"))
-    picture, unplotted = options.output.with_name("demo-loss.png"), None
+def _run(output: Path, spec: dict[str, Any], stack: Stack, console: Console, *, is_llm: bool) -> dict[str, Any]:
+    observed = Observed(prompt=QUESTIONS[0] if is_llm else PROMPT, dtype=spec["model"].get("dtype"))
+    picture, unplotted = output.with_name("demo-loss.png"), None
     with observed.phase("total"):
         step(console, "Starting Ray and the control plane")
         with observed.phase("up"):
@@ -134,17 +130,17 @@ def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Cons
             job = follow_job(client, job, observed, console)
             evaluation = download_evaluation(client, job)
             deployment = _deploy(client, job, observed, console)
-            if options.is_llm:
+            if is_llm:
                 observed.chat = _talk(client, deployment, observed, console)
             else:
                 _generate(client, observed, console)
                 unplotted = plot_loss(client.jobs.metrics(job.id), picture)
     report = build_report(evaluation, vars(observed))
-    options.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     step(console, "Report")
     print_report(report, console)
-    console.print(f"Report: {options.output}", highlight=False, soft_wrap=True)
-    if not options.is_llm:
+    console.print(f"Report: {output}", highlight=False, soft_wrap=True)
+    if not is_llm:
         console.print(f"Loss curve: {f'none, {unplotted}' if unplotted else picture}", highlight=False, soft_wrap=True)
     console.print(f"{observed.seconds['total']:.0f} s in all", highlight=False)
     return report

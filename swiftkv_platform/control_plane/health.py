@@ -200,7 +200,7 @@ async def readyz(request: Request) -> Response:
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
     """Readiness of one dependency. A load balancer asks for the database alone, without which no route works."""
     readiness: Readiness = request.app.state.readiness
-    return _readiness(request, {check: await readiness.complaint(check)})
+    return _readiness(request, {check: await _complaint(readiness.checks[check])})
 
 
 def _readiness(request: Request, complaints: Mapping[str, str | None]) -> Response:
@@ -222,10 +222,6 @@ class Readiness:
             "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
         }
         self.loops = loops
-
-    async def complaint(self, check: str) -> str | None:
-        """Return what is wrong with one dependency; None if nothing is."""
-        return await _complaint(self.checks[check])
 
     async def complaints(self) -> dict[str, str | None]:
         """Return what is wrong with each dependency, None if nothing is, and with each loop that is stalled."""

@@ -104,9 +104,6 @@ class ServedRevisions:
 APPLICATION = "swiftkv_platform.serve.app:build_app"
 """Import path of every deployment's application."""
 
-TenantAccess = Callable[[str | None], Access]
-"""Sources that a tenant may read; None for a deployment stored before there were tenants."""
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"
 
@@ -147,7 +144,8 @@ class RayServe:
         oidc_file: file of trusted issuers, likewise; with neither file, replicas admit all callers.
         allowed_hosts: further hosts by which clients may address deployments, besides that of `serve_url`, if there are
             no keys.
-        access: sources from which a tenant's deployments may read the base models of adapters.
+        access: sources from which a tenant's deployments may read the base models of adapters; called with None for a
+            deployment stored before there were tenants.
 
     Raises `InvalidInputError` for a `serve_url` that is no such address.
     """
@@ -160,7 +158,7 @@ class RayServe:
         api_keys_file: Path | None = None,
         oidc_file: Path | None = None,
         allowed_hosts: Sequence[str] = (),
-        access: TenantAccess = lambda _: OPEN,
+        access: Callable[[str | None], Access] = lambda _: OPEN,
     ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)

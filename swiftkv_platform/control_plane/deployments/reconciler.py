@@ -54,8 +54,8 @@ class Shares:
         self,
         deployments: Sequence[Deployment],
         *,
-        present: Mapping[str, ResolvedDeployment] = {},
-        draining: Mapping[str, Demand] = {},
+        present: Mapping[str, ResolvedDeployment],
+        draining: Mapping[str, Demand],
     ) -> Mapping[str, Granted]:
         """Grant places replica by replica. Returns the grants by deployment id.
 

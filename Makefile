@@ -148,7 +148,7 @@ outside: install vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLL
 plugin: VLLM_VERSION := 0.32.0
 plugin: install  # the part of `make outside` that .ci/run has time for: every family's greedy text in the newest tested vLLM's runners, eager
 	$(MAKE) --no-print-directory vllm-env VLLM_VERSION=$(VLLM_VERSION)
-	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py
+	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 
 judges: install vllm-env judges-env  # only the judges of `make outside`

@@ -201,11 +201,8 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
         SwiftKVError: the job failed.
     """
     if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
-        raise ConflictError(
-            f"{output} exists and is not an artifact; name an empty or a new directory",
-            field="output",
-            value=str(output),
-        )
+        why = ", which exists and is not an artifact; name an empty or a new directory"
+        raise ConflictError.of("output", str(output), why)
     if spec.training.from_ is not None:
         raise InvalidInputError.of(
             "training.from",

@@ -254,11 +254,9 @@ def refuse_unshared_store(store: ObjectStore) -> None:
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return
-    raise InvalidInputError(
-        f"the object store is the directory {store.uri}, and the cluster has {num_nodes} nodes; use an s3:// address, "
-        f"or {_SHARED}=1 in the environment of Ray's head if every node mounts that directory",
-        field="storage_uri",
-        value=store.uri,
+    instead = f"use an s3:// address, or {_SHARED}=1 in the environment of Ray's head if every node mounts it"
+    raise InvalidInputError.of(
+        "storage_uri", store.uri, f", a directory, and the cluster has {num_nodes} nodes; {instead}"
     )
 
 

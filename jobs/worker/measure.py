@@ -193,12 +193,8 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     config: Any = read_config(path, field="path")
     vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):
-        raise ModelError(
-            f"{path} holds a {config.model_type} model, not a student; use one that `swiftkv distill` or `swiftkv "
-            "convert` wrote",
-            field="path",
-            value=str(path),
-        )
+        why = f", a {config.model_type} model, not a student; use one that `swiftkv distill` or `swiftkv convert` wrote"
+        raise ModelError.of("path", str(path), why)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, vocab_size, field="path")
     model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -71,9 +71,7 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
     """
     names = {path.relative_to(directory).as_posix(): path for path in sorted(_files(directory))}
     if not names:
-        raise InvalidInputError(
-            f"directory {directory} has no files to upload", field="directory", value=str(directory)
-        )
+        raise InvalidInputError.of("directory", str(directory), ", which has no files to upload")
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
 
@@ -246,11 +244,8 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
     """Download to a temporary directory, then move it to `destination`."""
     is_artifact = (destination / MANIFEST).is_file()
     if destination.exists() and not (destination.is_dir() and (is_artifact or not any(destination.iterdir()))):
-        raise ConflictError(
-            f"{destination} exists and is not an artifact; use an empty or new directory",
-            field="destination",
-            value=str(destination),
-        )
+        why = ", which exists and is not an artifact; use an empty or new directory"
+        raise ConflictError.of("destination", str(destination), why)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
         fresh.mkdir()
@@ -353,11 +348,8 @@ def _same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: s
         name for name in existing.files.keys() | files.keys() if existing.files.get(name) != files.get(name)
     )
     if differing:
-        raise ConflictError(
-            f"{prefix!r} is complete with other files ({', '.join(differing[:3])}); publish under another prefix",
-            field="prefix",
-            value=prefix,
-        )
+        why = f", which is complete with other files ({', '.join(differing[:3])}); publish under another prefix"
+        raise ConflictError.of("prefix", prefix, why)
     return existing
 
 

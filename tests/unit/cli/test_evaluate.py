@@ -149,7 +149,7 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
         (student, (), "name text to measure on with --data"),
         (artifact, (), "name text to measure on with --data"),  # a job does not keep the texts that its teacher wrote
         (student, ("--data", "/nowhere.txt"), "/nowhere.txt"),
-        (tmp_path / "dense", ("--data", corpus), "holds a llama model, not a student"),
+        (tmp_path / "dense", ("--data", corpus), "a llama model, not a student"),
         (tmp_path / "empty", ("--data", corpus), "there is no config.json"),
     ):
         result = run(directory, *arguments)

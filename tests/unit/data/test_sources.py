@@ -348,12 +348,8 @@ def test_unreadable_files_are_named_with_the_place(
     [
         ("/nowhere/at/all", "no such file or directory"),
         ("./rows.jsonl", "no such file or directory"),
-        (
-            "builtin:ruby",
-            "builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts, builtin:long-recall-pro",
-        ),
+        ("builtin:ruby", "builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts, "),
         ("builtin:chat-prompts", "requests that the teacher has to answer; add complete"),
-        ("builtin:recall-prompts", "requests that the teacher has to answer; add complete"),
     ],
 )
 def test_missing_sources_are_named(source: str, message: str) -> None:

@@ -236,11 +236,8 @@ def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
     checkpoint(store, 10, "step-00000300-w1", complete=False)
     checkpoint(store, 10, "notes")
     found = attempts.list_checkpoints(JOB)
-    assert [(each.attempt, each.step, each.key) for each in found] == [
-        (1, 100, first),
-        (10, 100, older),
-        (2, 200, newest),
-    ]
+    expected = [(1, 100, first), (10, 100, older), (2, 200, newest)]
+    assert [(each.attempt, each.step, each.key) for each in found] == expected
     assert found[0].sha256 == manifest_digest(read_manifest(store, first))
     assert attempts.newest_checkpoint(JOB) == newest
     assert attempts.newest_checkpoint(JOB, before_attempt=2) == first

@@ -83,9 +83,6 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         return Flops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __mul__(self, factor: float) -> Flops:
-        return Flops(*(factor * value for value in astuple(self)))
-
     def __truediv__(self, divisor: float) -> Flops:
         return Flops(*(value / divisor for value in astuple(self)))
 
@@ -93,10 +90,6 @@ class Flops:
     def total(self) -> float:
         total: float = sum(astuple(self))
         return total
-
-    @property
-    def linear(self) -> float:
-        return self.total - self.attention
 
 
 def forward_flops(

@@ -130,20 +130,23 @@ class Writer:
     def write(self, prompts: Sequence[Prompt], *, swiftkv: bool, progress: Progress) -> list[list[int] | str]:
         """Return this worker's answers: their tokens, end tokens included, or an error message. Collective if the
         workers run in step: each takes as many engine steps as the others."""
-        context_length = max((prompt.num_tokens for prompt in prompts), default=2)
-        config = self._config(prompts, context_length, swiftkv=swiftkv)
-        with engine_of(self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length) as engine:
-            return self._run(engine, prompts, progress)
-
-    def _run(self, engine: LLMEngine, prompts: Sequence[Prompt], progress: Progress) -> list[list[int] | str]:
-        for index, prompt in enumerate(prompts):
-            engine.add_request(prompt.token_ids, prompt.params, str(index))
+        lengths, num_seqs = [prompt.num_tokens for prompt in prompts], self.max_num_seqs or _MAX_NUM_SEQS
+        context_length = max(lengths, default=2)
+        config = EngineConfig(
+            max_num_seqs=num_seqs,
+            # In step each pass has to run all layers: if the longest text fits, one of a step reaches its end.
+            max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
+            kv_cache_bytes=self._kv_cache_bytes(lengths, num_seqs, swiftkv=swiftkv),
+        )
         answers: dict[str, list[int] | str] = {}
-        while self._goes_on(engine):
-            for output in engine.step():
-                if output.finished and output.request_id != _FILLER:
-                    answers[output.request_id] = output.error or output.token_ids
-                    progress()
+        with engine_of(self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length) as engine:
+            for index, prompt in enumerate(prompts):
+                engine.add_request(prompt.token_ids, prompt.params, str(index))
+            while self._goes_on(engine):
+                for output in engine.step():
+                    if output.finished and output.request_id != _FILLER:
+                        answers[output.request_id] = output.error or output.token_ids
+                        progress()
         return [answers[str(index)] for index in range(len(prompts))]
 
     def _goes_on(self, engine: LLMEngine) -> bool:
@@ -155,15 +158,6 @@ class Writer:
         if not engine.has_unfinished_requests:
             engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER)
         return True
-
-    def _config(self, prompts: Sequence[Prompt], context_length: int, *, swiftkv: bool) -> EngineConfig:
-        num_seqs = self.max_num_seqs or _MAX_NUM_SEQS
-        return EngineConfig(
-            max_num_seqs=num_seqs,
-            # In step each pass has to run all layers: if the longest text fits, one of a step reaches its end.
-            max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
-            kv_cache_bytes=self._kv_cache_bytes([prompt.num_tokens for prompt in prompts], num_seqs, swiftkv=swiftkv),
-        )
 
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
         """Return the bytes for as many of the longest texts as run at a time, within this worker's share of host

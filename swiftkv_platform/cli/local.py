@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
+from swiftkv_platform.cli.output import err, out, print_items, print_json, tell
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import size
@@ -68,8 +68,8 @@ def status(json: Json = False) -> None:
     if json:
         print_json({"parts": [vars(part) for part in parts]})
     else:
-        rows = [(part.name, part.state, part.pid, part.address, part.detail) for part in parts]
-        print_table(("part", "state", "pid", "address", "detail"), rows, empty="")
+        columns = {"part": "name", **{name: name for name in ("state", "pid", "address", "detail")}}
+        print_items(parts, columns, empty="")
     if any(part.state in ("stopped", "not ready") for part in parts):
         raise typer.Exit(1)
 
@@ -144,9 +144,8 @@ def prune(
         figures = {each.kind: {"rows": each.rows, "objects": each.objects, "bytes": each.bytes} for each in found}
         print_json({"dry_run": dry_run, "removed": figures})
         return
-    rows = [(each.kind, each.rows, each.objects, size(each.bytes)) for each in found]
-    columns = ("would be removed" if dry_run else "removed", "rows", "objects", "size")
-    print_table(columns, rows, empty="Nothing is past its retention.")
+    columns = {"would be removed" if dry_run else "removed": "kind", "rows": "rows", "objects": "objects"}
+    print_items(found, {**columns, "size": "bytes"}, empty="Nothing is past its retention.")
 
 
 def sweep(

@@ -93,9 +93,14 @@ def moto_server() -> Iterator[S3Server]:
         yield server
 
 
-def only_failure(findings: Findings, name: str) -> Finding:
-    assert [each for each, finding in findings.items() if finding.status == "failed"] == [name]
-    return findings[name]
+def check(findings: Findings, told: dict[str, tuple[str, str, str]]) -> None:
+    """Check that there are these findings, without any other failure. `told`: by check its status, and a part of its
+    message and of its advice."""
+    failed = {name for name, finding in findings.items() if finding.status == "failed"}
+    assert failed == {name for name, (status, *_) in told.items() if status == "failed"}, findings
+    for name, (status, message, advice) in told.items():
+        finding = findings[name]
+        assert (finding.status, message in finding.message, advice in finding.advice) == (status, True, True), finding
 
 
 def test_a_healthy_machine_gets_no_failure_and_is_left_as_it_was(doctor: Examine, tmp_path: Path) -> None:
@@ -123,9 +128,9 @@ def test_it_reads_well_without_json(tmp_path: Path) -> None:
 def test_a_wrong_database_password(doctor: Examine, postgres_url: str) -> None:
     with password_role(postgres_url) as role:
         url = make_url(postgres_url).set(username=role, password="wrong").render_as_string(hide_password=False)
-        finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=url), "database")
-    assert "password authentication failed" in finding.message
-    assert finding.advice == "correct user and password in SWIFTKV_DATABASE_URL"
+        findings = doctor(failed=True, SWIFTKV_DATABASE_URL=url)
+    advice = "correct user and password in SWIFTKV_DATABASE_URL"
+    check(findings, {"database": ("failed", "password authentication failed", advice)})
 
 
 @pytest.mark.parametrize(
@@ -144,18 +149,16 @@ def test_refused_credentials(doctor: Examine, tmp_path: Path) -> None:
     with run_rclone(tmp_path / "rclone") as rclone:
         server = rclone.server
         environment = client_environment(server.port, secret="another-secret")
-        finding = only_failure(doctor(failed=True, **environment, SWIFTKV_STORAGE_URI=server.uri("x")), "object store")
-    assert "refuses the credentials" in finding.message
-    assert "AWS_SECRET_ACCESS_KEY" in finding.advice
-    assert "another-secret" not in finding.message
+        findings = doctor(failed=True, **environment, SWIFTKV_STORAGE_URI=server.uri("x"))
+    check(findings, {"object store": ("failed", "refuses the credentials", "AWS_SECRET_ACCESS_KEY")})
+    assert "another-secret" not in findings["object store"].message
 
 
 def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = doctor(failed=True, SWIFTKV_HOME=str(tmp_path / "file" / "home"))
-    assert {name for name, each in findings.items() if each.status == "failed"} == {"disk", "object store"}
-    assert "Not a directory" in findings["disk"].message
-    assert "set SWIFTKV_HOME to a directory that you may write to" in findings["disk"].advice
+    advice = "set SWIFTKV_HOME to a directory that you may write to"
+    check(findings, {"disk": ("failed", "Not a directory", advice), "object store": ("failed", "", "")})
 
 
 def surroundings(tmp_path: Path, timeout_s: float) -> Surroundings:
@@ -201,19 +204,6 @@ def program(path: Path, script: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-
-
-Told = dict[str, tuple[str, str, str]]
-"""By check: its status, and a part of its message and of its advice."""
-
-
-def check(findings: Findings, told: Told) -> None:
-    """Check that the findings are those in `told`, without any other failure."""
-    failed = {name for name, finding in findings.items() if finding.status == "failed"}
-    assert failed == {name for name, (status, *_) in told.items() if status == "failed"}, findings
-    for name, (status, message, advice) in told.items():
-        finding = findings[name]
-        assert (finding.status, message in finding.message, advice in finding.advice) == (status, True, True), finding
 
 
 def test_faults_are_told_side_by_side_each_with_what_to_do(doctor: Examine, tmp_path: Path) -> None:
@@ -262,7 +252,7 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path) -> None
         },
     )
     assert list((tmp_path / "store").iterdir()) == [], "it is left empty"
-    assert "port" in only_failure(doctor(failed=True, SWIFTKV_PORT="many"), "settings").message
+    check(doctor(failed=True, SWIFTKV_PORT="many"), {"settings": ("failed", "port", "")})
 
 
 @contextmanager
@@ -282,7 +272,7 @@ def test_the_version_of_ray_is_compared(doctor: Examine) -> None:
     with ray_cluster(nodes) as environment:
         check(doctor(failed=False, **environment), {"ray": ("ok", "8 CPUs", "")})
     with ray_cluster(nodes, version="1.0.0") as environment:
-        assert "is 1.0.0, but" in only_failure(doctor(failed=True, **environment), "ray").message
+        check(doctor(failed=True, **environment), {"ray": ("failed", "is 1.0.0, but", "")})
 
 
 def test_packages_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +280,8 @@ def test_packages_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: httpx\nVersion: 0.1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = check_packages(surroundings(tmp_path, 60))
-    assert (finding.status, "httpx" in finding.message, "pip install" in finding.advice) == ("failed", True, True)
+    findings = {"packages": check_packages(surroundings(tmp_path, 60))}
+    check(findings, {"packages": ("failed", "httpx", "pip install")})
 
 
 def test_schemas_that_are_not_this_versions(
@@ -299,20 +289,18 @@ def test_schemas_that_are_not_this_versions(
 ) -> None:
     with closing(Database(emptied(postgres_url))) as database, database.writing() as session:
         session.execute(text("DROP TABLE alembic_version"))
-    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url), "database")
-    assert "has schema none" in finding.message
-    assert finding.advice == "run python -m swiftkv_platform.control_plane.database"
+    upgrade = "run python -m swiftkv_platform.control_plane.database"
+    findings = doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url)
+    check(findings, {"database": ("failed", "has schema none", upgrade)})
     emptied(postgres_url)
-    findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
-    assert "newest schema" in findings["database"].message
+    check(doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url), {"database": ("ok", "newest schema", "")})
     environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
     with sqlite_database.writing() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
-    assert "schema 0999 of a newer version" in doctor(failed=False, **environment)["database"].message
+    check(doctor(failed=False, **environment), {"database": ("ok", "schema 0999 of a newer version", "")})
     with sqlite_database.writing() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    finding = only_failure(doctor(failed=True, **environment), "database")
-    assert ("9999" in finding.message, "--back-to" in finding.advice) == (True, True)
+    check(doctor(failed=True, **environment), {"database": ("failed", "9999", "--back-to")})
 
 
 @pytest.mark.slow("a time limit is waited for")
@@ -326,10 +314,12 @@ def test_servers_that_take_connections_and_say_nothing(doctor: Examine) -> None:
             "SWIFTKV_RAY_DASHBOARD_URL": f"http://127.0.0.1:{port}",
         }
         findings = doctor("--timeout", "10", failed=True, **environment)
-    assert "does not answer: connection timeout expired" in findings["database"].message
-    assert "does not answer: timed out" in findings["ray"].message
-    store = findings["object store"]
-    assert ("does not answer" in store.message, "AWS_ENDPOINT_URL" in store.advice) == (True, True)
+    told = {
+        "database": ("failed", "does not answer: connection timeout expired", ""),
+        "ray": ("failed", "does not answer: timed out", ""),
+        "object store": ("failed", "does not answer", "AWS_ENDPOINT_URL"),
+    }
+    check(findings, told)
 
 
 def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
@@ -340,8 +330,8 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     bucket = open_store(moto_server.uri(""))
     others = list(bucket.list(""))  # other tests use the server too
     findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
-    assert "stores, returns, lists and deletes" in findings["object store"].message
+    check(findings, {"object store": ("ok", "stores, returns, lists and deletes", "")})
     assert list(bucket.list("")) == others
     environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
-    told: Told = {"object store": ("failed", "'no-such-bucket' does not exist", "create the bucket")}
+    told = {"object store": ("failed", "'no-such-bucket' does not exist", "create the bucket")}
     check(doctor(failed=True, **environment), told)

@@ -73,7 +73,7 @@ def test_an_editor_sees_what_a_job_would_be_refused_for() -> None:
             jsonschema.validate({"name": "x", **change}, json.loads(JOB.read_text()))
 
 
-COMMAND = typer.main.get_command(app)
+COMMAND: Any = typer.main.get_command(app)
 
 
 def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
@@ -142,12 +142,9 @@ def test_documented_commands_are_accepted_and_name_files_of_the_repository() -> 
         assert [path for path in named if not Path(path).exists()] == [], place
 
 
-APP: Any = typer.main.get_command(app)
-
-
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The command that `words` name, and the words after it. `a|b` names either of two commands."""
-    command, rest = APP, list(words)
+    command, rest = COMMAND, list(words)
     while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
         alternatives = [command.commands[name] for name in rest.pop(0).split("|")]
         command = alternatives[0]

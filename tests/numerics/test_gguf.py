@@ -31,8 +31,9 @@ from tests.support.tiny_models import SHAPE, TOKEN, family_teacher
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def directory_of(file: Path, cache: Path) -> Path:
-    return gguf_directory(file, cache=cache)
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
 
 
 def teacher(family: str) -> PreTrainedModel:
@@ -55,7 +56,7 @@ def teacher(family: str) -> PreTrainedModel:
 def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: str, tmp_path: Path) -> None:
     model = teacher(family)
     file = save_gguf(model, tmp_path / "tiny.gguf", chat_template=TEMPLATE)
-    directory = directory_of(file, tmp_path / "cache")
+    directory = gguf_directory(file)
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     token_ids = torch.tensor([[256, *range(40)]])
@@ -71,10 +72,10 @@ def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: st
 def test_a_file_is_converted_once_by_whoever_comes_first(tmp_path: Path) -> None:
     file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
     with ThreadPoolExecutor(3) as threads:
-        directories = set(threads.map(lambda _: directory_of(file, tmp_path / "cache"), range(3)))
+        directories = set(threads.map(lambda _: gguf_directory(file), range(3)))
     [directory] = directories
     made = (directory / "config.json").stat().st_mtime_ns
-    again = directory_of(file.rename(tmp_path / "other-name.gguf"), tmp_path / "cache")
+    again = gguf_directory(file.rename(tmp_path / "other-name.gguf"))
     assert (again, (again / "config.json").stat().st_mtime_ns) == (directory, made)
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [directory.name]
 
@@ -83,12 +84,11 @@ def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None
     file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[:-4096])
     with pytest.raises(ModelError, match="transformers cannot read it"):
-        directory_of(file, tmp_path / "cache")
+        gguf_directory(file)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
+def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
     spec = ModelSpec(name_or_path=str(file))
@@ -112,13 +112,13 @@ def test_a_conversion_holds_what_its_digest_names(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as racing:
         racing.setattr(hashlib, "file_digest", hash_and_lose_the_race)
         with pytest.raises(ModelError, match="changes while it is read"):
-            directory_of(file, tmp_path / "cache")
+            gguf_directory(file)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     file.write_bytes(sound)
     (tmp_path / "chat_template.jinja").write_text("evil")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "evil", "eos_token": "evil"}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
-    directory = directory_of(file, tmp_path / "cache")
+    directory = gguf_directory(file)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert (tokenizer.chat_template, tokenizer.eos_token_id) == (TEMPLATE, 257)
     assert "evil" not in "".join(path.read_text(errors="replace") for path in directory.glob("*.j*"))
@@ -149,11 +149,11 @@ def test_another_users_cache_is_not_used(tmp_path: Path) -> None:
     cache.mkdir()
     os.chown(cache, 12345, 12345)
     with pytest.raises(ModelError, match="belongs to user 12345"):
-        directory_of(file, cache)
+        gguf_directory(file)
     (tmp_path / "own").mkdir()
     cache.rmdir()
     cache.symlink_to(tmp_path / "own")
     os.chown(cache, 12345, 12345, follow_symlinks=False)
     with pytest.raises(ModelError, match="belongs to user 12345"):
-        directory_of(file, cache)
+        gguf_directory(file)
     assert list((tmp_path / "own").iterdir()) == []

@@ -23,7 +23,6 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.weights.bases import gguf_directory
 from swiftkv_platform.sources import Boundary
-from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from tests.support.checkpoints import SHAPE, save
@@ -188,7 +187,9 @@ def test_names_that_change_nothing_are_not_followed(student: Path, other: Path, 
     assert str(other) not in paths
 
 
-def test_neither_a_teacher_nor_a_gguf_file_is_read_with_its_neighbours(tmp_path: Path, other: Path) -> None:
+def test_neither_a_teacher_nor_a_gguf_file_is_read_with_its_neighbours(
+    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = save(random_teacher(), tmp_path / "teacher")
     change(directory / "tokenizer_config.json", init_inputs=[str(other)])
     with pytest.raises(ModelError, match=r"tokenizer_config\.json has init_inputs"):
@@ -198,7 +199,8 @@ def test_neither_a_teacher_nor_a_gguf_file_is_read_with_its_neighbours(tmp_path:
     save_gguf(random_teacher(), file)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (file.parent / name).write_text(json.dumps({"fast_tokenizer_files": [str(other)], "init_inputs": [str(other)]}))
-    made = gguf_directory(file, read_gguf_config(file, field="model"), cache=tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
+    made = gguf_directory(file)
     assert load_tokenizer(made, 1 << 20).get_vocab()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -63,22 +64,10 @@ def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
     """Give a student in memory, which has the copied start, the calibrated one, in place. Raises `InvalidInputError`:
     as `calibrate_streamed`."""
     parameters = dict(student.named_parameters())
-    source, alone = _InMemory(student), Workers(alone=True)
-    for name, tensor in calibrate_streamed(source, batches, workers=alone, device=student.device):
+    has_weights: Any = SimpleNamespace(model=student, fill=lambda *_, **__: None, release=lambda _: None)
+    alone = Workers(alone=True)
+    for name, tensor in calibrate_streamed(has_weights, batches, workers=alone, device=student.device):
         parameters[name].copy_(tensor)
-
-
-class _InMemory:
-    """A `LayerSource` of a student that has all its weights."""
-
-    def __init__(self, student: Any) -> None:
-        self.model = student
-
-    def fill(self, module: nn.Module, *, own: bool = True) -> None:
-        """Do nothing."""
-
-    def release(self, module: nn.Module) -> None:
-        """Do nothing."""
 
 
 class _Recorder:

@@ -45,41 +45,6 @@ _PARALLEL_TENSORS = 4
 """Number of tensors hashed at the same time."""
 
 
-class _Difference:
-    """The differences of a student from its base, found tensor by tensor; tensors that differ are written."""
-
-    def __init__(self, base: Checkpoint, writer: ShardWriter) -> None:
-        self._base, self._writer = base, writer
-        self.tensors: dict[str, BaseTensor] = {}
-        self.added: list[str] = []
-        self.replaced: list[str] = []
-        self.cast: dict[str, str] = {}
-        self.seen: set[str] = set()
-        self.num_bytes = self.num_written = 0
-
-    def take(self, name: str, tensor: torch.Tensor) -> None:
-        self.seen.add(name)
-        self.num_bytes += tensor.nbytes
-        if name not in self._base.shards:
-            self.added.append(name)
-        else:
-            before = self.describe(name)
-            as_stored = before.to(tensor.dtype)
-            if _same_bytes(as_stored, tensor):
-                if before.dtype != tensor.dtype:
-                    self.cast[name] = dtype_name(tensor.dtype)
-                return
-            self.replaced.append(name)
-        self.num_written += tensor.nbytes
-        self._writer.add(name, tensor)
-
-    def describe(self, name: str) -> torch.Tensor:
-        """Read a tensor of the base and record its digest."""
-        tensor = self._base.read(name)
-        self.tensors[name] = BaseTensor.of(tensor)
-        return tensor
-
-
 def write_adapter(
     student: Iterable[tuple[str, torch.Tensor]],
     config: Any,
@@ -108,35 +73,56 @@ def write_adapter(
         ModelError: `refuses_whole` is set, and the adapter has at least the share `WHOLE` of the student's bytes.
     """
     writer = ShardWriter(target, ADAPTER_WEIGHTS)
-    found = _Difference(base, writer)
+    tensors: dict[str, BaseTensor] = {}
+    added, replaced, cast, seen = list[str](), list[str](), dict[str, str](), set[str]()
+    num_bytes = num_written = 0
+
+    def describe(name: str) -> torch.Tensor:
+        """Read a tensor of the base and record its digest."""
+        tensor = base.read(name)
+        tensors[name] = BaseTensor.of(tensor)
+        return tensor
+
     for name, tensor in student:
-        found.take(name, tensor)
+        seen.add(name)
+        num_bytes += tensor.nbytes
+        if name not in base.shards:
+            added.append(name)
+        else:
+            before = describe(name)
+            if _same_bytes(before.to(tensor.dtype), tensor):
+                if before.dtype != tensor.dtype:
+                    cast[name] = dtype_name(tensor.dtype)
+                continue
+            replaced.append(name)
+        num_written += tensor.nbytes
+        writer.add(name, tensor)
     writer.flush()
-    if refuses_whole and found.num_written >= WHOLE * found.num_bytes:
+    if refuses_whole and num_written >= WHOLE * num_bytes:
         raise ModelError(
-            f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes differ from "
+            f"adapter is true, and {num_written:,} of the student's {num_bytes:,} bytes differ from "
             f"{name_or_path!r}, so the adapter would be as large as the model; export it without --adapter, or name "
             "the base that it was made from",
             field="adapter",
             value=True,
         )
-    missing = [name for name in base.shards if name not in found.seen]
+    missing = [name for name in base.shards if name not in seen]
     for name in missing:
-        found.describe(name)
+        describe(name)
     modules = frozenset(teacher_modules)
-    dropped = [name for name in missing if found.replaced or name.rpartition(".")[0] not in modules]
+    dropped = [name for name in missing if replaced or name.rpartition(".")[0] not in modules]
     returned = set(missing) - set(dropped)
-    if found.cast:  # cast the teacher's projections to the student's dtype too
-        found.cast |= {name: next(iter(found.cast.values())) for name in returned}
+    if cast:  # cast the teacher's projections to the student's dtype too
+        cast |= {name: next(iter(cast.values())) for name in returned}
     adapter = AdapterConfig(
         base=BaseModelReference(
-            name_or_path=name_or_path, revision=revision, digest=digest_base(found.tensors), tensors=found.tensors
+            name_or_path=name_or_path, revision=revision, digest=digest_base(tensors), tensors=tensors
         ),
         swiftkv=config.shape,
-        added=tuple(sorted(found.added)),
-        replaced=tuple(sorted(found.replaced)),
+        added=tuple(sorted(added)),
+        replaced=tuple(sorted(replaced)),
         dropped=tuple(sorted(dropped)),
-        cast=found.cast,
+        cast=cast,
     )
     (target / ADAPTER).write_text(adapter.model_dump_json(indent=1) + "\n", encoding="utf-8")
     config = copy.deepcopy(config)

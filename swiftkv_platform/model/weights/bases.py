@@ -99,7 +99,6 @@ def gguf_directory(
     *,
     field: str = "model.name_or_path",
     boundary: Boundary = UNBOUNDED,
-    cache: Path | None = None,
 ) -> Path:
     """Return the model directory for a GGUF file, converting the file if this machine has not done so before.
 
@@ -110,7 +109,6 @@ def gguf_directory(
         name: name of the file in error messages.
         field: its place in the spec, for error messages.
         boundary: where the file must lie.
-        cache: parent of the directories; None: `CACHE`.
 
     Raises:
         ModelError: the file is not one that `read_gguf_config` and transformers read, it changes while it is read, the
@@ -118,16 +116,15 @@ def gguf_directory(
     """
     name = str(file) if name is None else name
     read_gguf_config(file, name, field=field, boundary=boundary)  # refuses other files before they are copied
-    cache = CACHE if cache is None else cache
     try:
-        private_directory(cache)
+        private_directory(CACHE)
     except PermissionError as error:
         raise ModelError.of(field, name, f": it cannot be converted in the cache: {error}") from error
     with boundary.open(file, field, error=ModelError) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        directory = cache / f"{digest[:32]}-{_FORMAT}"
+        directory = CACHE / f"{digest[:32]}-{_FORMAT}"
         if not is_private(directory):
-            with FileLock(cache / f"{directory.name}.lock"):
+            with FileLock(CACHE / f"{directory.name}.lock"):
                 if not is_private(directory):
                     _convert_copy(stream, digest, directory, name, field)
     return directory

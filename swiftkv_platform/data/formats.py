@@ -96,8 +96,6 @@ class Holdings:
 
 _LONGEST_LIST = 500
 """Most characters of a list of columns in a message."""
-_LONGEST_LIST = 500
-"""Most characters of a list of columns in a message."""
 _LAYOUTS_KEPT = 256
 """Most sets of columns that a `Holdings` keeps track of."""
 

@@ -258,9 +258,9 @@ def model_with_a_linked_template(stage: Stage) -> Path:
 
 
 def model_with_a_tokenizer_outside(stage: Stage) -> Path:
-    """A model whose `tokenizer_file` is outside; it goes before the file in the directory."""
+    """A model whose only tokenizer is outside, as its `tokenizer_file`."""
     directory = _copied(stage, "tokenizer-outside")
-    shutil.copy(stage.teacher / "tokenizer.json", stage.outside / "tokenizer.json")
+    shutil.move(directory / "tokenizer.json", stage.outside / "tokenizer.json")
     _edit(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
     return directory
 

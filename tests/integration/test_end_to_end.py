@@ -102,7 +102,7 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     assert "".join(piece.text for piece in pieces) == whole.choices[0].text
     assert whole.usage.prefill_layers_skipped_tokens == whole.usage.prompt_tokens - 1
     [replica] = client.deployments.metrics(deployment.id).replicas
-    assert replica.replica
+    assert replica["replica"]
     assert replica["values"]["generation_tokens_total"] == 2 * whole.usage.completion_tokens
     client.deployments.delete(deployment.id)
 

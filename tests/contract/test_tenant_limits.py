@@ -108,6 +108,16 @@ def test_models_of_jobs_count_among_the_stored_bytes(
     add(database, models, TenantPolicy(max_stored_bytes=stored + 10))
 
 
+@pytest.mark.parametrize("add", [add_file, add_import])
+def test_many_at_once_store_no_more_bytes_than_the_quota(
+    database: Database, models: list[Model], add: Callable[..., object]
+) -> None:
+    policy = TenantPolicy(max_stored_bytes=sum(model.size for model in models) + 35)
+    outcomes = at_once([partial(add, database, models, policy)] * 6)
+    refused = [outcome.field for outcome in outcomes if isinstance(outcome, QuotaExceededError)]
+    assert refused == ["max_stored_bytes"] * 3
+
+
 def stored_bytes(database: Database) -> int:
     with database.reading() as session:
         return used_bytes(session, TENANT)

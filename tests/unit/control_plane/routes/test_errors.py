@@ -165,7 +165,10 @@ def test_a_web_page_cannot_submit_but_the_servers_own_and_programs_can(server: S
         ({"Content-Type": "multipart/form-data; boundary=x"}, 415, "content_type_not_allowed"),
     ):
         assert problem(submit(headers), status)["code"] == code
-    assert server.get("/jobs")["data"] == []
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):  # a form needs no preflight
+        refused = server.client.post("/v1/files", files={"file": b"{}"}, data={"purpose": "fine-tune"}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert server.get("/jobs")["data"] == server.get("/v1/files")["data"] == []
     for headers in (
         {"Origin": "http://127.0.0.1:8000"},
         {"Host": "localhost:1234", "Origin": "http://localhost:1234"},

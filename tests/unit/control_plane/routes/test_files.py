@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,18 @@ def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Serv
         assert kept.status_code == 200
         assert [each["id"] for each in client.get("/v1/files").json()["data"]] == [kept.json()["id"]]
     assert len(list(server.parts.objects.list("files"))) == 1
+
+
+def test_uploads_at_a_time_are_limited(server: Server) -> None:
+    app: Any = server.client.app  # type: ignore[attr-defined]
+    places = app.state.upload_parsers.places
+    for held in (["default"] * 2, [f"tenant{number}" for number in range(8)]):
+        with ExitStack() as stack:
+            for number, tenant in enumerate(held):
+                stack.enter_context(places.place(tenant, f"key{number}"))
+            refused = upload(server.client)
+            assert (refused.status_code, float(refused.headers["Retry-After"]) > 1) == (429, True), refused.text
+        assert upload(server.client).status_code == 200
 
 
 class Failing:

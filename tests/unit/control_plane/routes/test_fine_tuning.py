@@ -103,6 +103,15 @@ def test_jobs_of_both_faces_are_the_same_jobs(client: OpenAI, server: Server, fi
     conforms(server, JOBS, FineTuningJob)
 
 
+def test_openai_fields_and_a_spec_make_the_same_job(client: OpenAI, server: Server, file_id: str) -> None:
+    data, training = {"sources": [{"name_or_path": file_id}]}, {"num_epochs": 4}
+    native = server.submit(name="same", data=data, training=training)
+    job = client.fine_tuning.jobs.create(
+        model=TEACHER, training_file=file_id, suffix="same", hyperparameters={"n_epochs": 4}
+    )
+    assert server.get(f"/jobs/{job.id}")["spec"] == native["spec"]
+
+
 def test_pausing_resuming_and_cancelling(client: OpenAI, server: Server, file_id: str) -> None:
     job = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id).id
     assert client.fine_tuning.jobs.pause(job).status == "queued"

@@ -91,6 +91,11 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
     assert not followers._tails, "tails end with their last follower"
 
 
+async def test_a_follower_of_a_job_that_has_ended_hears_its_events_and_ends(events: Events) -> None:
+    stream = Followers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
+    assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
+
+
 async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
     reading, most, lock = Counter[str](), Counter[str](), threading.Lock()
 
@@ -211,6 +216,14 @@ def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> Non
     assert [job_id for job_id, _ in jobs.until] == ["a", "b"] * 3
     gaps = [later - 60.0 for job_id, later in jobs.until if job_id == "a"]
     assert gaps == [1000.0, 1020.0, 1040.0], "each mark is renewed long before it runs out"
+
+
+def test_only_the_newest_of_very_many_jobs_are_remembered() -> None:
+    jobs = Noted()
+    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
+    for number in (*range(1500), 1499, 0):
+        watches.note(str(number))
+    assert [job_id for job_id, _ in jobs.until[1499:]] == ["1499", "0"], "0 was forgotten, so it is marked again"
 
 
 def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> None:

@@ -39,6 +39,31 @@ def test_a_loop_outlives_failures_and_ends_when_asked(error: Exception) -> None:
     assert not recovered.wait(0.05)
 
 
+def test_a_loop_hangs_if_its_step_never_returns_but_not_if_it_fails() -> None:
+    began, go_on, now = threading.Event(), threading.Event(), [0.0]
+
+    def step() -> None:
+        began.set()
+        go_on.wait(30)
+        raise DatabaseUnavailableError("away")
+
+    loop = ControlLoop("test", step, interval_s=60.0, clock=lambda: now[0])
+    assert not loop.is_hung, "not started"
+    loop.start()
+    assert began.wait(30)
+    now[0] = 299.0
+    assert (loop.is_stalled, loop.is_hung) == (True, False)
+    now[0] = 301.0
+    assert loop.is_hung
+    go_on.set()
+    while loop._step_began is not None:
+        time.sleep(0.001)
+    now[0] = 10_000.0
+    assert (loop.is_stalled, loop.is_hung) == (True, False), "the step failed, and the loop tries again"
+    loop.stop(30)
+    assert not loop.is_hung
+
+
 def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
     leases = Leases(plane.database)
     turns: list[str] = []
@@ -237,6 +262,8 @@ def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
     for now in range(120):
         assert sum(now in times for times in seen.values()) <= 50
     assert all(times for times in seen.values())
+    polls.due(jobs[1:], 120.0)
+    assert (polls.turn("job_0000"), polls.turn("job_0001") > 0) == (0, True), "a job off the cluster is forgotten"
     assert {min(times) for times in seen.values()} == set(range(8))
 
 

@@ -178,6 +178,13 @@ def test_a_promotion_or_rollback_reads_little_of_a_long_history(
         ("/a/v1", "/a", True),
         ("/", "/v1/b", True),
         ("/v1/b", "/", True),
+        ("/a", "/a/generate", True),
+        ("/metrics", "/", True),
+        ("/", "/health/x", True),
+        ("/tokenize", "/", True),
+        ("/a", "/a/detokenize", True),
+        ("/a/openapi.json/b", "/a", True),
+        ("/", "/docs", True),
         ("/a", "/a/v2", False),
         ("/a/V1/b", "/a", False),
         ("/a", "/a/b/v1", False),
@@ -189,9 +196,11 @@ def test_a_promotion_or_rollback_reads_little_of_a_long_history(
 def test_routes_interfere_whichever_comes_first(
     catalog: Registry, models: list[Model], held: str, wanted: str, interfere: bool
 ) -> None:
-    catalog.create_deployment(make_deployment(models[0], held))
+    holder = catalog.create_deployment(make_deployment(models[0], held))
     outcome = at_once([partial(catalog.create_deployment, make_deployment(models[0], wanted))])[0]
     assert isinstance(outcome, ConflictError) == interfere, outcome
+    if isinstance(outcome, ConflictError):
+        assert (outcome.field, holder.spec.id in str(outcome)) == ("route_prefix", True), outcome
 
 
 def test_of_interfering_routes_wanted_at_once_one_is_given(catalog: Registry, models: list[Model]) -> None:

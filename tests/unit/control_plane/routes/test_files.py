@@ -257,7 +257,7 @@ def test_a_job_takes_a_file_as_its_data_and_no_other(server: Server) -> None:
     for section, field, told in (
         (naming(new_file_id()), "data.sources[0].name_or_path", "there is no such file"),
         ({"model": {"name_or_path": file_id}}, "model.name_or_path", "an uploaded file of rows"),
-        (as_text, "data.sources[0].format", "has the columns messages"),
+        (as_text, "data.sources[0].name_or_path", "has the columns messages"),
     ):
         for path in ("/jobs", "/jobs/validate"):
             error = refusal(server.client.post(path, json={**SPEC, **section}))

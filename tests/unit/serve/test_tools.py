@@ -26,7 +26,7 @@ from swiftkv_platform.serve.tools.families import (
     MistralParser,
     family_of,
 )
-from swiftkv_platform.serve.tools.parser import Assembled, Call, ToolCallParser
+from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, CallBegin, Text, ToolCallParser
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
@@ -131,6 +131,18 @@ def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
         assert [call.name for call in so_far.calls] == [call.name for call in calls[: len(so_far.calls)]]
         for call, whole in zip(so_far.calls, calls, strict=False):
             assert whole.arguments.startswith(call.arguments)
+
+
+def test_a_calls_name_comes_first_and_its_arguments_as_they_are_written() -> None:
+    reading = HermesParser(NAMES)
+    for piece, told in (
+        ('Hm. <tool_call>{"name": "search", "arg', [Text("Hm.")]),
+        ('uments": {"q"', [CallBegin(0, "search"), Arguments(0, '{"q"')]),
+        (': "x', [Arguments(0, ': "x')]),
+        ('"}}</tool_call> ok', [Arguments(0, '"}'), Text(" ok")]),
+    ):
+        assert reading.feed(piece) == told
+    assert reading.finish() == []
 
 
 FRAGMENTS = [

@@ -17,6 +17,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.settings import Settings
+from tests.contract.serving.replicas import version_of
 from tests.support.infra_files import INFRA, documents, pod_templates
 from tests.support.prometheus import program
 from tests.unit.control_plane.routes.conftest import URL, make_parts
@@ -67,7 +68,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> 
     model = save_swiftkv(tmp_path_factory.mktemp("model"))
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(model, EngineConfig(max_num_seqs=2)))
     metrics = Metrics()
-    metrics.follow(lambda: engine, lambda: "mdl_1", "one")
+    metrics.version = version_of(engine)
     # Ray adds its own prefix to a name, which may have no colon (serve/metrics_export.py).
     replica = {name.replace("swiftkv:", "ray_swiftkv_") for name in names_on(metrics.text().decode())}
     asyncio.run(engine.aclose())

@@ -15,6 +15,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import (
     Connection,
+    PrimaryKeyConstraint,
+    Table,
+    UniqueConstraint,
     column,
     inspect,
     select,
@@ -148,6 +151,19 @@ def test_a_database_at_any_former_revision_is_upgraded_with_its_rows(database: D
     database.upgrade()
     check_newest(database)
     assert rows(database, kept) == before
+
+
+@pytest.mark.parametrize("table", Base.metadata.sorted_tables, ids=str)
+def test_every_foreign_key_leads_an_index(table: Table) -> None:
+    """Deleting a row searches every table that refers to it: without an index, the whole table is read."""
+    indexes = [list(index.columns) for index in table.indexes] + [
+        list(constraint.columns)
+        for constraint in table.constraints
+        if isinstance(constraint, PrimaryKeyConstraint | UniqueConstraint)
+    ]
+    for constraint in table.foreign_key_constraints:
+        columns = list(constraint.columns)
+        assert any(index[: len(columns)] == columns for index in indexes), f"{table}: {constraint.column_keys}"
 
 
 def test_migrations_are_taken_back_and_repeated(database: Database) -> None:

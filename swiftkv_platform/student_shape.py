@@ -52,8 +52,6 @@ class StudentShape(FrozenModel):
     """A `DecodeKeyValue`."""
     swiftkv_prefill_layers: tuple[int, ...] | None = None
     """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
-    swiftkv_deep_tail: int = 0
-    """Last tokens of a prompt that run through all layers."""
 
     @classmethod
     def of(cls, config: Any) -> StudentShape:
@@ -245,7 +243,6 @@ class ShapeRequest:
     own_output_projection: bool = False
     decode_key_value: DecodeKeyValue = "shared"
     prefill_layers: Sequence[int] | None = None
-    deep_tail: int = 0
 
     @classmethod
     def of(cls, section: Any) -> ShapeRequest:
@@ -331,7 +328,6 @@ class ShapeRequest:
             own_output_projection=self.own_output_projection,
             swiftkv_decode_key_value=self.decode_key_value,
             swiftkv_prefill_layers=tuple(self.prefill_layers or ()) if self.has_gaps else None,
-            swiftkv_deep_tail=self.deep_tail,
         )
         LayerMap(num_hidden_layers, shape)  # refuses a g out of range
         return shape

@@ -55,7 +55,6 @@ def convert(
         Literal["shared", "own"],
         typer.Option(help="K and V of generated tokens in later layers: from x as in the paper, or the token's own."),
     ] = "shared",
-    deep_tail: Annotated[int, typer.Option(min=0, help="Last tokens of a prompt that run all layers.")] = 0,
     calibration: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text to calibrate projections on; repeatable. Loads the teacher."),
@@ -84,7 +83,6 @@ def convert(
             own_output_projection=own_output_projection,
             decode_key_value=decode_key_value,
             prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
-            deep_tail=deep_tail,
             calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
             files="copy" if copy else "link",
             progress=report,

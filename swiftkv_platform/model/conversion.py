@@ -54,7 +54,6 @@ def convert(
     own_output_projection: bool = False,
     decode_key_value: DecodeKeyValue = "shared",
     prefill_layers: Sequence[int] | None = None,
-    deep_tail: int = 0,
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -77,7 +76,6 @@ def convert(
             (`shared`), or their own hidden state (`own`).
         prefill_layers: layers that skipped prompt tokens run through, ascending, instead of l, which follows from the
             last of them; needs `decode_key_value` own. None: all layers < l, as in the paper.
-        deep_tail: last tokens of a prompt that run through all layers.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
@@ -96,7 +94,6 @@ def convert(
         own_output_projection=own_output_projection,
         decode_key_value=decode_key_value,
         prefill_layers=prefill_layers,
-        deep_tail=deep_tail,
     )
     return make_student(teacher, shape, calibration=calibration, dtype=dtype, revision=revision)
 

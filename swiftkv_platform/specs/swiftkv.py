@@ -69,8 +69,6 @@ class SwiftKVSpec(Spec):
     which is then the last of them + 1. Prompts bypass the layers in between, where only their K and V are computed, so
     that the same prefill compute goes to the layers that matter more; `swiftkv analyze --num-prefill-layers` measures
     which. Requires `decode_key_value: own`. Served by this project's engine, not by vLLM."""
-    deep_tail: Annotated[int, Range(0, 4096)] = 0
-    """Last tokens of a prompt that run through all layers."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 

@@ -24,7 +24,6 @@ from tests.integration.test_live_serving import (
     serve,
     test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing,
     test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away,
-    test_the_official_client_streams_what_it_answers,
     url,
 )
 
@@ -37,7 +36,6 @@ __all__ = [
     "serve_port",
     "test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing",
     "test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away",
-    "test_the_official_client_streams_what_it_answers",
     "url",
 ]
 

@@ -580,9 +580,9 @@ class Sweeper:
             )
         else:
             for place in self.objects.places(job_id, kind):
-                yield from self._at(place, kind, dry_run=dry_run)
+                yield from self._sweep_prefix(place, kind, dry_run=dry_run)
 
-    def _at(self, place: str, kind: str, *, dry_run: bool) -> Iterator[Swept]:
+    def _sweep_prefix(self, place: str, kind: str, *, dry_run: bool) -> Iterator[Swept]:
         after: str | None = None
         while True:
             if dry_run:
@@ -621,7 +621,7 @@ class Sweeper:
                 if dry_run:
                     number, prefix = foresee(each)
                     yield Swept(kind, rows=number)
-                    yield from self._at(prefix, kind, dry_run=True)
+                    yield from self._sweep_prefix(prefix, kind, dry_run=True)
                 else:
                     yield Swept(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
@@ -632,7 +632,7 @@ class Sweeper:
         next round."""
         for prefix in _all(partial(self.rows.deletions, now=self.clock())):
             try:
-                yield from self._at(prefix, "deleted", dry_run=dry_run)
+                yield from self._sweep_prefix(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:
                 self._note_failure(prefix, error)
                 continue

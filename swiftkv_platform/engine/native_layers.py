@@ -201,7 +201,7 @@ class SharedKeyValues:
 
     def write(self, x: torch.Tensor, rotation: Rotation, cache: Any) -> bool:
         """Write those of x [1, num_tokens, hidden_size] to a `StepCache` at its slots. False: this cannot."""
-        rotations = [self._rotations.of(i, rotation) for i in self._leaders] if self._rotates else []
+        rotations = [self._rotations.select(i, rotation) for i in self._leaders] if self._rotates else []
         layers = [cache.read(self._first + group) for group in range(len(self._leaders))]
         keys = layers[0][0]
         if not (isinstance(keys, PagedTensor) and keys.native):

@@ -46,7 +46,7 @@ class LayerRotations:
             return one
         return tuple(part for kind in self._types for part in rotary_emb(hidden, position_ids, kind))
 
-    def of(self, i: int, rotation: Rotation) -> Rotation:
+    def select(self, i: int, rotation: Rotation) -> Rotation:
         """Return layer i's part of a rotation from `make`."""
         if not self._types:
             return rotation
@@ -161,7 +161,7 @@ class SwiftKVDecoderMixin(nn.Module):
         )
 
     def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
-        """Return the tokens' rotation for all layers; `layer_rotations.of` selects a layer's part."""
+        """Return the tokens' rotation for all layers; `layer_rotations.select` returns a layer's part."""
         return self.layer_rotations.make(self.rotary_emb, hidden, position_ids)
 
     def run_layer(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
@@ -180,7 +180,7 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def rotation_of(self, i: int, context: DecoderContext, *, shared: bool) -> Rotation:
         """Return layer i's rotation. A group shares its keys, so its queries are rotated as its first layer's."""
-        return self.layer_rotations.of(self.layer_map.leader(i) if shared else i, context.rotation)
+        return self.layer_rotations.select(self.layer_map.leader(i) if shared else i, context.rotation)
 
     def run_layers(
         self,
@@ -234,7 +234,7 @@ class SwiftKVDecoderMixin(nn.Module):
             attention_input(layer, hidden),
             attention_mask=None,
             position_ids=context.position_ids,
-            position_embeddings=self.layer_rotations.of(i, context.rotation),
+            position_embeddings=self.layer_rotations.select(i, context.rotation),
             past_key_values=context.past_key_values,
             **context.layer_arguments,
         )
@@ -331,7 +331,7 @@ class SwiftKVDecoderMixin(nn.Module):
         leaders = self._leaders
         if not leaders:
             return []
-        rotations = [self.layer_rotations.of(i, rotation) for i in self.layer_map.leaders]
+        rotations = [self.layer_rotations.select(i, rotation) for i in self.layer_map.leaders]
         # After a float32 norm (trained, under autocast) every projection would cast and keep its own narrow copy.
         hidden = self.norm_swiftkv(x).to(x.dtype)
         # Group by group, so that groups sharded separately are each gathered once.

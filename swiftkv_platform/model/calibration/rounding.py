@@ -158,7 +158,7 @@ class _Pass:
             context = with_turns(context, self._deep[row])
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
-            key_value = self._of_leader(i, row, x, self._decoder.layer_rotations.of(i, context.rotation), kept)
+            key_value = self._of_leader(i, row, x, self._decoder.layer_rotations.select(i, context.rotation), kept)
         return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
 
     def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:

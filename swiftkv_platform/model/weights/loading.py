@@ -159,7 +159,7 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
     if quantized:
         checkpoint = as_floats(checkpoint)
     with made_without_weights(checkpoint.source):
-        expected = _stored(model, checkpoint)
+        expected = _find_stored_shapes(model, checkpoint)
     stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
@@ -179,7 +179,7 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
         )
 
 
-def _stored(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
+def _find_stored_shapes(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
     """Return the shapes by name in which a checkpoint stores `model`. Families that fuse tensors in memory may store
     them fused or separate: the layout of `checkpoint` is used."""
     in_memory = model.state_dict()

@@ -222,7 +222,7 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
     failed = next(gate for gate in best.report["gates"] if verdict_of(gate) == "failed")
     raise QualityGateError(
         f"every trial of the sweep fails a gate; for {best.name}, which has the lowest KL, {failed['subject']} is "
-        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}; try more training or a larger l",
+        f"{failed['value']:.4g}, and {failed['field']} is {failed['limit']:g}; try more training or a larger l",
         field=failed["field"],
         value=failed["value"],
     )

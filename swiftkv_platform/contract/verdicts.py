@@ -30,7 +30,7 @@ def verdict(report: Mapping[str, Any]) -> Verdict:
 def undecided(report: Mapping[str, Any]) -> list[str]:
     """Describe each gate of a report that its samples could not decide, with its figures."""
     return [
-        f"{gate['subject']} is {gate['value']:.4g}, {gate['field']} asks for {gate['limit']:g}"
+        f"{gate['subject']} is {gate['value']:.4g}, and {gate['field']} is {gate['limit']:g}"
         for gate in report.get("gates") or ()
         if verdict_of(gate) == "undecided"
     ]

@@ -99,7 +99,7 @@ class Gate(FrozenModel):
     @property
     def reason(self) -> str:
         """Explain the outcome by value, limit and interval."""
-        said = f"{self.subject} is {self.value:.4g}, {self.field} asks for {self.limit:g}"
+        said = f"{self.subject} is {self.value:.4g}, and {self.field} is {self.limit:g}"
         if self.interval is None:
             return said if self.outcome != "undecided" else f"{said}: undecided, its samples do not give an interval"
         said += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"

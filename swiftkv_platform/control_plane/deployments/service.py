@@ -166,7 +166,7 @@ class DeploymentService:
         if alone is not None:
             name, asked, limit = alone
             raise OverQuotaError(
-                f"the deployment asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {limit:g}: it could "
+                f"the deployment requests {asked:g}, and the quota {name} of tenant {tenant!r} is {limit:g}: it could "
                 "never run; use fewer max_replicas or smaller ones",
                 field=name,
                 value=asked,

@@ -158,7 +158,7 @@ class JobService:
         if exceeded is not None:
             name, asked, most = exceeded
             raise OverQuotaError(
-                f"the job asks for {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could never "
+                f"the job requests {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could never "
                 "start; use fewer or smaller resources.num_workers",
                 field="resources",
                 value=asked,

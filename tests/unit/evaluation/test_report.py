@@ -120,10 +120,10 @@ def test_the_exit_head_by_confidence() -> None:
 @pytest.mark.parametrize(
     ("limits", "kl", "message"),
     [
-        ({"max_kl": 0.2}, 0.25, r"held-out KL in nats is 0.25, evaluation.max_kl asks for 0.2"),
+        ({"max_kl": 0.2}, 0.25, r"held-out KL in nats is 0.25, and evaluation.max_kl is 0.2"),
         ({"max_kl": 0.2}, math.nan, "KL in nats is nan"),
-        ({"max_perplexity_ratio": 1.1}, 0.1, r"relative to the teacher's is 1.105, .* asks for 1.1"),
-        ({"min_top1_agreement": 0.81}, 0.1, "top-1 agreement is 0.8, evaluation.min_top1_agreement asks for 0.81"),
+        ({"max_perplexity_ratio": 1.1}, 0.1, r"relative to the teacher's is 1.105, and .* is 1.1"),
+        ({"min_top1_agreement": 0.81}, 0.1, "top-1 agreement is 0.8, and evaluation.min_top1_agreement is 0.81"),
     ],
 )
 def test_a_gate_refuses_with_the_figures(limits: dict[str, float], kl: float, message: str) -> None:
@@ -138,7 +138,7 @@ def test_limits_that_are_kept_pass_and_every_failed_gate_is_named() -> None:
     built.check_gates()
     kept = ("max_kl", "max_perplexity_ratio", "max_drop", "min_top1_agreement")
     assert {gate.field: gate.passed for gate in built.gates} == {f"evaluation.{field}": True for field in kept}
-    named = r"evaluation.max_kl asks for 0.1 .*; .*points lost on trivia is 2, evaluation.max_drop asks for 1"
+    named = r"and evaluation.max_kl is 0.1 .*; .*points lost on trivia is 2, and evaluation.max_drop is 1"
     with pytest.raises(QualityGateError, match=named):
         report(0.25, score(0.50, 0.48), max_kl=0.1, max_drop=1.0).check_gates()
 

@@ -202,9 +202,9 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
     """
     if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
         why = ", which exists and is not an artifact; name an empty or a new directory"
-        raise ConflictError.of("output", str(output), why)
+        raise ConflictError.for_field("output", str(output), why)
     if spec.training.from_ is not None:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "training.from",
             spec.training.from_,
             ", which only a control plane knows, and none is used here; use `swiftkv jobs submit`",

@@ -255,7 +255,7 @@ def refuse_unshared_store(store: ObjectStore) -> None:
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return
     instead = f"use an s3:// address, or {_SHARED}=1 in the environment of Ray's head if every node mounts it"
-    raise InvalidInputError.of(
+    raise InvalidInputError.for_field(
         "storage_uri", store.uri, f", a directory, and the cluster has {num_nodes} nodes; {instead}"
     )
 

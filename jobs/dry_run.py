@@ -309,7 +309,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     if strategy != "fsdp2":
         why = ", whose buffers need memory addresses, which fake tensors do not have"
         instead = "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula"
-        raise InvalidInputError.of("sharding.strategy", strategy, f"{why}; {instead}")
+        raise InvalidInputError.for_field("sharding.strategy", strategy, f"{why}; {instead}")
     spec = _settled(spec, config)
     values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
     student_config = make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)

@@ -70,7 +70,7 @@ class Caller:
         """Raise `ForbiddenError` for a priority more urgent than the key allows."""
         if self.max_priority is not None and priority < self.max_priority:
             accepted = f"; lower goes first, and this key accepts {self.max_priority} and above"
-            raise ForbiddenError.of("priority", priority, accepted)
+            raise ForbiddenError.for_field("priority", priority, accepted)
 
 
 def _credential(request: Request) -> str | None:

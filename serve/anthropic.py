@@ -194,7 +194,9 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
         system = [{"role": "system", "content": _words(self.system)}] if self.system else []
         choice = self.tool_choice
         if choice and choice.type == "any" and not self.tools:
-            raise InvalidInputError.of("tool_choice.type", "any", ", but there are no tools; leave tool_choice out")
+            raise InvalidInputError.for_field(
+                "tool_choice.type", "any", ", but there are no tools; leave tool_choice out"
+            )
         output = (self.output_config.format if self.output_config else None) or self.output_format
         schema = output and {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
         return FORM.chat(

@@ -118,10 +118,10 @@ def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
     `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
     params.refuse_exits(f"; {_NATIVE}: 'off' is accepted")
     if params.num_lookup_tokens:
-        raise InvalidInputError.of("num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE}: 0 is accepted")
+        raise InvalidInputError.for_field("num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE}: 0 is accepted")
     if skips_prompts and params.prompt_logprobs is not None:
         why = f"; for a SwiftKV model {_NATIVE}: leave it out, or serve the teacher with engine.swiftkv: false"
-        raise InvalidInputError.of("prompt_logprobs", params.prompt_logprobs, why)
+        raise InvalidInputError.for_field("prompt_logprobs", params.prompt_logprobs, why)
 
 
 def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
@@ -385,4 +385,4 @@ def _check_device(config: EngineConfig) -> None:
     """Raise `ModelError` for a device that the installed vLLM was not built for."""
     if config.device not in ("auto", current_platform.device_type):
         built_for = f", but the installed vLLM is built for {current_platform.device_type!r}"
-        raise ModelError.of("engine.device", config.device, f"{built_for}; use 'auto', or backend native")
+        raise ModelError.for_field("engine.device", config.device, f"{built_for}; use 'auto', or backend native")

@@ -61,7 +61,7 @@ class SwiftKVError(Exception):
         self.value = value
 
     @classmethod
-    def of(cls, field: str, value: Any, why: str) -> Self:
+    def for_field(cls, field: str, value: Any, why: str) -> Self:
         """Return an error with the message "`field` is `value`" followed by `why`, which brings its own punctuation."""
         return cls(f"{field} is {value!r}{why}", field=field, value=value)
 

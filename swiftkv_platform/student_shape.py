@@ -121,7 +121,7 @@ class StudentShape(FrozenModel):
         elif prefill_only:
             reason = "not for exports with prefill_only; export the whole student"
         if reason is not None:
-            raise ModelError.of("swiftkv.prefill_layers", list(listed), f", which is {reason}")
+            raise ModelError.for_field("swiftkv.prefill_layers", list(listed), f", which is {reason}")
 
 
 STUDENT_KEYS = ("swiftkv", *StudentShape.model_fields, "swiftkv_teacher_weights", "swiftkv_prefill_only")
@@ -146,7 +146,7 @@ class LayerMap:
             if self.shape.swiftkv_prefill_layers[-1] + 1 != self.num_key_value_layers:
                 raise _second_depth(self.shape.swiftkv_prefill_layers)
         if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "swiftkv.num_key_value_layers",
                 self.num_key_value_layers,
                 f"; with {self.num_hidden_layers} layers, 1..{self.num_hidden_layers - 1} are accepted, and "
@@ -154,7 +154,7 @@ class LayerMap:
             )
         skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
         if not 1 <= self.key_value_group_size <= skipped:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "swiftkv.key_value_group_size",
                 self.key_value_group_size,
                 f"; with {skipped} layers that do not compute their own KV, 1..{skipped} are accepted",
@@ -284,7 +284,7 @@ class ShapeRequest:
             return given
         share = 0.5 if share is None else share
         if not 0 < share < 1:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "swiftkv.prefill_reduction", share, "; the share of layers that prefill skips is between 0 and 1"
             )
         return num_hidden_layers - min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
@@ -312,14 +312,14 @@ class ShapeRequest:
         _check_integer("num_key_value_layers", depth)
         _check_integer("key_value_group_size", self.key_value_group_size)
         if not 1 <= depth < num_hidden_layers:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "swiftkv.num_key_value_layers",
                 depth,
                 f"; the teacher has {num_hidden_layers} layers, so 1..{num_hidden_layers - 1} are accepted",
             )
         heads = {"gqa": None, "mqa": 1, "mha": num_attention_heads}
         if self.sharing not in heads:
-            raise InvalidInputError.of("swiftkv.sharing", self.sharing, f"; {', '.join(heads)} are accepted")
+            raise InvalidInputError.for_field("swiftkv.sharing", self.sharing, f"; {', '.join(heads)} are accepted")
         shape = StudentShape(
             num_key_value_layers=depth,
             key_value_group_size=self.key_value_group_size,
@@ -346,7 +346,9 @@ def parse_layers(text: str) -> list[int]:
             break
         layers += more
     if not readable:
-        raise InvalidInputError.of("prefill_layers", text, "; ascending layers and ranges are accepted, as 0-2,4,6-16")
+        raise InvalidInputError.for_field(
+            "prefill_layers", text, "; ascending layers and ranges are accepted, as 0-2,4,6-16"
+        )
     return layers
 
 
@@ -365,7 +367,7 @@ def bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 def refuse_gaps_in_latents(layers: Sequence[int], model_type: str) -> None:
     """Raise `ModelError` for layers that prompts bypass in a model that caches latents."""
-    raise ModelError.of(
+    raise ModelError.for_field(
         "swiftkv.prefill_layers",
         list(layers),
         f", which {model_type} does not support, since it caches latents (MLA); use swiftkv.num_key_value_layers",
@@ -373,7 +375,7 @@ def refuse_gaps_in_latents(layers: Sequence[int], model_type: str) -> None:
 
 
 def _second_depth(layers: Sequence[int]) -> InvalidInputError:
-    return InvalidInputError.of(
+    return InvalidInputError.for_field(
         "swiftkv.prefill_layers",
         list(layers),
         f", which sets l to {layers[-1] + 1}; leave num_key_value_layers and prefill_reduction out",
@@ -382,7 +384,7 @@ def _second_depth(layers: Sequence[int]) -> InvalidInputError:
 
 def _check_integer(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidInputError.of(f"swiftkv.{name}", value, "; an integer is accepted")
+        raise InvalidInputError.for_field(f"swiftkv.{name}", value, "; an integer is accepted")
 
 
 def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) -> None:
@@ -390,11 +392,11 @@ def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) 
     listed = list(layers) if isinstance(layers, list | tuple) else []
     numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed)
     if not listed or not numbers or sorted(set(listed)) != listed:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "swiftkv.prefill_layers", layers, "; an ascending list of layers is accepted, such as [0, 1, 2, 4, 5]"
         )
     if num_hidden_layers is not None and listed[-1] > num_hidden_layers - 2:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "swiftkv.prefill_layers",
             layers,
             f"; with {num_hidden_layers} layers, 0..{num_hidden_layers - 2} are accepted, since prompts skip the last",

@@ -325,7 +325,7 @@ def _there(parent: Parent) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
-        raise ModelError.of(
+        raise ModelError.for_field(
             "training.from",
             parent.name,
             ", whose files are no longer in the object store; use another model or checkpoint",
@@ -353,4 +353,4 @@ def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
     lack those that its job did not train."""
     if parent.kind == "model" and missing:
         why = f", a model that does not store {missing[0]} as one tensor, as models with experts do not"
-        raise ModelError.of("training.from", parent.name, f"{why}; use a checkpoint of its job")
+        raise ModelError.for_field("training.from", parent.name, f"{why}; use a checkpoint of its job")

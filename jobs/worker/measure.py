@@ -194,7 +194,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):
         why = f", a {config.model_type} model, not a student; use one that `swiftkv distill` or `swiftkv convert` wrote"
-        raise ModelError.of("path", str(path), why)
+        raise ModelError.for_field("path", str(path), why)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, vocab_size, field="path")
     model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
@@ -218,7 +218,7 @@ def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
     teacher = teacher.to(student.device).eval()
     ours, theirs = decoder.embed_tokens.weight, teacher.embed_tokens.weight
     if teacher.config.num_hidden_layers != config.num_hidden_layers or not torch.equal(ours, theirs):
-        raise ModelError.of(
+        raise ModelError.for_field(
             "teacher", named.name_or_path, ", which the student was not made from: layers or embeddings differ"
         )
     decoder.teacher_lower, decoder.teacher_upper = teacher.lower, teacher.teacher_upper

@@ -179,7 +179,7 @@ async def read(
 def check_model(model: str, version: Version) -> None:
     """Raise `ModelNotFoundError` unless `model` names the served model."""
     if not version.answers_to(model):
-        raise ModelNotFoundError.of("model", model, f"; {version.card.model!r} is served here")
+        raise ModelNotFoundError.for_field("model", model, f"; {version.card.model!r} is served here")
 
 
 def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:

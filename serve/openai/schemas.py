@@ -250,7 +250,7 @@ class CompletionRequest(OpenAIFields, json_schema_extra=described("completions")
         echoed = self.logprobs if self.echo else None
         if None not in (echoed, self.prompt_logprobs) and echoed != self.prompt_logprobs:
             why = f"; with echo it must be logprobs, {self.logprobs}"
-            raise InvalidInputError.of("prompt_logprobs", self.prompt_logprobs, why)
+            raise InvalidInputError.for_field("prompt_logprobs", self.prompt_logprobs, why)
         scored = self.prompt_logprobs if echoed is None else echoed
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 

@@ -164,11 +164,11 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
         function, where = tool.function, f"tools.{number}.function"
         if function.name in functions:
             why = ", which is also the name of another tool; names must differ"
-            raise InvalidInputError.of(f"{where}.name", function.name, why)
+            raise InvalidInputError.for_field(f"{where}.name", function.name, why)
         # Limit depth and length as for compiled schemas even if it is not compiled, since the template writes it out.
         StructuredOutputs(json=function.schema_of_arguments, source=f"{where}.parameters")
         if (kind := function.schema_of_arguments["type"]) != "object":
-            raise InvalidInputError.of(f"{where}.parameters.type", kind, "; arguments are an 'object'")
+            raise InvalidInputError.for_field(f"{where}.parameters.type", kind, "; arguments are an 'object'")
         functions[function.name] = function
     choice = fields.tool_choice
     missing = [name for name in _callable(choice, functions) if name not in functions]
@@ -176,7 +176,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
         wanted = missing[0] if missing else choice
         present = ", ".join(functions) or "none"
         why = f", and tools has {present}; name one of them, or leave tool_choice out"
-        raise InvalidInputError.of("tool_choice", wanted, why)
+        raise InvalidInputError.for_field("tool_choice", wanted, why)
     return functions
 
 

@@ -152,7 +152,7 @@ def export(
     if adapter:
         for field, value in (("quantize", quantize), ("calibration", calibration)):
             if value:
-                raise InvalidInputError.of(
+                raise InvalidInputError.for_field(
                     field, value, ", which cannot be combined with --adapter; leave it out, or export the whole model"
                 )
         _export_adapter(model, target, base, revision, json=json)

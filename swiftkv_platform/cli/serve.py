@@ -62,7 +62,7 @@ def serve(
     directory = Path(model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "model", model, ", which is not a directory here; a directory, a .gguf file or a hub id is accepted"
         )
     called = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)

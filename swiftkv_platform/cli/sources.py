@@ -47,7 +47,9 @@ def model_path(name: str) -> str:
         case HubSource():
             return name
         case _:
-            raise ModelError.of("model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted")
+            raise ModelError.for_field(
+                "model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted"
+            )
     if path.suffix == SUFFIX:
         from swiftkv_platform.model.weights.bases import gguf_directory
 

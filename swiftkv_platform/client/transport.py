@@ -237,7 +237,7 @@ def _checked_url(base_url: str) -> httpx.URL:
         url = httpx.URL(base_url)
         if url.scheme in ("http", "https") and url.host:
             return url
-    raise InvalidInputError.of("base_url", base_url, "; an address such as http://127.0.0.1:8000 is accepted")
+    raise InvalidInputError.for_field("base_url", base_url, "; an address such as http://127.0.0.1:8000 is accepted")
 
 
 def _is_loopback(host: str) -> bool:

@@ -332,7 +332,7 @@ def _footer_bytes(file: Path) -> int:
 
 
 def _unusable(where: str, name: str, why: str) -> DataError:
-    return DataError.of(f"{where}.name_or_path", name, f": {why}")
+    return DataError.for_field(f"{where}.name_or_path", name, f": {why}")
 
 
 LONGEST_ROW = UPLOAD_ROW_BYTES.default

@@ -95,7 +95,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
             return _remote(_needed(remote, name, field), named, source, path)
         case PathSource(name, location):
             if not location.exists():
-                raise DataError.of(field, name, ": no such file or directory")
+                raise DataError.for_field(field, name, ": no such file or directory")
             boundary = access.boundary
             location = boundary.check(location, field)
             if location.is_dir():
@@ -115,7 +115,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
 
 def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
     if remote is None:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             field, name, ", but this process has no object store to fetch it from; use a local path"
         )
     return remote
@@ -129,7 +129,7 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != stored.sha256:
         why = f", whose rows differ from those uploaded (SHA-256 {digest} instead of {stored.sha256})"
-        raise DataError.of(field, name, f"{why}; upload the file again")
+        raise DataError.for_field(field, name, f"{why}; upload the file again")
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
@@ -164,7 +164,7 @@ def _local(location: Path, source: DataSourceSpec, path: str, boundary: Boundary
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError.of(field, name, f", {what}; {ACCEPTED}")
+        raise DataError.for_field(field, name, f", {what}; {ACCEPTED}")
     return tables
 
 
@@ -188,7 +188,7 @@ def _remote(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, path: 
     else:
         chosen = [objects[name] for name in choose(list(objects), source, path)]
     if not chosen:
-        raise DataError.of(field, named.name, f", which has no readable objects; {ACCEPTED}")
+        raise DataError.for_field(field, named.name, f", which has no readable objects; {ACCEPTED}")
     return [_object_table(remote, file, field, keep=not source.streaming) for file in chosen]
 
 

@@ -223,7 +223,7 @@ class SourceReading:
     def _statistics(self) -> SourceStatistics:
         if not self._rows:
             name = self.source.name_or_path
-            raise DataError.of(f"{self._path}.name_or_path", name, ", which has no rows; at least one is needed")
+            raise DataError.for_field(f"{self._path}.name_or_path", name, ", which has no rows; at least one is needed")
         lengths = np.array(self._lengths, dtype=np.int64)
         return SourceStatistics(
             name_or_path=self.source.name_or_path,

@@ -46,7 +46,7 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
         raise DataError(f"{path} cannot be read: data set {name!r}: {error}", field=path, value=name) from error
     if isinstance(found, datasets.DatasetDict):
         if source.split not in found:
-            raise DataError.of(f"{path}.split", source.split, f"; {name} has {', '.join(found)}")
+            raise DataError.for_field(f"{path}.split", source.split, f"; {name} has {', '.join(found)}")
         found = found[source.split]
     return _table(name, found, path)
 
@@ -102,7 +102,9 @@ def _check_repository_cards(name: str, field: str) -> str | None:
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, ConnectionError) as error:
-            raise DataError.of(field, name, f": no such data set on the hub, or no access to it ({error})") from error
+            raise DataError.for_field(
+                field, name, f": no such data set on the hub, or no access to it ({error})"
+            ) from error
         revision = file.parent.name
         Boundary.of(file.parents[2]).check(file, field)
         check_card(file, field)
@@ -158,7 +160,7 @@ def _prepared_directory(source: DataSourceSpec, path: str) -> Path:
         raise _no_hub(name, f"{path}.name_or_path", "`datasets` has prepared no rows of it before")
     wanted = [each for each in commits if source.subset in (None, each.parts[-3])]
     if not wanted or (source.subset is None and len(configurations) > 1):
-        raise DataError.of(
+        raise DataError.for_field(
             f"{path}.subset", source.subset, f"; offline, this machine has {', '.join(configurations)} of {name}"
         )
     return max(wanted, key=lambda each: each.stat().st_mtime)
@@ -189,7 +191,7 @@ def _reported(name: str, source: DataSourceSpec, path: str) -> Iterator[None]:
     except SwiftKVError:
         raise
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError.of(
+        raise DataError.for_field(
             f"{path}.name_or_path", name, f": no such path here and no such data set on the hub ({error})"
         ) from error
     except ConnectionError as error:
@@ -223,17 +225,17 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     kind = type(builder).__module__.rpartition(".")[2]
     files = builder.config.data_files
     if builder.config.name in (".", ".."):  # part of the path in the cache
-        raise DataError.of(field, name, f", whose configuration is called {builder.config.name!r}; rename it")
+        raise DataError.for_field(field, name, f", whose configuration is called {builder.config.name!r}; rename it")
     if kind not in _BUILDERS:
         accepted = f"where sources have rules {', '.join(sorted(_BUILDERS))} are accepted"
-        raise DataError.of(field, name, f", whose files `datasets` would read as {kind}; {accepted}")
+        raise DataError.for_field(field, name, f", whose files `datasets` would read as {kind}; {accepted}")
     for file in (file for split in (files or {}).values() for file in split):
         if not is_own(file):
-            raise DataError.of(field, name, f", which names the file {file!r} in another place")
+            raise DataError.for_field(field, name, f", which names the file {file!r} in another place")
 
 
 def _no_hub(name: str, field: str, error: Exception | str) -> StorageError:
-    return StorageError.of(
+    return StorageError.for_field(
         field,
         name,
         f": no such path here, and the hub does not answer ({error}); use a local copy of the data set's directory",

@@ -480,7 +480,7 @@ def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
     index = spec.hidden_loss_layer
     index = index if index < 0 else index - (num_layers + 1)
     if not first - num_layers <= index <= -1:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "distillation.hidden_loss_layer",
             spec.hidden_loss_layer,
             f", where teacher and student are the same; {first - num_layers}..-1 are accepted",

@@ -87,7 +87,9 @@ def check_heads(config: Any, size: int) -> None:
     }
     for name, count in heads.items():
         if count is not None and count % size:
-            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
+            raise InvalidInputError.for_field(
+                "sharding.sequence_parallel_size", size, f", which must divide {name} = {count}"
+            )
 
 
 class _AllToAll(torch.autograd.Function):

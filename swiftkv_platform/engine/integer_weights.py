@@ -51,7 +51,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
         four = form == "int4" and not is_int8_in_mixed(name.removesuffix(".part"), num_layers)
         if (stored := integers_of(linear)) is not None:
             if four and stored.form == "int8":
-                raise ModelError.of(
+                raise ModelError.for_field(
                     "weights",
                     form,
                     ", and the model is stored in int8; use auto, or export the unquantised model with --quantize int4",

@@ -160,7 +160,7 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
             value=None,
         )
     if config.max_model_len is not None and config.max_model_len > length:
-        raise ModelError.of("max_model_len", config.max_model_len, f"; model {str(path)!r} accepts 2..{length}")
+        raise ModelError.for_field("max_model_len", config.max_model_len, f"; model {str(path)!r} accepts 2..{length}")
     return config.max_model_len or length
 
 
@@ -203,7 +203,9 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
     elif device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
     if config.weights in BITS and torch.device(device).type != "cpu":
-        raise ModelError.of("weights", config.weights, ", but the device is a GPU, which accepts auto or bfloat16")
+        raise ModelError.for_field(
+            "weights", config.weights, ", but the device is a GPU, which accepts auto or bfloat16"
+        )
     module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
     if config.weights in BITS:

@@ -104,7 +104,7 @@ def _num_blocks(
         available: int = psutil.virtual_memory().available
         return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "kv_cache_bytes",
             config.kv_cache_bytes,
             f"; one block of {block_size} tokens takes {block_bytes} bytes of this model's KV: give that or more",
@@ -144,7 +144,7 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
     block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
     if fit < 1:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "max_num_batched_tokens",
             config.max_num_batched_tokens,
             f"; a step of that many tokens takes {memory.peak - memory.allocated} bytes in addition to the weights' "

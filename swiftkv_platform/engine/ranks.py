@@ -263,7 +263,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() < config.tensor_parallel_size:
-        raise ModelError.of(
+        raise ModelError.for_field(
             "tensor_parallel_size", config.tensor_parallel_size, f", but torch sees {torch.cuda.device_count()} GPUs"
         )
     return torch.device("cuda", rank)

@@ -159,7 +159,7 @@ class RequestReader:
     def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         wanted = 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * num_prompt_tokens
         if wanted > MAX_PROMPT_LOGPROBS:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "prompt_logprobs",
                 params.prompt_logprobs,
                 f", for {num_prompt_tokens} tokens of the prompt; at most "
@@ -177,7 +177,7 @@ class RequestReader:
         self._check_token_ids("logit_bias", params.logit_bias)
         self._check_token_ids("allowed_token_ids", allowed or ())
         if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "min_tokens",
                 params.min_tokens,
                 ", and stop_token_ids leave no allowed token of the vocabulary; give fewer",

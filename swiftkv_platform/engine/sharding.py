@@ -42,7 +42,7 @@ def check_divides(config: Any, size: int) -> None:
     if wrong:
         which = " and ".join(f"{name} {count}" for name, count in wrong.items())
         fits = [ranks for ranks in range(1, size) if not any(count % ranks for count in counts.values() if count)]
-        raise ModelError.of(
+        raise ModelError.for_field(
             "tensor_parallel_size",
             size,
             f", which does not divide this model's {which}; use {' or '.join(map(str, fits))}",

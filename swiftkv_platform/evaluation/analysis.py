@@ -359,16 +359,16 @@ def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
     if wanted is None:
         return []
     if options.measure:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "num_prefill_layers", wanted, ", and measure tries depths without a list of layers; leave either out"
         )
     if not 1 <= wanted <= num_layers - 2:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "num_prefill_layers", wanted, f"; a model of {num_layers} layers accepts 1..{num_layers - 2}"
         )
     for depth in options.depths:
         if depth <= wanted:
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "depth", depth, f"; to keep {wanted} layers, {wanted + 1}..{num_layers - 1} are accepted"
             )
     return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _DEPTHS_TRIED, num_layers - 1) + 1))
@@ -379,7 +379,7 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
     if length is None:
         return None
     if not options.measures:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "needle_length",
             length,
             ", but no depth is measured; set measure, so that calibrated starts are tested with needles",
@@ -399,7 +399,9 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
 def _check_depths(depths: Sequence[int], num_layers: int) -> None:
     for depth in depths:
         if not 1 <= depth < num_layers:
-            raise InvalidInputError.of("depth", depth, f"; a model of {num_layers} layers accepts 1..{num_layers - 1}")
+            raise InvalidInputError.for_field(
+                "depth", depth, f"; a model of {num_layers} layers accepts 1..{num_layers - 1}"
+            )
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
     """
     context = model.config.max_position_embeddings
     if not 1 <= prompt_length <= context:
-        raise InvalidInputError.of("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
+        raise InvalidInputError.for_field("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}

@@ -284,7 +284,9 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
             stack.down()
             shutil.rmtree(stack.home)
         elif (keys := default_keys_file(stack.home)).exists():
-            raise InvalidInputError.of("home", str(stack.home), f"; the demo runs without API keys: move {keys} away")
+            raise InvalidInputError.for_field(
+                "home", str(stack.home), f"; the demo runs without API keys: move {keys} away"
+            )
     stack.home.mkdir(parents=True, exist_ok=True)
     mark.touch()
 

@@ -45,7 +45,7 @@ def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
     if kv_cache_dtype in (None, "auto"):
         return None
     if kv_cache_dtype not in PAYLOAD_DTYPES:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "kv_cache_dtype", kv_cache_dtype, f"; it must be auto, {' or '.join(PAYLOAD_DTYPES)}"
         )
     return PAYLOAD_DTYPES[kv_cache_dtype]

@@ -67,7 +67,7 @@ def read_config(
             has_quantized_weights(values)
         cleaned = clean_config(values)
     except ModelError as error:
-        raise ModelError.of(field, str(source), f": its {error.message}") from error
+        raise ModelError.for_field(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):
         config_class = config_class or CONFIG_MAPPING[str(cleaned.get("model_type"))]
         config = config_class.from_dict(cleaned, name_or_path=str(source))
@@ -96,7 +96,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
             check_generation_values(values)
             cleaned = clean_generation(values)
         except ModelError as error:
-            raise ModelError.of(field, str(source), f": its {error.message}") from error
+            raise ModelError.for_field(field, str(source), f": its {error.message}") from error
         return GenerationConfig.from_dict(cleaned)
 
 
@@ -128,7 +128,7 @@ def refusing(
     except SwiftKVError:
         raise
     except errors as error:
-        raise ModelError.of(field, str(source), f": {what} ({one_line(error)})") from error
+        raise ModelError.for_field(field, str(source), f": {what} ({one_line(error)})") from error
 
 
 def one_line(error: Exception) -> str:

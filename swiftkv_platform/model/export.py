@@ -245,7 +245,9 @@ def _export_quantized(
         four = (name for name, size in projections.items() if name not in formats and size % group == 0)
         formats |= dict.fromkeys(four, ("int4", group))
     if not formats or (form != "int8" and not group):
-        raise ModelError.of("quantize", form, f", and no projection of {source.name!r} has inputs in groups of 32")
+        raise ModelError.for_field(
+            "quantize", form, f", and no projection of {source.name!r} has inputs in groups of 32"
+        )
     embeddings = ("embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ()))
     plain = [name.removesuffix(".weight") for name in inputs if name not in formats]
     ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})

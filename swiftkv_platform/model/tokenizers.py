@@ -40,9 +40,9 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
         # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     except ModelError as error:
-        raise ModelError.of(field, str(source), f": its {error.message}") from error
+        raise ModelError.for_field(field, str(source), f": its {error.message}") from error
     except Exception as error:  # its text may quote a file
-        raise ModelError.of(
+        raise ModelError.for_field(
             field,
             str(source),
             f": its tokenizer cannot be read ({type(error).__name__}); save it again with transformers, which writes "
@@ -50,7 +50,7 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
         ) from error
     tokenizer.name_or_path = str(source)
     if highest >= vocab_size:
-        raise ModelError.of(
+        raise ModelError.for_field(
             field,
             str(source),
             f": its tokenizer has ids up to {highest} ({token!r}), and the model's vocab_size is {vocab_size}; give "

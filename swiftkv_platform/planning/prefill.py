@@ -35,7 +35,7 @@ QUANTIZED = frozenset({"fp8", "int8"})
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
     """Raise `InvalidInputError` for an unknown dtype; it names the accepted ones."""
     if name not in DTYPE_BYTES:
-        raise InvalidInputError.of(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
+        raise InvalidInputError.for_field(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
 
 def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> tuple[int, int]:
@@ -272,7 +272,7 @@ def plan_prefill(
     layer_map = student_map(model)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
-        raise InvalidInputError.of("sequence_length", sequence_length, "; 1 or more is accepted")
+        raise InvalidInputError.for_field("sequence_length", sequence_length, "; 1 or more is accepted")
     check_kv_cache_dtype(kv_cache_dtype)
     dense_map = LayerMap.dense(len(model.layers))
     prefill: dict[Convention, PrefillComparison] = {}

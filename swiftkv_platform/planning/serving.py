@@ -85,7 +85,7 @@ def _check(setup: ServingSetup) -> None:
         if value < 1:
             raise InvalidInputError(f"{name} is {value}; 1 or more is accepted", field=name, value=value)
     if not 0 <= setup.reserved < 1:
-        raise InvalidInputError.of("reserved", setup.reserved, "; a share from 0 up to 1 is accepted")
+        raise InvalidInputError.for_field("reserved", setup.reserved, "; a share from 0 up to 1 is accepted")
 
 
 def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:

@@ -141,7 +141,7 @@ def plan_training(
     model = read_architecture(config, shape)
     _check_sequence_parallelism(model, setup)
     if setup.batch_size % setup.rows_per_pass:
-        raise InvalidInputError.of(
+        raise InvalidInputError.for_field(
             "training.batch_size",
             setup.batch_size,
             f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
@@ -175,7 +175,9 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
     }
     for name, count in counts.items():
         if count % size:
-            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
+            raise InvalidInputError.for_field(
+                "sharding.sequence_parallel_size", size, f", which must divide {name} = {count}"
+            )
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:

@@ -127,7 +127,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
             key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token), **rights)
         except ValidationError as error:
             first = error.errors()[0]
-            raise InvalidInputError.of(str(first["loc"][0]), first["input"], f": {first['msg']}") from error
+            raise InvalidInputError.for_field(str(first["loc"][0]), first["input"], f": {first['msg']}") from error
         _check_times(key)
         _write(path, [*keys, key])
     return token
@@ -186,7 +186,7 @@ def _ending(key: ApiKey, end: int) -> ApiKey:
 def _check_times(key: ApiKey) -> None:
     if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
         why = f", not after not_before ({key.not_before}); use a later end"
-        raise InvalidInputError.of("expires_at", key.expires_at, why)
+        raise InvalidInputError.for_field("expires_at", key.expires_at, why)
 
 
 def _unknown(path: Path, name: str) -> NotFoundError:

@@ -69,7 +69,7 @@ class Access:
         """Parse the name of a model. Raises `InvalidInputError` if it is not valid, or the tenant may not read it."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 field, name, ", an uploaded file of rows; use a hub id, a directory or a built-in teacher"
             )
         self._check(parsed, field)
@@ -105,7 +105,7 @@ class Access:
         if self.is_restricted and names_file and not name.startswith("builtin:"):
             accepted = "only the name of a task that the harness knows, or of a `builtin:` one, is accepted"
             why = f"; a task's file may name functions to run, so where sources are restricted, {accepted}"
-            raise InvalidInputError.of(field, name, why)
+            raise InvalidInputError.for_field(field, name, why)
         if data_dir is not None:
             self.location(data_dir, f"{field}.data_dir")
 
@@ -114,7 +114,7 @@ class Access:
         opened = f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
-                raise InvalidInputError.of(
+                raise InvalidInputError.for_field(
                     field,
                     source.name,
                     ", and there is no such file here; `swiftkv files list` lists a control plane's files",
@@ -131,7 +131,7 @@ class Access:
 
     def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
-        return InvalidInputError.of(field, source.name, f", which {reader} may not read; it may read {opened}")
+        return InvalidInputError.for_field(field, source.name, f", which {reader} may not read; it may read {opened}")
 
 
 OPEN = Access()

@@ -55,14 +55,14 @@ def read_gguf_config(
     try:
         file = boundary.check(path, field, error=ModelError)
         if not file.is_file():
-            raise ModelError.of(field, name, ": no such file")
+            raise ModelError.for_field(field, name, ": no such file")
         with file.open("rb") as stream:
             values, tensors = _Header(stream).read()
         return _config(values, tensors)
     except OSError as error:
-        raise ModelError.of(field, name, f": cannot be read ({error.strerror})") from error
+        raise ModelError.for_field(field, name, f": cannot be read ({error.strerror})") from error
     except _NotReadableError as error:
-        raise ModelError.of(field, name, f": {error}") from error
+        raise ModelError.for_field(field, name, f": {error}") from error
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
     check_subset(source, where)
     unread = [name for name in names if kind_of(name) is None and PurePosixPath(name.lower()).suffix in _UNREAD]
     if unread:
-        raise DataError.of(
+        raise DataError.for_field(
             f"{where}.name_or_path",
             source.name_or_path,
             f", which holds {_shown(unread)}, which cannot be read; unpack, convert or remove it: {ACCEPTED}",
@@ -124,7 +124,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
         return found
     unclear = [name for name, split in splits.items() if len(split) != 1]
     if unclear and any(splits.values()):
-        raise DataError.of(
+        raise DataError.for_field(
             f"{where}.name_or_path",
             source.name_or_path,
             f", which holds files of splits ({_shown([name for name in found if name not in unclear])}) beside "
@@ -133,7 +133,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
     wanted = {_WORDS.get(source.split.lower().replace("-", "_"), source.split)}
     chosen = [name for name in found if splits[name] == wanted]
     if found and not chosen:
-        raise DataError.of(f"{where}.split", source.split, f"; {source.name_or_path} has {_described(splits)}")
+        raise DataError.for_field(f"{where}.split", source.split, f"; {source.name_or_path} has {_described(splits)}")
     return chosen
 
 
@@ -143,7 +143,7 @@ def check_whole(source: DataSourceSpec, where: str) -> None:
     check_subset(source, where)
     wanted = _WORDS.get(source.split.lower().replace("-", "_"), source.split)
     if source.split != "train" and _split_of(PurePosixPath(source.name_or_path).name) != {wanted}:
-        raise DataError.of(
+        raise DataError.for_field(
             f"{where}.split",
             source.split,
             f", and {source.name_or_path} is a file, which is read whole; leave split out, or name the split's file",
@@ -164,19 +164,21 @@ def check_builtin(source: DataSourceSpec, where: str) -> None:
     answers."""
     name = source.name_or_path
     if name not in BUILTIN_SPLITS:
-        raise DataError.of(f"{where}.name_or_path", name, f"; the built-in data sets are {', '.join(BUILTIN_SPLITS)}")
+        raise DataError.for_field(
+            f"{where}.name_or_path", name, f"; the built-in data sets are {', '.join(BUILTIN_SPLITS)}"
+        )
     check_subset(source, where)
     if name != BUILTIN_DATA and source.complete is None:
         why = ", whose rows are requests that the teacher has to answer; add complete: {}"
-        raise DataError.of(f"{where}.name_or_path", name, why)
+        raise DataError.for_field(f"{where}.name_or_path", name, why)
     if source.split not in BUILTIN_SPLITS[name]:
-        raise DataError.of(f"{where}.split", source.split, f"; {name} has {' and '.join(BUILTIN_SPLITS[name])}")
+        raise DataError.for_field(f"{where}.split", source.split, f"; {name} has {' and '.join(BUILTIN_SPLITS[name])}")
 
 
 def check_subset(source: DataSourceSpec, where: str) -> None:
     """Raise `DataError` for a subset of a source that has no configurations."""
     if source.subset is not None:
-        raise DataError.of(
+        raise DataError.for_field(
             f"{where}.subset",
             source.subset,
             f", and {source.name_or_path} has no configurations; leave it out, or name the directory to read",

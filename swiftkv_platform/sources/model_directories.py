@@ -197,7 +197,7 @@ def local_directory(
         fetch(_PICKLES, [])
     if not any(directory.glob("*.safetensors")) and not pickles:
         why = ", which has no weights in safetensors; pickles (.bin) may run code when read: save it as safetensors"
-        raise ModelError.of(field, name, why)
+        raise ModelError.for_field(field, name, why)
     return directory
 
 
@@ -214,4 +214,4 @@ def _fetch(name: str, revision: str | None, field: str, files: list[str], others
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
         why = f"neither a directory nor a model of the hub that this machine can reach ({str(error).splitlines()[0]})"
-        raise ModelError.of(field, name, f", {why}") from error
+        raise ModelError.for_field(field, name, f", {why}") from error

@@ -185,7 +185,7 @@ def refuse_shadowed(name: str, field: str) -> None:
     if os.path.exists(name):  # noqa: PTH110
         why = ", a hub id, but the worker's working directory has something of that name"
         instead = "use an absolute path that the operator has opened, or another working directory"
-        raise InvalidInputError.of(field, name, f"{why}; {instead}")
+        raise InvalidInputError.for_field(field, name, f"{why}; {instead}")
 
 
 def leads_out(name: str) -> bool:
@@ -244,7 +244,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
     def check(name: str, kind: Kind, field: str) -> str:
         path = _path(name, kind, field, relative_paths=relative_paths)
         if path is not None and is_relative(name):
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 field, name, ", a relative path, which workers cannot resolve; use an absolute path that they can read"
             )
         return name

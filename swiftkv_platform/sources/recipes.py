@@ -20,7 +20,7 @@ def recipe(name: str) -> Path:
     """Return the file of a recipe. Raises `InvalidInputError` for an unknown name."""
     paths = recipes()
     if name not in paths:
-        raise InvalidInputError.of("recipe", name, f"; one of these is accepted: {', '.join(paths)}")
+        raise InvalidInputError.for_field("recipe", name, f"; one of these is accepted: {', '.join(paths)}")
     return paths[name]
 
 

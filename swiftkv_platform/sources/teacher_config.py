@@ -112,4 +112,4 @@ def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
     """Return the error for a teacher that cannot be used."""
-    return ModelError.of(field, name, f": {why}")
+    return ModelError.for_field(field, name, f": {why}")

@@ -100,7 +100,7 @@ class EarlyExit:
             return cls(mode=value)  # type: ignore[arg-type]  # checked above
         known = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(known):
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "early_exit", value, f"; it must be off, threshold, lossless, or some of {', '.join(known)} by name"
             )
         return cls(**value)
@@ -193,7 +193,7 @@ class SamplingParams:
     def refuse_exits(self, why: str) -> None:
         """Raise `InvalidInputError`, with `why`, for a request that asks for early exit."""
         if self.early_exit.mode != "off":
-            raise InvalidInputError.of("early_exit", self.early_exit.mode, why)
+            raise InvalidInputError.for_field("early_exit", self.early_exit.mode, why)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))

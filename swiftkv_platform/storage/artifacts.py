@@ -71,7 +71,7 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
     """
     names = {path.relative_to(directory).as_posix(): path for path in sorted(_files(directory))}
     if not names:
-        raise InvalidInputError.of("directory", str(directory), ", which has no files to upload")
+        raise InvalidInputError.for_field("directory", str(directory), ", which has no files to upload")
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
 
@@ -245,7 +245,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
     is_artifact = (destination / MANIFEST).is_file()
     if destination.exists() and not (destination.is_dir() and (is_artifact or not any(destination.iterdir()))):
         why = ", which exists and is not an artifact; use an empty or new directory"
-        raise ConflictError.of("destination", str(destination), why)
+        raise ConflictError.for_field("destination", str(destination), why)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
         fresh.mkdir()
@@ -349,7 +349,7 @@ def _same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: s
     )
     if differing:
         why = f", which is complete with other files ({', '.join(differing[:3])}); publish under another prefix"
-        raise ConflictError.of("prefix", prefix, why)
+        raise ConflictError.for_field("prefix", prefix, why)
     return existing
 
 

@@ -50,7 +50,7 @@ def objects_below(
     listed = store.list(source.key)
     first = next(listed, None)
     if first is None:
-        raise missing.of(field, source.name, "; there is no object at that address and none below it")
+        raise missing.for_field(field, source.name, "; there is no object at that address and none below it")
     yield first
     yield from listed
 
@@ -61,7 +61,7 @@ def bucket_of(source: S3Source, missing: type[InvalidInputError], *, field: str)
     try:
         yield open_store(source.store)
     except BucketError as error:
-        raise missing.of(field, source.name, f": {error.message}") from error
+        raise missing.for_field(field, source.name, f": {error.message}") from error
 
 
 _WEIGHTS = ".safetensors"

@@ -89,7 +89,7 @@ class _Places:
             parent = (self.directory / name).parent
             if not (self.boundary.contains(self.directory) and inside.contains(parent)):
                 why = f", where {name!r} leads to a place that is not open to this tenant"
-                raise InvalidInputError.of(_FIELD, str(self.directory), f"{why}; use a directory without links")
+                raise InvalidInputError.for_field(_FIELD, str(self.directory), f"{why}; use a directory without links")
         return name
 
 
@@ -108,7 +108,9 @@ def _to_store(
         return
     marked = _manifest_at(target, _MARK)
     if before is None and marked is None and next(target.list(""), None) is not None:
-        raise ConflictError.of(_FIELD, target.uri, ", which holds something other than a model; use an empty place")
+        raise ConflictError.for_field(
+            _FIELD, target.uri, ", which holds something other than a model; use an empty place"
+        )
     target.put_bytes(_MARK, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
@@ -127,7 +129,7 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
         return None
     except ValueError as error:
         why = f", whose {key} is not a model's manifest; use an empty place"
-        raise ConflictError.of(_FIELD, store.uri, why) from error
+        raise ConflictError.for_field(_FIELD, store.uri, why) from error
 
 
 def _files(
@@ -177,7 +179,7 @@ def _check_ours(api: HfApi, repository: str) -> None:
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
         why = ", which holds something other than a model that was published by this platform; use another name"
-        raise ConflictError.of(_FIELD, f"hf://{repository}", why)
+        raise ConflictError.for_field(_FIELD, f"hf://{repository}", why)
 
 
 def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
@@ -199,4 +201,4 @@ def _hub_errors(repository: str) -> Iterator[None]:
         first = redact(str(error)).strip().splitlines()
         why = f", and the hub refuses it ({first[0] if first else type(error).__name__})"
         instead = "use a repository that the workers' HF_TOKEN may write"
-        raise StorageError.of(_FIELD, f"hf://{repository}", f"{why}; {instead}") from error
+        raise StorageError.for_field(_FIELD, f"hf://{repository}", f"{why}; {instead}") from error

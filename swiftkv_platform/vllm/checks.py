@@ -52,14 +52,14 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             )
         heads = config.num_key_value_heads_swiftkv
         if config.swiftkv and heads not in (None, config.num_key_value_heads):
-            raise ModelError.of(
+            raise ModelError.for_field(
                 "num_key_value_heads_swiftkv",
                 heads,
                 ", but in vLLM, layers that share a KV cache must have the model's "
                 f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
             )
         if config.swiftkv and config.layer_map.gaps:
-            raise ModelError.of(
+            raise ModelError.for_field(
                 "swiftkv_prefill_layers",
                 config.swiftkv_prefill_layers,
                 ", and vLLM runs every token of a batch through all layers below l; "
@@ -211,7 +211,7 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (value := getattr(parallel, option)) != 1:
-            raise ModelError.of(option, value, "; SwiftKV models need 1; use tensor_parallel_size instead")
+            raise ModelError.for_field(option, value, "; SwiftKV models need 1; use tensor_parallel_size instead")
     if parallel.enable_dbo:
         raise _refusal("dual batch overlap splits a batch that fast prefill reduces; leave it off", "enable_dbo", True)
 

@@ -66,7 +66,7 @@ class Heads:
         tp_size = get_tensor_model_parallel_world_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // total
         if total % tp_size or (total_kv % tp_size and tp_size % total_kv):
-            raise ModelError.of(
+            raise ModelError.for_field(
                 "tensor_parallel_size",
                 tp_size,
                 f"; it must divide the {total} query heads, and divide the {total_kv} key-value heads or be a multiple "
@@ -108,7 +108,7 @@ def _stored_dim(head_dim: int) -> int:
     larger = [size for size in sizes if size >= head_dim]
     if not larger:
         why = f", more than vLLM's CPU attention supports; up to {max(sizes)} is accepted"
-        raise ModelError.of("head_dim", head_dim, why)
+        raise ModelError.for_field("head_dim", head_dim, why)
     return min(larger)
 
 

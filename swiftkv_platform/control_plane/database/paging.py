@@ -184,4 +184,6 @@ def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> Un
 
 
 def unknown_cursor(value: str) -> InvalidInputError:
-    return InvalidInputError.of("after", value, ", which is not in this list; pass the `last_id` of an earlier page")
+    return InvalidInputError.for_field(
+        "after", value, ", which is not in this list; pass the `last_id` of an earlier page"
+    )

@@ -127,7 +127,7 @@ def http_address(serve_url: str) -> tuple[str, int]:
     """
     parts = urlsplit(serve_url)
     if parts.scheme != "http" or not parts.hostname or not parts.port:
-        raise InvalidInputError.of("serve_url", serve_url, "; give http://host:port")
+        raise InvalidInputError.for_field("serve_url", serve_url, "; give http://host:port")
     if parts.hostname in _LOOPBACK:
         return parts.hostname, parts.port
     return "0.0.0.0", parts.port  # noqa: S104  # the operator has named an address that others reach

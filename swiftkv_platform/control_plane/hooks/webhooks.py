@@ -55,7 +55,7 @@ class WebhookRules:
         secret, whose value no message shows."""
         if not any(_is_within(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
-            raise InvalidInputError.of(
+            raise InvalidInputError.for_field(
                 "webhook.url", webhook.url, f", on a host that the operator has not allowed; allowed are: {opened}"
             )
         name = webhook.secret_ref

@@ -218,7 +218,7 @@ def _refused(name: str, problem: str) -> InvalidInputError:
 
 
 def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
-    return InvalidInputError.of(
+    return InvalidInputError.for_field(
         field, ours, f", and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}{unless}"
     )
 

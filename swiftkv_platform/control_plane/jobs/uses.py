@@ -65,7 +65,7 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
     others = others.where(UseRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_HOLDS_TARGET))
     if session.scalar(others.limit(1)) is not None:
         to = spec["publish"]["to"]
-        raise ConflictError.of("publish.to", to, ", where another tenant publishes; use another name")
+        raise ConflictError.for_field("publish.to", to, ", where another tenant publishes; use another name")
 
 
 def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: int, without: str = "") -> Sequence[str]:

@@ -205,7 +205,9 @@ def whole_model(
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
         if base_model is not None:
-            raise ModelError.of("base_model", str(base_model), f", but {str(source)!r} is not an adapter; leave it out")
+            raise ModelError.for_field(
+                "base_model", str(base_model), f", but {str(source)!r} is not an adapter; leave it out"
+            )
         yield source, None
         return
     name, revision = adapter.base.name_or_path, adapter.base.revision

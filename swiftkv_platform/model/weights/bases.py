@@ -119,7 +119,7 @@ def gguf_directory(
     try:
         private_directory(CACHE)
     except PermissionError as error:
-        raise ModelError.of(field, name, f": it cannot be converted in the cache: {error}") from error
+        raise ModelError.for_field(field, name, f": it cannot be converted in the cache: {error}") from error
     with boundary.open(file, field, error=ModelError) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         directory = CACHE / f"{digest[:32]}-{_FORMAT}"
@@ -140,7 +140,7 @@ def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, fie
             shutil.copyfileobj(stream, target, _COPIED_BYTES)
         with copy.open("rb") as copied:
             if hashlib.file_digest(copied, "sha256").hexdigest() != digest:
-                raise ModelError.of(field, name, ", which changes while it is read; use it once it is written")
+                raise ModelError.for_field(field, name, ", which changes while it is read; use it once it is written")
         with new_directory(directory) as converted:
             _convert(copy, read_gguf_config(copy, name, field=field), converted, name, field)
             converted.chmod(0o700)
@@ -159,11 +159,13 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, fie
             output_loading_info=True,
         )
     except ImportError as error:
-        raise ModelError.of(field, name, ": GGUF files are read with the package gguf: pip install gguf") from error
+        raise ModelError.for_field(
+            field, name, ": GGUF files are read with the package gguf: pip install gguf"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ModelError.of(field, name, f": transformers cannot read it ({type(error).__name__})") from error
+        raise ModelError.for_field(field, name, f": transformers cannot read it ({type(error).__name__})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
-        raise ModelError.of(field, name, f": its tensors do not match the model in its header: {wrong}")
+        raise ModelError.for_field(field, name, f": its tensors do not match the model in its header: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

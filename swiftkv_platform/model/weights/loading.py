@@ -68,7 +68,7 @@ def load_checked(
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
     if is_peft_available() and checkpoint.find(ADAPTER):  # transformers would load what it names
-        raise ModelError.of(
+        raise ModelError.for_field(
             "model.name_or_path", checkpoint.source, f": its {ADAPTER} names another model; use merged weights"
         )
     quantized = check_fits(checkpoint, config, build)
@@ -256,7 +256,7 @@ def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
     """Raise `ModelError` for a weight with a NaN or an infinity, which would spoil every answer of the model."""
     # The extremes are NaN if any element is, and computing them needs no memory per element.
     if tensor.numel() and not tensor.is_meta and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-        raise ModelError.of(
+        raise ModelError.for_field(
             "model.name_or_path",
             str(source),
             f": its {name} has values that are not finite; save the model again, or use an earlier checkpoint",

@@ -37,7 +37,7 @@ _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
 def check_new(target: Path) -> None:
     """Raise `ConflictError` unless `target` does not exist or is an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConflictError.of(
+        raise ConflictError.for_field(
             "output", str(target), ", which exists and is not empty; name a new or an empty directory"
         )
 

@@ -45,8 +45,8 @@ from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
     VarlenOperator,
-    attention_head_dim,
-    flash_refusal_of_heads,
+    find_flash_head_obstacle,
+    get_attention_head_dim,
     to_tensors,
 )
 from swiftkv_platform.model.workers import Workers
@@ -110,7 +110,7 @@ def _choose_operator(
     implementation: AttentionImplementation, config: Any, _: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
     """Return the operator that a GPU with FlashAttention would use."""
-    if implementation == "sdpa" or flash_refusal_of_heads(dtype, attention_head_dim(config)) is not None:
+    if implementation == "sdpa" or find_flash_head_obstacle(dtype, get_attention_head_dim(config)) is not None:
         return None
     return _attend_varlen
 

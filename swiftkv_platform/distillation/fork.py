@@ -34,12 +34,12 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
 from swiftkv_platform.model.packed_attention import (
     SAMPLES,
-    TOKENS_STEP,
+    TOKENS_MULTIPLE,
     AttentionImplementation,
-    DeepTurns,
-    begin_packed,
-    lower_turns,
-    with_turns,
+    DeepSpanWriter,
+    add_conversation_spans,
+    make_packed_context,
+    run_lower_layers_by_span,
 )
 from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.planning.training import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
@@ -322,7 +322,7 @@ class Fork(nn.Module):
             own_context = context
             if self.student.config.layer_map.deep_leaders:
                 deep = loss_mask if self.sequence is None else self.sequence.union(loss_mask)
-                own_context = with_turns(context, deep.flatten())
+                own_context = add_conversation_spans(context, deep.flatten())
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
                 own = self.sequence.own(context.num_tokens)
@@ -331,7 +331,7 @@ class Fork(nn.Module):
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
             kept = self._kept(context, loss_mask.flatten(), counted)
         with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
-            x, entering = lower_turns(decoder, context, own_context, kept)
+            x, entering = run_lower_layers_by_span(decoder, context, own_context, kept)
         teacher = None
         if self._needs_teacher:
             kept_teacher = self.kept_teacher or decoder
@@ -342,7 +342,7 @@ class Fork(nn.Module):
                 teacher = _rows(teacher, counted)
         writer = None
         if self.student.config.layer_map.deep_leaders:
-            writer = DeepTurns(decoder.project_key_values(x, context.rotation))
+            writer = DeepSpanWriter(decoder.project_key_values(x, context.rotation))
         record = student_states if recorded else None
         student = decoder.student_upper(x, own_context, kept=kept, deep=writer, hidden=entering, record=record)
 
@@ -376,15 +376,15 @@ class Fork(nn.Module):
         if self.sequence is None and self.student.config._attn_implementation != PACKED:
             return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
         attention, dtype = self._attention, self._dtype
-        return begin_packed(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
+        return make_packed_context(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
 
     def _kept(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
         """Select the tokens that enter the student's layers >= l: those that count, then others to fill up to a
-        multiple of `TOKENS_STEP`. None: all tokens."""
+        multiple of `TOKENS_MULTIPLE`. None: all tokens."""
         if self.keeps_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
             return None
         # If nothing counts, layers run all the same: other workers wait for this one's gradients.
-        num_kept = -(-max(len(counted), 1) // TOKENS_STEP) * TOKENS_STEP
+        num_kept = -(-max(len(counted), 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
         others = loss_mask.logical_not().nonzero().squeeze(1)[: num_kept - len(counted)]
         return TokenSelection(torch.cat((counted, others)))
 
@@ -408,15 +408,15 @@ def sharding_units(decoder: Any) -> Iterator[nn.Module | list[nn.Module]]:
     first."""
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     # K and V of all groups run before the layers that own their projections, so the projections are sharded apart.
-    projecting = [leader.projecting_modules() for leader in leaders]
-    apart = [[*modules, *leader.expanding_modules()] for modules, leader in zip(projecting, leaders, strict=True)]
+    projecting = [leader.list_projecting_modules() for leader in leaders]
+    apart = [[*modules, *leader.list_expanding_modules()] for modules, leader in zip(projecting, leaders, strict=True)]
     of_leaders = dict(zip(decoder.layer_map.leaders, map(_num_parameters, apart), strict=True))
     largest = max(_num_parameters([layer]) - of_leaders.get(i, 0) for i, layer in enumerate(decoder.layers))
     for run in split_by_size([_num_parameters(modules) for modules in projecting], largest):
         yield [module for modules in projecting[run] for module in modules]
     for leader in leaders:
-        yield from leader.expanding_modules()
-        yield from leader.shared_norms()
+        yield from leader.list_expanding_modules()
+        yield from leader.list_shared_norms()
     yield from decoder.layers
 
 
@@ -458,7 +458,7 @@ def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Par
     first = first_trained_layer(student.config, spec)
     for i, layer in enumerate(student.model.layers[first:], start=first):
         upper = i >= student.config.num_key_value_layers
-        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.idle_modules()) if upper else ()
+        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.list_idle_modules()) if upper else ()
         for name, parameter in layer.named_parameters():
             if not name.startswith(idle):
                 trained[f"model.layers.{i}.{name}"] = parameter

@@ -37,7 +37,7 @@ from swiftkv_platform.distillation.course import (
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.parallel import DataParallel, FullySharded, Parallel, Weights
 from swiftkv_platform.errors import LossNotFiniteError
-from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
+from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
 from swiftkv_platform.planning.steering import RunSchedule, num_measured_rows, steps_of_trial
 from swiftkv_platform.specs import JobSpec, TrainingSpec, ValidationSpec
 
@@ -307,7 +307,7 @@ def micro_batches(
     made = []
     for start in range(0, len(places), training.micro_batch_size):
         chosen = places[start : start + training.micro_batch_size]
-        step = math.lcm(parallel.sequence_parallel_size, TOKENS_STEP)
+        step = math.lcm(parallel.sequence_parallel_size, TOKENS_MULTIPLE)
         multiple = len(chosen) * rows.max_length if training.compile else step
         num_counted = max(len(mine) - start, 0)
         arrays, lengths = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)

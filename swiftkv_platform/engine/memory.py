@@ -20,7 +20,7 @@ from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.varlen import block_size_for, choose_operator
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.cache import PAYLOAD_DTYPES
-from swiftkv_platform.model.packed_attention import attention_head_dim
+from swiftkv_platform.model.packed_attention import get_attention_head_dim
 from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -36,7 +36,7 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
-    dim = attention_head_dim(config)
+    dim = get_attention_head_dim(config)
     return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
@@ -53,7 +53,7 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
             field="kv_cache_dtype",
             value=config.kv_cache_dtype,
         )
-    operator = choose_operator(device, loaded.model.dtype, attention_head_dim(model_config))
+    operator = choose_operator(device, loaded.model.dtype, get_attention_head_dim(model_config))
     block_size = block_size_for(operator, config.block_size, BLOCK_SIZE)
     shapes = layer_shapes(model_config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, block_size, format_)

@@ -138,7 +138,7 @@ class NativeAttention(nn.Module):
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, True
         self.sliding_window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
         self.q_norm, self.k_norm = (attention._modules.get(name) for name in ("q_norm", "k_norm"))
-        self.normalises_all_heads = self.config.family.query_key_norms == "all heads"
+        self.has_joint_head_norm = self.config.family.query_key_norms == "all heads"
         self.rotates = getattr(attention, "use_rope", True)
 
     def forward(
@@ -151,7 +151,7 @@ class NativeAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
         query, key, value = (
-            split_heads(part, self.head_dim, norm, of_all=self.normalises_all_heads)
+            split_heads(part, self.head_dim, norm, over_all_heads=self.has_joint_head_norm)
             for part, norm in zip(self._project(hidden_states), (self.q_norm, self.k_norm, None), strict=True)
         )
         if self.rotates:
@@ -190,7 +190,7 @@ class SharedKeyValues:
         leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
         if not leaders or not isinstance(decoder.norm_swiftkv, NativeRMSNorm):
             return None
-        if any(not isinstance(leader, HeadAttentionMixin) or leader.normalises_all_heads for leader in leaders):
+        if any(not isinstance(leader, HeadAttentionMixin) or leader.has_joint_head_norm for leader in leaders):
             return None
         kinds = {(type(leader.k_norm), leader.rotates) for leader in leaders}
         norm, _ = next(iter(kinds))
@@ -309,7 +309,7 @@ class NativeLayer(nn.Module):
     def of(cls, layer: Any) -> Self | None:
         """None: the layer is of another shape."""
         attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
-        if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.normalises_all_heads:
+        if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.has_joint_head_norm:
             return None
         family, config = attention.config.family, attention.config
         if family.norms != "before" or family.multiplier(config, "residual_multiplier") != 1.0:

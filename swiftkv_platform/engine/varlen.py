@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.model.packed_attention import VarlenOperator, flash_refusal
+from swiftkv_platform.model.packed_attention import VarlenOperator, find_flash_obstacle
 
 FLASH_PAGE = 256
 """The block size must be a multiple of this for FlashAttention 2, which comes with PyTorch."""
@@ -145,7 +145,7 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Return the operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
     if device.type == "cpu":
         return None
-    reason = flash_refusal(device, dtype, head_dim)
+    reason = find_flash_obstacle(device, dtype, head_dim)
     if reason is None:
         return varlen_attn
     get_logger().warning("flash_attention_unavailable", reason=reason, instead="plain operators, which are slow")

@@ -17,7 +17,13 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.context import PACKED
-from swiftkv_platform.model.packed_attention import DeepTurns, begin_packed, lower_turns, to_tensors, with_turns
+from swiftkv_platform.model.packed_attention import (
+    DeepSpanWriter,
+    add_conversation_spans,
+    make_packed_context,
+    run_lower_layers_by_span,
+    to_tensors,
+)
 from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22
@@ -202,16 +208,18 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.layer_map.deep_leaders:
-        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype)
+        context = make_packed_context(
+            decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype
+        )
     else:
         context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
-    turns = with_turns(context, counted.flatten()) if decoder.layer_map.deep_leaders else context
-    x, entering = lower_turns(decoder, context, turns, None)
+    turns = add_conversation_spans(context, counted.flatten()) if decoder.layer_map.deep_leaders else context
+    x, entering = run_lower_layers_by_span(decoder, context, turns, None)
     teacher_x = x
     if decoder.teacher_lower is not None or decoder.layer_map.gaps:
         teacher_x = (decoder.teacher_lower or decoder.lower)(context)
     teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
-    deep = DeepTurns(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
+    deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     student = _rows(decoder.student_upper(x, turns, deep=deep, hidden=entering), counted)
     exits = _rows(entering, counted) if model.config.shape.has_exit_head else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]

@@ -27,7 +27,7 @@ MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyVa
 num_tokens, hidden_size] and its rotation."""
 
 
-def attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+def normalize_attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Return the input of a layer's attention for the layer's input, normalised if the family has a norm before."""
     norm = getattr(layer, "input_layernorm", None)
     return hidden if norm is None else norm(hidden)
@@ -61,40 +61,40 @@ class SwiftKVAttentionMixin(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
         self.shared_heads = None
-        twins = {f"{name}_swiftkv": name for name in self.own_modules(config)}
+        twins = {f"{name}_swiftkv": name for name in self.list_twin_modules(config)}
         if layer_idx in config.layer_map.leaders:
             twins |= {f"{name}_swiftkv": name for name in self.key_value_modules}
             if config.layer_map.deep_leaders:
                 twins |= {f"{name}_decode_swiftkv": name for name in self.decode_modules}
         for twin, name in twins.items():
-            setattr(self, twin, copy.deepcopy(self.of_teacher(name)))
+            setattr(self, twin, copy.deepcopy(self.get_teacher_module(name)))
         if not config.swiftkv_teacher_weights:
             self.drop_teacher()
 
     @classmethod
-    def query_modules(cls, config: Any, /) -> tuple[str, ...]:
+    def list_query_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Return the names of the teacher's modules that make queries, in the order in which they are applied."""
         raise NotImplementedError
 
     @classmethod
-    def own_modules(cls, config: Any, /) -> tuple[str, ...]:
+    def list_twin_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Return the names of the teacher's modules of which every layer >= l has a twin."""
-        return cls.query_modules(config) + (("o_proj",) if config.own_output_projection else ())
+        return cls.list_query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
     @classmethod
-    def rows_of_teacher(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
+    def locate_teacher_rows(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
         """Return the teacher's module that contains the projection `name`, and its rows in it; None: all rows."""
         return name, None
 
     @classmethod
-    def teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
+    def list_teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Return the names of the modules that only the teacher uses."""
-        names = cls.own_modules(config) + cls.key_value_modules
-        return tuple(dict.fromkeys(cls.rows_of_teacher(config, name)[0] for name in names))
+        names = cls.list_twin_modules(config) + cls.key_value_modules
+        return tuple(dict.fromkeys(cls.locate_teacher_rows(config, name)[0] for name in names))
 
-    def of_teacher(self, name: str) -> Any:
+    def get_teacher_module(self, name: str) -> Any:
         """Return the teacher's module `name`; for a fused one, a linear module that shares the memory of its rows."""
-        module, rows = self.rows_of_teacher(self.config, name)
+        module, rows = self.locate_teacher_rows(self.config, name)
         whole = getattr(self, module)
         if rows is None:
             return whole
@@ -126,7 +126,7 @@ class SwiftKVAttentionMixin(nn.Module):
         """
         raise NotImplementedError
 
-    def own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
+    def project_own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
         """Return the two tensors that the cache stores for deep tokens, from this leader's normalised input [batch,
         num_tokens, hidden_size]."""
         return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
@@ -139,26 +139,26 @@ class SwiftKVAttentionMixin(nn.Module):
         """Return the queries with RoPE [batch, num_heads, num_tokens, dim] for this layer's normalised input."""
         raise NotImplementedError
 
-    def projecting_modules(self) -> list[nn.Module]:
+    def list_projecting_modules(self) -> list[nn.Module]:
         """Return a leader's modules that make the two tensors that the cache stores for its group."""
-        expanding = self.expanding_modules()
+        expanding = self.list_expanding_modules()
         modules = [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
         return [module for module in modules if module not in expanding]
 
-    def expanding_modules(self) -> list[nn.Module]:
+    def list_expanding_modules(self) -> list[nn.Module]:
         """Return a leader's modules that turn the cached tensors into keys and values, once for the whole group."""
         return []
 
-    def shared_norms(self) -> list[nn.Module]:
+    def list_shared_norms(self) -> list[nn.Module]:
         """Return a leader's norms on the keys of its group, which are also the teacher's norms in this layer."""
         return []
 
-    def idle_modules(self) -> tuple[str, ...]:
+    def list_idle_modules(self) -> tuple[str, ...]:
         """Return the names of the modules that the student does not run."""
-        return self.teacher_modules(self.config)
+        return self.list_teacher_modules(self.config)
 
     def drop_teacher(self) -> None:
-        for name in self.teacher_modules(self.config):
+        for name in self.list_teacher_modules(self.config):
             delattr(self, name)
 
     def forward(
@@ -205,7 +205,7 @@ class SwiftKVAttentionMixin(nn.Module):
         return nn.functional.dropout(output, p=dropout, training=self.training), weights
 
 
-class _SharedHeads(nn.Module):
+class _StudentHeads(nn.Module):
     """The module attributes that transformers' attention functions read, for students whose key-value heads are not the
     teacher's (paper, appendix C)."""
 
@@ -230,14 +230,14 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def split_heads(
-    projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, of_all: bool = False
+    projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, over_all_heads: bool = False
 ) -> torch.Tensor:
     """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm` over
-    each head or, with `of_all`, over all heads together."""
-    if norm is not None and of_all:
+    each head or, with `over_all_heads`, over all heads together."""
+    if norm is not None and over_all_heads:
         projected = norm(projected)
     heads: torch.Tensor = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-    return heads if norm is None or of_all else norm(heads)
+    return heads if norm is None or over_all_heads else norm(heads)
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
@@ -259,15 +259,15 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         self.rotates = True
         if config.family.has_unrotated_layers:  # a group shares its keys, so all its layers rotate or none does
             self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
-        self.normalises_heads = config.family.query_key_norms is not None
-        if not self.normalises_heads:
+        self.has_head_norms = config.family.query_key_norms is not None
+        if not self.has_head_norms:
             self.q_norm = self.k_norm = nn.Identity()
-        self.normalises_all_heads = config.family.query_key_norms == "all heads"
+        self.has_joint_head_norm = config.family.query_key_norms == "all heads"
         if config.num_key_value_heads_swiftkv is not None:
             self._share_heads(config, layer_idx)
 
     def _share_heads(self, config: Any, layer_idx: int) -> None:
-        self.shared_heads = _SharedHeads(config, layer_idx)
+        self.shared_heads = _StudentHeads(config, layer_idx)
         if layer_idx in config.layer_map.leaders:
             size = config.num_key_value_heads_swiftkv * self.head_dim
             kinds = ("swiftkv", "decode_swiftkv") if config.layer_map.deep_leaders else ("swiftkv",)
@@ -276,11 +276,11 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
                 setattr(self, name, nn.Linear(twin.in_features, size, bias=twin.bias is not None))
 
     @classmethod
-    def query_modules(cls, _config: Any, /) -> tuple[str, ...]:
+    def list_query_modules(cls, _config: Any, /) -> tuple[str, ...]:
         return ("q_proj",)
 
     @classmethod
-    def rows_of_teacher(cls, config: Any, name: str, /) -> tuple[str, slice | None]:
+    def locate_teacher_rows(cls, config: Any, name: str, /) -> tuple[str, slice | None]:
         if not config.family.fuses_projections or name not in ("q_proj", "k_proj", "v_proj"):
             return name, None
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -294,22 +294,22 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         keys, values = projected
-        keys = split_heads(keys, self.head_dim, self.k_norm, of_all=self.normalises_all_heads)
-        return self._place(keys, rotation), split_heads(values, self.head_dim)
+        keys = split_heads(keys, self.head_dim, self.k_norm, over_all_heads=self.has_joint_head_norm)
+        return self._apply_rope(keys, rotation), split_heads(values, self.head_dim)
 
-    def shared_norms(self) -> list[nn.Module]:
-        return [self.k_norm] if self.normalises_heads else []
+    def list_shared_norms(self) -> list[nn.Module]:
+        return [self.k_norm] if self.has_head_norms else []
 
-    def idle_modules(self) -> tuple[str, ...]:
-        follows = self.normalises_heads and not hasattr(self, "k_proj_swiftkv")
-        return (*super().idle_modules(), *(["k_norm"] if follows else []))
+    def list_idle_modules(self) -> tuple[str, ...]:
+        follows = self.has_head_norms and not hasattr(self, "k_proj_swiftkv")
+        return (*super().list_idle_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         projected = self.q_proj_swiftkv(hidden_states)
-        heads = split_heads(projected, self.head_dim, self.q_norm, of_all=self.normalises_all_heads)
-        return self._place(heads, rotation)
+        heads = split_heads(projected, self.head_dim, self.q_norm, over_all_heads=self.has_joint_head_norm)
+        return self._apply_rope(heads, rotation)
 
-    def _place(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def _apply_rope(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return self.rotate(heads, rotation) if self.rotates else heads
 
 
@@ -337,7 +337,7 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
     kv_b_proj_swiftkv: nn.Linear
 
     @classmethod
-    def query_modules(cls, config: Any, /) -> tuple[str, ...]:
+    def list_query_modules(cls, config: Any, /) -> tuple[str, ...]:
         return ("q_proj",) if config.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
 
     @property
@@ -356,12 +356,12 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
         keys, values = by_head.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return torch.cat((keys, rotary_key.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
-    def expanding_modules(self) -> list[nn.Module]:
+    def list_expanding_modules(self) -> list[nn.Module]:
         return [self.kv_b_proj_swiftkv]
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         projected = hidden_states
-        for name in self.query_modules(self.config):
+        for name in self.list_query_modules(self.config):
             projected = getattr(self, f"{name}_swiftkv")(projected)
         query = projected.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
         plain, rotary = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)

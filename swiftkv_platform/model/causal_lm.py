@@ -128,9 +128,9 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         return any(kwargs.get(flag) or getattr(self.config, flag, False) for flag in flags)
 
     @classmethod
-    def teacher_modules(cls, config: Any) -> list[str]:
+    def list_teacher_modules(cls, config: Any) -> list[str]:
         """Return the names of the modules of layers >= l that only the teacher runs."""
-        modules = cls.decoder_class.layer_class.attention_class.teacher_modules(config)
+        modules = cls.decoder_class.layer_class.attention_class.list_teacher_modules(config)
         layers = range(config.num_key_value_layers, config.num_hidden_layers)
         return [f"model.layers.{i}.self_attn.{module}" for i in layers for module in modules]
 
@@ -181,7 +181,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     @classmethod
     def _has_teacher(cls, config: Any, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint has the modules that only the teacher runs, which an export may lack."""
-        teacher = cls.teacher_modules(config)
+        teacher = cls.list_teacher_modules(config)
         stored = {name.rpartition(".")[0] for name in checkpoint.shards}
         return not teacher or not stored.isdisjoint(teacher)
 

@@ -22,7 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, attention_input
+from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, normalize_attention_input
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
 from swiftkv_platform.model.context import DecoderContext, Masks, TokenSelection, make_masks
 from swiftkv_platform.model.deep_tokens import Bypass, DeepGroup, DeepSuffix, DeepWriter, bypass_before
@@ -231,7 +231,7 @@ class SwiftKVDecoderMixin(nn.Module):
         `layer_arguments` tell the attention function not to attend."""
         layer = self.layers[i]
         layer.self_attn(
-            attention_input(layer, hidden),
+            normalize_attention_input(layer, hidden),
             attention_mask=None,
             position_ids=context.position_ids,
             position_embeddings=self.layer_rotations.select(i, context.rotation),

@@ -46,7 +46,7 @@ class DeepGroup:
 
     def __call__(self, attention: SwiftKVAttentionMixin, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
         if attention is self._leader:
-            stored = self.writer.write(self.group, attention.own_key_value(hidden_states, rotation))
+            stored = self.writer.write(self.group, attention.project_own_key_value(hidden_states, rotation))
             self.key_value = attention.expand_key_value(read(take_rows(stored, self._kept)))
         assert self.key_value is not None, "a group's leader attends first"
         return self.key_value

@@ -174,7 +174,7 @@ def export_adapter(
             partial,
             name_or_path=name_or_path,
             revision=revision,
-            teacher_modules=teacher_modules(config),
+            teacher_modules=list_teacher_modules(config),
             refuses_whole=True,
         )
         copy_companions(directory, partial)
@@ -209,7 +209,7 @@ class _Source:
         directory = local_directory(str(source), revision, field="model.name_or_path")
         checkpoint = Checkpoint.open(directory)
         modules = {name.rpartition(".")[0] for name in checkpoint.shards}
-        if teacher and modules.isdisjoint(teacher_modules(config)):
+        if teacher and modules.isdisjoint(list_teacher_modules(config)):
             raise _no_teacher(str(source))
         return cls(str(source), directory, whole, config, checkpoint, frozenset(filter(keeps, checkpoint.shards)))
 
@@ -307,7 +307,7 @@ def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tup
     if teacher:
         return config, lambda _: True
     config.swiftkv_teacher_weights = False
-    dropped = frozenset(teacher_modules(config))
+    dropped = frozenset(list_teacher_modules(config))
     return config, lambda name: name.rpartition(".")[0] not in dropped
 
 
@@ -323,9 +323,9 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
         )
 
 
-def teacher_modules(config: Any) -> list[str]:
+def list_teacher_modules(config: Any) -> list[str]:
     """Return the names of a student's modules that only its teacher runs."""
-    modules: list[str] = student_classes(config.model_type).causal_lm.teacher_modules(config)
+    modules: list[str] = student_classes(config.model_type).causal_lm.list_teacher_modules(config)
     return modules
 
 

@@ -1,9 +1,9 @@
 """Attention over packed samples that are concatenated in one row: each sample attends to itself, without a mask.
 
-On a GPU PyTorch's `varlen_attn` (FlashAttention) takes the samples' borders. Elsewhere SDPA runs once per sample with
-its causal flag: on a CPU that is 11 times as fast as a mask in rows of 2,048 tokens with samples of 133, and 38 times
-in rows of 8,192. Batching samples of equal length into one call was slower at either size: gathering them, and
-scattering their gradients, costs more than the calls.
+A GPU runs PyTorch's `varlen_attn` (FlashAttention) on cumulative sequence lengths. Other devices run SDPA once per
+sample with its causal flag. On a CPU this is 11 times faster than a mask for rows of 2,048 tokens with samples of 133
+tokens, and 38 times faster for rows of 8,192 tokens. Batching samples of equal length is slower: gathering them and
+scattering their gradients costs more than the calls.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ FLASH_CAPABILITY = (8, 0)
 MAX_FLASH_HEAD_DIM, FLASH_HEAD_DIM_MULTIPLE = 256, 8
 
 
-def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why FlashAttention cannot run a model on this GPU; None: it can."""
+def find_flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why FlashAttention cannot run a model on this GPU; None if it can."""
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:
         return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
-    return flash_refusal_of_heads(dtype, head_dim)
+    return find_flash_head_obstacle(dtype, head_dim)
 
 
-def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why FlashAttention cannot run such heads on any GPU; None: it can on those that it supports."""
+def find_flash_head_obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why FlashAttention supports heads of this dtype and size on no GPU; None if it supports them."""
     if dtype not in FLASH_DTYPES:
         return f"the model computes in {dtype}; float16 or bfloat16 is needed"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
@@ -52,65 +52,66 @@ def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 SAMPLES = "packed_samples"
-"""Keyword argument with which every attention layer of a pass gets the samples."""
+"""Keyword argument that passes the samples to every attention layer."""
 
-TOKENS_STEP = 64
-"""Training pads sizes of operators to multiples of this many tokens where it can. On a CPU, operators of narrow dtypes
-are compiled for each new size, which takes longer than running them, and the code is kept: some 5 MiB for each length
-in attention's backward pass. With padding few sizes occur."""
+TOKENS_MULTIPLE = 64
+"""Training pads operator sizes to multiples of this number of tokens. On a CPU, operators of 16-bit dtypes are compiled
+for each new size. Compiling takes longer than running, and the code stays in memory, about 5 MiB per length in
+attention's backward pass. Padding limits the number of sizes."""
 
 VarlenOperator = Callable[..., Any]
 """Function with the signature of `torch.nn.attention.varlen.varlen_attn`."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A run of consecutive deep tokens in a sample; all indices count the tokens of the whole row."""
+class Span:
+    """Consecutive deep tokens in a sample, such as an assistant message of a conversation. Indices count the tokens of
+    the whole row."""
 
-    sample: int
+    sample_begin: int
     """First token of the sample."""
     begin: int
     end: int
-    """The token after its last one."""
+    """First token after the span."""
 
 
 @dataclass(frozen=True)
-class _Reads:
-    """Rows of the queries of all turns, and rows of the keys and values that each turn reads, turn by turn."""
+class _SpanIndices:
+    """Indices of the queries of all spans, and of the keys and values that each span attends to, span by span."""
 
-    asking: Tensor
-    read: Tensor
-    sizes: list[int]
-    """Number of queries of each turn."""
-    num_read: list[int]
-    """Number of keys of each turn."""
-    borders: tuple[Tensor, Tensor]
-    """Borders of the turns among queries and among keys, see `_borders`."""
+    queries: Tensor
+    keys: Tensor
+    num_queries: list[int]
+    """Number of queries per span."""
+    num_keys: list[int]
+    """Number of keys per span."""
+    cu_seqlens: tuple[Tensor, Tensor]
+    """Cumulative lengths of the spans' queries and keys, see `_cumulative_lengths`."""
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Samples concatenated in a batch of one row; tokens after the last sample (padding) attend to nothing. A
+    """Samples concatenated in a batch of one row. Padding after the last sample attends to nothing. Implements
     `SelectsTokens`."""
 
     lengths: tuple[int, ...]
     windows: tuple[int | None, ...]
-    """By layer, the number of tokens that a query sees, including itself; None: all before it."""
+    """Sliding window per layer in tokens, including the query itself; None: no window."""
     dtype: torch.dtype
-    """Dtype in which the model computes; the operator gets its inputs in it."""
+    """Compute dtype of the model and of the operator's inputs."""
     operator: VarlenOperator | None = None
     """Attention operator; None: SDPA, sample by sample."""
-    borders: Tensor | None = None
-    """First token of each sample and the end of the last one, int32 on the device; set if there is an operator."""
-    kept: Tensor | None = None
-    """Tokens that have queries, int64 [num_kept]; None: all."""
-    turns: tuple[Turn, ...] | None = None
-    """Turns whose tokens have queries, in a student whose deep tokens keep their own K and V; None: all tokens have.
-    If there are turns, kept tokens begin with those of all turns."""
+    cu_seqlens: Tensor | None = None
+    """Cumulative lengths of the samples, int32 on the device; set if `operator` is set."""
+    query_tokens: Tensor | None = None
+    """Tokens with queries, int64 [num_queries]; None: all."""
+    spans: tuple[Span, ...] | None = None
+    """Spans whose tokens have queries, for a student whose deep tokens have their own K and V; None: all tokens have
+    queries. `query_tokens` then begins with the tokens of all spans."""
     num_tokens: int = 0
-    """Number of all tokens, including padding; set if there are turns."""
+    """Number of tokens including padding; set if `spans` is set."""
     device: torch.device | None = None
-    """Device of the tokens; set if there are turns."""
+    """Device of the tokens; set if `spans` is set."""
 
     @classmethod
     def create(
@@ -122,100 +123,113 @@ class PackedSamples:
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
     ) -> Self:
-        borders = None if operator is None else _borders(lengths, device)
-        return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
+        cu_seqlens = None if operator is None else _cumulative_lengths(lengths, device)
+        return cls(tuple(lengths), layer_windows(config), dtype, operator, cu_seqlens)
 
-    def with_turns(self, counts: Tensor) -> Self:
-        """Return the samples for layers >= l of a student whose deep tokens, marked by `counts` [num_tokens], keep
-        their own K and V. The keys and values must be those from x of all tokens, followed by the kept tokens' own.
-        Reads `counts` on the host."""
-        turns: list[Turn] = []
-        deep, begin = counts.tolist(), 0
-        for length in self.lengths:
-            end = begin + length
-            edges = [at for at in range(begin, end + 1) if (at < end and deep[at]) != (at > begin and deep[at - 1])]
-            turns += [Turn(begin, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
-            begin = end
-        return replace(self, turns=tuple(turns), num_tokens=len(deep), device=counts.device)
+    def add_conversation_spans(self, deep_mask: Tensor) -> Self:
+        """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
+        expects the K and V from x of all tokens, followed by the deep tokens' own.
+
+        Args:
+            deep_mask: [num_tokens], nonzero for deep tokens. It is read on the host.
+        """
+        deep = deep_mask.tolist()
+        spans = conversation_spans(deep, self.lengths)
+        return replace(self, spans=tuple(spans), num_tokens=len(deep), device=deep_mask.device)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
-        assert isinstance(selection.tokens, Tensor), "training keeps the tokens that count"
-        return replace(self, kept=selection.tokens)
+        assert isinstance(selection.tokens, Tensor), "training selects the counted tokens by index"
+        return replace(self, query_tokens=selection.tokens)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layer: int) -> Tensor:
-        """Attend within samples: [1, num_tokens, num_heads, dim] from queries, keys and values [1, heads, num_tokens,
-        dim], the queries of the kept tokens only."""
-        if self.turns is not None:
-            return self._attend_turns(query, key, value, scaling, self.windows[layer])
-        if self.kept is None:
+        """Attend within samples.
+
+        Args:
+            query: [1, num_heads, num_queries, dim], of the tokens with queries.
+            key: [1, num_key_value_heads, num_tokens, dim], like `value`.
+
+        Returns:
+            [1, num_queries, num_heads, dim].
+        """
+        if self.spans is not None:
+            return self._attend_in_spans(query, key, value, scaling, self.windows[layer])
+        if self.query_tokens is None:
             return self._attend(query, key, value, scaling, self.windows[layer])
-        # Kernels need causal runs, but any tokens may be kept: put their queries at their places among all tokens.
+        # Kernels need consecutive queries, so scatter the selected ones into a tensor of all tokens.
         shape = (1, query.shape[1], key.shape[2], query.shape[3])
-        asked = query.new_zeros(shape).index_copy(2, self.kept, query)
-        return self._attend(asked, key, value, scaling, self.windows[layer]).index_select(1, self.kept)
+        scattered = query.new_zeros(shape).index_copy(2, self.query_tokens, query)
+        return self._attend(scattered, key, value, scaling, self.windows[layer]).index_select(1, self.query_tokens)
 
     @cached_property
-    def _reads(self) -> _Reads:
-        """Rows of the turns' queries, keys and values, which are the same in every layer: copied to the device once."""
-        assert self.turns is not None
-        assert self.device is not None, "there are turns"
-        sizes = [turn.end - turn.begin for turn in self.turns]
-        first_rows = [turn.begin for turn in self.turns] if self.kept is None else list(accumulate(sizes, initial=0))
-        asking: list[int] = []
-        read: list[int] = []
-        num_read: list[int] = []
-        for turn, first, size in zip(self.turns, first_rows, sizes, strict=False):
+    def _span_indices(self) -> _SpanIndices:
+        """Indices of the spans' queries, keys and values. All layers share them, so they are copied to the device
+        once."""
+        assert self.spans is not None
+        assert self.device is not None, "add_conversation_spans sets both"
+        num_queries = [span.end - span.begin for span in self.spans]
+        if self.query_tokens is None:
+            first_queries = [span.begin for span in self.spans]
+        else:
+            first_queries = list(accumulate(num_queries, initial=0))
+        queries: list[int] = []
+        keys: list[int] = []
+        num_keys: list[int] = []
+        for span, first, size in zip(self.spans, first_queries, num_queries, strict=False):
             own = range(first, first + size)
-            asking += own
-            read += [*range(turn.sample, turn.begin), *(self.num_tokens + row for row in own)]
-            num_read.append(turn.begin - turn.sample + size)
-        rows = [torch.tensor(some).to(self.device, non_blocking=True) for some in (asking, read)]
-        borders = _borders(sizes, self.device), _borders(num_read, self.device)
-        return _Reads(rows[0], rows[1], sizes, num_read, borders)
+            queries += own
+            # keys: from x before the span, then the span's own, which follow those of all tokens
+            keys += [*range(span.sample_begin, span.begin), *(self.num_tokens + row for row in own)]
+            num_keys.append(span.begin - span.sample_begin + size)
+        indices = [torch.tensor(rows).to(self.device, non_blocking=True) for rows in (queries, keys)]
+        cu_seqlens = _cumulative_lengths(num_queries, self.device), _cumulative_lengths(num_keys, self.device)
+        return _SpanIndices(indices[0], indices[1], num_queries, num_keys, cu_seqlens)
 
-    def _attend_turns(
+    def _attend_in_spans(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """Attend from each turn's tokens to the K and V from x before the turn and to the turn's own; other tokens'
-        output is zero."""
+        """Attend from each span's tokens to the K and V from x before the span and to the span's own K and V. The
+        output of other tokens is zero."""
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        if not self.turns:
+        if not self.spans:
             return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for these gradients
-        reads = self._reads
-        query, key, value = (
-            tensor.index_select(2, rows)
-            for tensor, rows in ((query, reads.asking), (key, reads.read), (value, reads.read))
-        )
+        # 1. gather the spans' queries, keys and values
+        indices = self._span_indices
+        query = query.index_select(2, indices.queries)
+        key, value = key.index_select(2, indices.keys), value.index_select(2, indices.keys)
+        # 2. attend span by span, or all spans in one operator call
         if self.operator is None:
+            num_keys = indices.num_keys
             parts = zip(
-                query.split(reads.sizes, 2), key.split(reads.num_read, 2), value.split(reads.num_read, 2), strict=True
+                query.split(indices.num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True
             )
             attended = torch.cat(
                 [_attend_causally(*part, scaling, window or self.num_tokens).transpose(1, 2) for part in parts], dim=1
             )
         else:
-            longest = max(reads.sizes), max(reads.num_read)
-            attended = self._run_operator(query, key, value, reads.borders, longest, scaling, window)
-        return output.index_copy(1, reads.asking, attended.to(output.dtype))
+            max_lengths = max(indices.num_queries), max(indices.num_keys)
+            attended = self._run_operator(query, key, value, indices.cu_seqlens, max_lengths, scaling, window)
+        # 3. scatter the outputs
+        return output.index_copy(1, indices.queries, attended.to(output.dtype))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        num_tokens, used = query.shape[2], sum(self.lengths)
-        query, key, value = (tensor[:, :, :used] for tensor in (query, key, value))
+        num_tokens, num_sample_tokens = query.shape[2], sum(self.lengths)
+        query, key, value = (tensor[:, :, :num_sample_tokens] for tensor in (query, key, value))
         if self.operator is None:
             output = _attend_by_sample(query, key, value, self.lengths, scaling, window)
         else:
-            assert self.borders is not None
-            borders, longest = (self.borders, self.borders), (max(self.lengths),) * 2
-            output = self._run_operator(query, key, value, borders, longest, scaling, window)
-        return output if used == num_tokens else F.pad(output, (0, 0, 0, 0, 0, num_tokens - used))
+            assert self.cu_seqlens is not None
+            cu_seqlens, max_lengths = (self.cu_seqlens, self.cu_seqlens), (max(self.lengths),) * 2
+            output = self._run_operator(query, key, value, cu_seqlens, max_lengths, scaling, window)
+        num_padding = num_tokens - num_sample_tokens
+        return F.pad(output, (0, 0, 0, 0, 0, num_padding)) if num_padding else output
 
     def _run_operator(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        borders: tuple[Tensor, Tensor],
-        longest: tuple[int, int],
+        cu_seqlens: tuple[Tensor, Tensor],
+        max_lengths: tuple[int, int],
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
@@ -228,23 +242,36 @@ class PackedSamples:
             query,
             key,
             value,
-            *borders,
-            *longest,
+            *cu_seqlens,
+            *max_lengths,
             scale=scaling,
-            window_size=(-1 if window is None or window >= longest[1] else window - 1, 0),
+            window_size=(-1 if window is None or window >= max_lengths[1] else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output[..., :value_dim].unsqueeze(0)
 
 
-def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return the beginnings of consecutive runs and the end of the last one, int32 [num_runs + 1]."""
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
+def _cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return FlashAttention's `cu_seqlens`, int32: [3, 2] -> [0, 3, 5]."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def sample_lengths(position_ids: Tensor) -> list[int]:
-    """Return the lengths of the samples in all rows of `position_ids` [batch, num_tokens]. Reads them on the host."""
+def conversation_spans(deep: Sequence[bool | int], lengths: Sequence[int]) -> list[Span]:
+    """Return the spans of consecutive deep tokens in samples of the given lengths. `deep` has a flag per token."""
+    spans: list[Span] = []
+    begin = 0
+    for length in lengths:
+        end = begin + length
+        # where a span begins or ends: the flag differs from the previous token's
+        edges = [at for at in range(begin, end + 1) if (at < end and deep[at]) != (at > begin and deep[at - 1])]
+        spans += [Span(begin, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+        begin = end
+    return spans
+
+
+def get_sample_lengths(position_ids: Tensor) -> list[int]:
+    """Return the lengths of the samples in all rows of `position_ids` [batch, num_tokens], which is read on the
+    host."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff() != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), position_ids.numel()]
@@ -266,7 +293,7 @@ def _attend_by_sample(
 def _attend_in_windows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> list[Tensor]:
-    """Attend within a sample, in runs of `window` queries, each of which sees at most two windows of keys."""
+    """Attend within a sample, in chunks of `window` queries, each of which attends to at most two windows of keys."""
     length = query.shape[2]
     window = length if window is None else min(window, length)
     parts = []
@@ -285,7 +312,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         keys_at = torch.arange(num_keys, device=query.device)
         mask = (keys_at <= positions) & (keys_at > positions - window)
     elif query.device.type == "cpu" and query.dtype != torch.float32:
-        padding = (0, 0, 0, -num_queries % TOKENS_STEP)  # at the end, where no real query sees it
+        padding = (0, 0, 0, -num_queries % TOKENS_MULTIPLE)  # at the end, so that no real query attends to it
         query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
@@ -301,7 +328,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 
 # A compiled layer would be recompiled for the lengths of each batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(
+def _attend_to_samples(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -311,18 +338,18 @@ def _attend(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function of transformers' interface; without samples it is SDPA."""
+    """Attention function in transformers' interface. Without samples it runs SDPA."""
     samples: PackedSamples | None = arguments.pop(SAMPLES, None)
     if samples is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **arguments
         )
         return output
-    assert not arguments.get("dropout"), "a fork is trained without dropout"
+    assert not arguments.get("dropout"), "distillation trains without dropout"
     return samples.attend(query, key, value, scaling=scaling, layer=module.layer_idx), None  # type: ignore[arg-type]
 
 
-ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)
+ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend_to_samples)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)
 
 
@@ -337,38 +364,38 @@ AttentionImplementation = Literal["auto", "varlen_attn", "sdpa"]
 def choose_operator(
     implementation: AttentionImplementation, config: Any, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
-    """Return `varlen_attn`, or None for SDPA, one sample after the other. Raises `InvalidInputError`: `varlen_attn` is
-    asked for, and the device cannot run it."""
-    return _choose(implementation, attention_head_dim(config), device, dtype)
+    """Return `varlen_attn`, or None for SDPA, sample by sample. Raises `InvalidInputError` if `implementation` is
+    `varlen_attn` and the device cannot run it."""
+    return _select_operator(implementation, get_attention_head_dim(config), device, dtype)
 
 
 @cache  # called in every pass; warns once
-def _choose(
+def _select_operator(
     implementation: AttentionImplementation, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
     if implementation == "sdpa" or (implementation == "auto" and device.type != "cuda"):
         return None
-    reason = flash_refusal(device, dtype, head_dim) if device.type == "cuda" else "it needs a GPU"
+    reason = find_flash_obstacle(device, dtype, head_dim) if device.type == "cuda" else "the device is no GPU"
     if reason is None:
         return varlen_attn
     if implementation == "varlen_attn":
         raise InvalidInputError(
-            f"training.attn_implementation is varlen_attn, and {reason}; use auto or sdpa",
+            f"training.attn_implementation is varlen_attn, but {reason}; use auto or sdpa",
             field="training.attn_implementation",
             value=implementation,
         )
-    get_logger().warning("flash_attention_unavailable", reason=reason, instead="SDPA, one sample after the other")
+    get_logger().warning("flash_attention_unavailable", reason=reason, instead="SDPA, sample by sample")
     return None
 
 
-def attention_head_dim(config: Any) -> int:
+def get_attention_head_dim(config: Any) -> int:
     """Return the head size of queries and keys."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def begin_packed(
+def make_packed_context(
     decoder: Any,
     input_ids: Tensor,
     position_ids: Tensor,
@@ -377,17 +404,17 @@ def begin_packed(
     attention: AttentionImplementation = "auto",
     dtype: torch.dtype,
 ) -> DecoderContext:
-    """Begin a pass over all rows, concatenated; each sample attends to itself.
+    """Make the context of a forward pass over all rows, concatenated. Each sample attends to itself only.
 
     Args:
         input_ids: int64 [batch, num_tokens].
-        position_ids: int64 [batch, num_tokens]; they restart with every sample.
-        lengths: lengths of the samples; None: derived from the positions, which are then read on the host.
+        position_ids: int64 [batch, num_tokens]; positions restart with every sample.
+        lengths: lengths of the samples; None derives them from the positions, which are then read on the host.
         attention: see `training.attn_implementation`.
-        dtype: dtype in which the model computes.
+        dtype: compute dtype of the model.
     """
     config, device = decoder.config, input_ids.device
-    lengths = sample_lengths(position_ids) if lengths is None else lengths
+    lengths = get_sample_lengths(position_ids) if lengths is None else lengths
     operator = choose_operator(attention, config, device, dtype)
     samples = PackedSamples.create(config, lengths, device=device, dtype=dtype, operator=operator)
     masks = Masks((None,) * config.num_hidden_layers)
@@ -395,12 +422,13 @@ def begin_packed(
     return cast("DecoderContext", decoder.begin(flat, position_ids=positions, masks=masks, **{SAMPLES: samples}))
 
 
-def with_turns(context: DecoderContext, counts: Tensor) -> DecoderContext:
-    """Return the context for layers >= l of a student whose deep tokens, marked by `counts` [num_tokens], keep their
-    own K and V. Deep tokens are those that predict a token of an answer; each run of them is a turn. A turn reads
-    everything before it, including earlier answers, as a prompt, as in serving."""
+def add_conversation_spans(context: DecoderContext, deep_mask: Tensor) -> DecoderContext:
+    """Return the context for layers >= l of a student whose deep tokens, marked by `deep_mask` [num_tokens], have their
+    own K and V. Deep tokens predict a generated token; consecutive ones form a span. A span attends to everything
+    before it, including earlier answers, as a prompt, as in serving."""
     samples: PackedSamples = context.layer_arguments[SAMPLES]
-    return replace(context, layer_arguments={**context.layer_arguments, SAMPLES: samples.with_turns(counts)})
+    with_spans = {SAMPLES: samples.add_conversation_spans(deep_mask)}
+    return replace(context, layer_arguments={**context.layer_arguments, **with_spans})
 
 
 class _LayerKeyValues:
@@ -415,8 +443,8 @@ class _LayerKeyValues:
 
 
 @dataclass(frozen=True)
-class _TurnKeyValues:
-    """Cache stand-in that returns a layer's K and V of all tokens as a prompt's, followed by the deep tokens' own."""
+class _SpanKeyValues:
+    """Cache stand-in that returns the prompt's K and V of all tokens in a layer, followed by the deep tokens' own."""
 
     prompt: _LayerKeyValues
 
@@ -425,38 +453,43 @@ class _TurnKeyValues:
         return torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2)
 
 
-def lower_turns(
-    decoder: Any, context: DecoderContext, turns: DecoderContext, kept: TokenSelection | None
+def run_lower_layers_by_span(
+    decoder: Any, context: DecoderContext, span_context: DecoderContext, selection: TokenSelection | None
 ) -> tuple[Tensor, Tensor]:
-    """Run layers < l of a student; returns x of all tokens as a prompt's, and of the `kept` ones (None: all) as deep.
+    """Run layers < l of a student. Returns x of all tokens as prompt tokens, and x of the selected tokens as deep ones.
 
-    The two differ if prompts bypass layers. From the first of these layers on, deep tokens run separately, over the K
-    and V before their turn and their own, as they do in layers >= l. `turns`: result of `with_turns(context)`.
+    Both are equal unless prompts bypass layers. From the first bypassed layer on, deep tokens run separately: they
+    attend to the K and V before their span and to their own, as in layers >= l.
+
+    Args:
+        span_context: result of `add_conversation_spans(context)`.
+        selection: selected tokens; None: all.
     """
     layer_map = decoder.layer_map
     if not layer_map.gaps:
         x = decoder.lower(context)
-        return x, x if kept is None else kept.take(x)
-    prompt = _LayerKeyValues()
-    reading = replace(context, past_key_values=cast("Any", prompt))
+        return x, x if selection is None else selection.take(x)
+    # 1. run the layers below the first bypassed one for all tokens
     first, x = layer_map.first_gap, context.hidden
     for i in range(first):
         x = decoder.run_layer(i, x, context)
-    deep = x if kept is None else kept.take(x)
-    writing = replace(
-        turns if kept is None else turns.select(kept), past_key_values=cast("Any", _TurnKeyValues(prompt))
-    )
+    # 2. run the others twice: all tokens as prompt tokens, then the selected ones as deep tokens
+    deep = x if selection is None else selection.take(x)
+    prompt = _LayerKeyValues()
+    prompt_context = replace(context, past_key_values=cast("Any", prompt))
+    deep_context = span_context if selection is None else span_context.select(selection)
+    deep_context = replace(deep_context, past_key_values=cast("Any", _SpanKeyValues(prompt)))
     for i in range(first, layer_map.num_key_value_layers):
-        output = decoder.run_layer(i, x, reading)
+        output = decoder.run_layer(i, x, prompt_context)
         x = x if i in layer_map.gaps else output
-        deep = decoder.run_layer(i, deep, writing)
+        deep = decoder.run_layer(i, deep, deep_context)
     return x, deep
 
 
 @dataclass(frozen=True)
-class DeepTurns:
-    """A `DeepWriter` for `PackedSamples.with_turns`: returns K and V from x of all tokens, followed by the kept tokens'
-    own."""
+class DeepSpanWriter:
+    """A `DeepWriter` for contexts with conversation spans: returns the K and V from x of all tokens, followed by the
+    selected tokens' own."""
 
     shared: Sequence[KeyValue]
 
@@ -468,4 +501,4 @@ class DeepTurns:
         return keys, values
 
     def write_shared(self, group: int) -> None:
-        """Do nothing: without a token in layers >= l, nothing attends."""
+        """Do nothing, since no token of the pass attends in layers >= l."""

@@ -355,14 +355,14 @@ class GroupProjections(nn.Module):
         check_blocks(self.projection)
         self.num_groups = num_groups
         self.k_norms = nn.ModuleList(head_norm(family, config, heads, heads.total_num_kv_heads) for _ in leaders)
-        self.normalises_heads = family.query_key_norms is not None
+        self.has_head_norms = family.query_key_norms is not None
         self.rotary_embs = nn.ModuleList(rotary_embedding(config, heads, leader) for leader in leaders)
         self.rotates_alike = len(set(self.rotary_embs)) == 1
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] -> keys and values, each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
         keys, values = self.projection(hidden_states)[0].chunk(2, dim=-1)
-        if self.normalises_heads:
+        if self.has_head_norms:
             parts = keys.chunk(self.num_groups, dim=-1)
             keys = torch.cat([norm(part) for norm, part in zip(self.k_norms, parts, strict=True)], dim=-1)
         if self.rotates_alike:

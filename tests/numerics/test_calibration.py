@@ -58,11 +58,13 @@ def test_a_layer_of_its_own_is_the_ridge_regression_of_its_teachers(
     for i in config.layer_map.leaders:
         attention = decoder.layers[i].self_attn
         outputs: dict[str, torch.Tensor] = {}
-        for module in dict.fromkeys(attention.rows_of_teacher(config, each)[0] for each in attention.decode_modules):
+        for module in dict.fromkeys(
+            attention.locate_teacher_rows(config, each)[0] for each in attention.decode_modules
+        ):
             getattr(attention, module).register_forward_hook(partial(keep_output, outputs, module))
         student.swiftkv(False)(tokens)
         for each in attention.decode_modules:
-            module, rows = attention.rows_of_teacher(config, each)
+            module, rows = attention.locate_teacher_rows(config, each)
             fitted = getattr(attention, f"{each}_swiftkv")
             inputs = h if fitted.bias is None else torch.cat((h, h.new_ones(len(h), 1)), dim=1)
             size = inputs.shape[1]

@@ -72,8 +72,8 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
-def test_turns_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
-    """The indices of turns are the same in every layer; copying them in each would make the host wait."""
+def test_span_indices_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
+    """The indices of conversation spans are the same in every layer; copying them in each would make the host wait."""
     copies, shape = [], {"swiftkv_decode_key_value": "own", "key_value_group_size": 1}
     for num_layers in (1, 2):
         student = make_student(torch.bfloat16, **shape | {"num_key_value_layers": 4 - num_layers})
@@ -104,7 +104,7 @@ def test_every_kind_of_attention_takes_the_operator(family: str, log: DeviceLog)
 def test_a_gpu_without_flash_attention_is_named(log: DeviceLog) -> None:
     fork = Fork(make_student(torch.float32), DistillationSpec(), dtype=torch.float32, attention="varlen_attn")
     batch = packed_batch()
-    with pytest.raises(InvalidInputError, match=r"attn_implementation is varlen_attn, and .*float32") as error:
+    with pytest.raises(InvalidInputError, match=r"attn_implementation is varlen_attn, but .*float32") as error:
         fork(**batch)
     assert error.value.field == "training.attn_implementation"
 

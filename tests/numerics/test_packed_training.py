@@ -18,7 +18,7 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
-from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
+from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.support.parameters import KINDS, few, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
@@ -107,7 +107,7 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
     entered: list[int] = []
     norm = student.model.layers[-1].post_attention_layernorm
     handle = norm.register_forward_hook(lambda _module, inputs, _output: entered.append(inputs[0].shape[1]))
-    with patch.object(fork_module, "TOKENS_STEP", 16):
+    with patch.object(fork_module, "TOKENS_MULTIPLE", 16):
         actual = step(student, rows)
     handle.remove()
     assert rows.num_counted_tokens == 74
@@ -153,8 +153,8 @@ def test_attention_of_a_narrow_dtype_meets_few_lengths() -> None:
     student, rows = make_student("llama", "sdpa").bfloat16(), make_rows(packing=True)
     with _AttentionLengths() as padded:
         actual = step(student, rows, dtype=torch.bfloat16)
-    assert set(padded.seen) == {TOKENS_STEP}
-    with patch.object(packed_attention, "TOKENS_STEP", 1), _AttentionLengths() as bare:
+    assert set(padded.seen) == {TOKENS_MULTIPLE}
+    with patch.object(packed_attention, "TOKENS_MULTIPLE", 1), _AttentionLengths() as bare:
         expected = step(student, rows, dtype=torch.bfloat16)
     assert set(bare.seen) == set(LENGTHS)
     assert_equal(actual, expected, tolerance=2e-3)
@@ -189,7 +189,7 @@ def test_nothing_is_as_large_as_a_row_by_a_row(name: str) -> None:
 
 
 def count_flops(student: Any, rows: PackedRows) -> int:
-    no_filling = patch.object(fork_module, "TOKENS_STEP", 1)
+    no_filling = patch.object(fork_module, "TOKENS_MULTIPLE", 1)
     with no_filling, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         step(student, rows)
     return int(counter.get_total_flops())

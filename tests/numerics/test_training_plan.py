@@ -72,7 +72,7 @@ def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
 def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count attention as plain matrix products do, over the whole square of a sample, and add no padding tokens, which
     are few in real rows."""
-    monkeypatch.setattr(fork_module, "TOKENS_STEP", 1)
+    monkeypatch.setattr(fork_module, "TOKENS_MULTIPLE", 1)
     monkeypatch.setattr(training, "attention_pairs", lambda length, past, _window: length * (past + length))
 
 

@@ -144,7 +144,7 @@ def test_rounding_by_text_is_nearer_to_the_float_student(
     assert {name: t.shape for name, t in nearest.items()} == {name: t.shape for name, t in calibrated.items()}
     integers = {name for name, t in nearest.items() if t.dtype in (torch.int8, torch.int32)}
     changed = {name for name in integers if not torch.equal(nearest[name], calibrated[name])}
-    only_teacher = tuple(f"{module}." for module in student.teacher_modules(student.config))
+    only_teacher = tuple(f"{module}." for module in student.list_teacher_modules(student.config))
     assert changed == {name for name in integers if not name.startswith(only_teacher) and ".experts." not in name}
 
     def error(directory: str) -> float:

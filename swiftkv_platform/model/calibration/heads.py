@@ -78,7 +78,7 @@ class _Layer:
 
     def turn_query(self, factor: torch.Tensor) -> None:
         """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
-        teacher, student = self.attention.of_teacher("q_proj"), self.attention.q_proj_swiftkv
+        teacher, student = self.attention.get_teacher_module("q_proj"), self.attention.q_proj_swiftkv
         head_dim, pairs = self.attention.head_dim, _rotated_pairs(self.attention)
         by_head = factor.conj().repeat_interleave(teacher.out_features // head_dim // len(factor), dim=0)
         # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
@@ -98,14 +98,14 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
     leader, config = attentions[0], attentions[0].config
     group = [_Layer.of(attention, i, regression) for attention, i in zip(attentions, layers, strict=True)]
     num_heads, merged = group[0].num_heads, len(group[0].keys)
-    if config.own_output_projection and not leader.normalises_heads and num_heads == config.num_key_value_heads:
+    if config.own_output_projection and not leader.has_head_norms and num_heads == config.num_key_value_heads:
         firsts = [(layer.keys[0], layer.queries[0]) for layer in group]
         for layer, order in zip(group, match_heads(firsts, regression.gram, num_heads), strict=True):
             layer.reorder(order)
     keys = [key for layer in group for key in layer.keys]
     values = [value for layer in group for value in layer.values]
     outputs = [output for layer in group for output in layer.outputs]
-    if leader.normalises_heads:  # the norm would cancel a factor on the query
+    if leader.has_head_norms:  # the norm would cancel a factor on the query
         shared = torch.stack(keys).mean(0)
     else:
         queries = [query for layer in group for query in layer.queries]

@@ -120,7 +120,7 @@ def _size(weights: torch.Tensor, regression: GroupRegression) -> torch.Tensor:
 
 def _turn_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> None:
     """Set the last query projection to the teacher's queries: F^T q without RoPE, q conj(factor) with it."""
-    name = attention.query_modules(attention.config)[-1]
+    name = attention.list_query_modules(attention.config)[-1]
     teacher, student = getattr(attention, name), getattr(attention, f"{name}_swiftkv")
     by_head = teacher.weight.double().unflatten(0, (len(linear), -1))
     plain, rotary = by_head.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=1)

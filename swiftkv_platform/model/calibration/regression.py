@@ -149,7 +149,7 @@ class GroupRegression:
         if not self.keeps_own:
             return solved
         if i == self.layer and name in self.leader.decode_modules:
-            projection = self.leader.of_teacher(name)
+            projection = self.leader.get_teacher_module(name)
             own = projection.weight.double().T
             if len(own) < self.num_inputs:
                 own = torch.cat((own, projection.bias.double()[None]))

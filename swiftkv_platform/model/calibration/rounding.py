@@ -30,7 +30,12 @@ from swiftkv_platform.model.calibration.layerwise import (
 from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
-from swiftkv_platform.model.packed_attention import DeepTurns, begin_packed, sample_lengths, with_turns
+from swiftkv_platform.model.packed_attention import (
+    DeepSpanWriter,
+    add_conversation_spans,
+    get_sample_lengths,
+    make_packed_context,
+)
 from swiftkv_platform.model.weights.quantization import WeightFormat, dequantize_weight, quantize_weight
 
 
@@ -104,7 +109,7 @@ class _Pass:
         if not ids.numel():
             return
         positions = inputs.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
-        lengths = sample_lengths(positions)
+        lengths = get_sample_lengths(positions)
         counted = batch["loss_mask"].flatten() if isinstance(batch, Mapping) and "loss_mask" in batch else None
         deep, begin = torch.zeros(ids.numel(), dtype=torch.bool), 0
         for length in lengths:
@@ -113,7 +118,7 @@ class _Pass:
             if deep[begin]:
                 deep[begin : begin + length // 2] = False
             begin += length
-        context = begin_packed(self._decoder, ids, positions, lengths, dtype=torch.float32)
+        context = make_packed_context(self._decoder, ids, positions, lengths, dtype=torch.float32)
         self._hidden.append(self._store.keep(context.hidden))
         self._contexts.append(replace(context, hidden=torch.empty(0)))
         self._deep.append(deep)
@@ -155,7 +160,7 @@ class _Pass:
         kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
         context = replace(context, hidden=x)
         if config.layer_map.deep_leaders:
-            context = with_turns(context, self._deep[row])
+            context = add_conversation_spans(context, self._deep[row])
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
             key_value = self._of_leader(i, row, x, self._decoder.layer_rotations.select(i, context.rotation), kept)
@@ -174,7 +179,7 @@ class _Pass:
 
         if not self._config.layer_map.deep_leaders:
             return keep(leader.expand_key_value(shared))
-        own = DeepGroup(0, leader, DeepTurns([shared]), kept)
+        own = DeepGroup(0, leader, DeepSpanWriter([shared]), kept)
         return lambda *of_layer: keep(own(*of_layer))
 
 

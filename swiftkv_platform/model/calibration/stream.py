@@ -83,12 +83,12 @@ class _Recorder:
         self.handles: list[Any] = []
         for name in method.recorded:
             self._follow(attention, name, partial(self.outputs.__setitem__, name))
-        self._follow(attention, attention.query_modules(attention.config)[-1], partial(setattr, self, "query"))
-        first = getattr(attention, attention.rows_of_teacher(attention.config, method.recorded[0])[0])
+        self._follow(attention, attention.list_query_modules(attention.config)[-1], partial(setattr, self, "query"))
+        first = getattr(attention, attention.locate_teacher_rows(attention.config, method.recorded[0])[0])
         self.handles.append(first.register_forward_pre_hook(lambda _, inputs: setattr(self, "input", inputs[0])))
 
     def _follow(self, attention: Any, name: str, keep: Callable[[torch.Tensor], None]) -> None:
-        module, rows = attention.rows_of_teacher(attention.config, name)
+        module, rows = attention.locate_teacher_rows(attention.config, name)
 
         def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             output = output if rows is None else output[..., rows]
@@ -144,7 +144,7 @@ class _Stream:
         for i in range(self._first):
             if i == first_gap:
                 self._x = list(self._hidden)
-            with self._of_teacher(decoder.layers[i]):
+            with self._load_teacher_module(decoder.layers[i]):
                 for row in range(len(self._hidden)):
                     self._step(i, self._hidden, row)
                     if i > first_gap and i not in layer_map.gaps:
@@ -162,7 +162,7 @@ class _Stream:
             for leader in layer_map.leaders:
                 sums, self._own_inputs = GroupSums(), []
                 for i in layer_map.group(leader):
-                    with self._of_teacher(decoder.layers[i]):
+                    with self._load_teacher_module(decoder.layers[i]):
                         self._observe(i, sums, leader)
                     progress(i + 1, num_layers)
                 if regression is not None:
@@ -173,7 +173,7 @@ class _Stream:
     def _embed(self, batches: Iterable[TokenBatch]) -> int:
         """Embed this worker's rows; returns the number of tokens of all workers."""
         num_tokens = 0
-        with self._of_teacher(self._decoder.embed_tokens):
+        with self._load_teacher_module(self._decoder.embed_tokens):
             for batch in batches:
                 inputs = decoder_inputs(batch, self._decoder, self._device)
                 num_tokens += inputs["input_ids"].numel()
@@ -256,7 +256,7 @@ class _Stream:
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Apply the language model's head to the final hidden state predicted from x."""
         model, sums = self._source.model, None
-        with filled(self._source, model.exit_norm), self._of_teacher(self._decoder.norm):
+        with filled(self._source, model.exit_norm), self._load_teacher_module(self._decoder.norm):
             for kept, x in zip(self._hidden, self._deep_x, strict=True):
                 final = self._decoder.normalise(kept.load(self._device)).flatten(0, 1).double()
                 inputs = model.exit_norm(x.load(self._device)).flatten(0, 1).double()
@@ -267,12 +267,12 @@ class _Stream:
             if self._workers.is_first:
                 yield "exit_norm.weight", model.exit_norm.weight
         if self._workers.is_first:
-            with self._of_teacher(model.lm_head):
+            with self._load_teacher_module(model.lm_head):
                 head = model.lm_head.weight
                 expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected is close to final
                 yield "exit_head.weight", (head.float() @ expected.T.to(head.device, torch.float32)).to(head.dtype)
 
-    def _of_teacher(self, module: nn.Module) -> Any:
+    def _load_teacher_module(self, module: nn.Module) -> Any:
         return filled(self._source, module, own=False)
 
 

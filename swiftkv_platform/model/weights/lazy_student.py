@@ -226,7 +226,7 @@ def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
 def stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield a student's tensors by their names in weight files, each read on demand; `teacher` as for `save_lazy`."""
     model = lazy.model
-    dropped = () if teacher else tuple(f"{module}." for module in model.teacher_modules(model.config))
+    dropped = () if teacher else tuple(f"{module}." for module in model.list_teacher_modules(model.config))
     if not teacher:
         model.config.swiftkv_teacher_weights = False
     for name, parameter in model.named_parameters():  # yields a tied head once
@@ -303,7 +303,7 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
         layer, module = int(match[1]), _SUFFIX.sub("", match[2])
         shared = not module.startswith(("q_", "o_"))
         layers = layer_map.group(layer) if shared else (layer,)
-        module, rows = attention_class.rows_of_teacher(config, module)
+        module, rows = attention_class.locate_teacher_rows(config, module)
         sources = tuple(f"model.layers.{i}.self_attn.{module}.{match[3]}" for i in layers)
         yield StartingTensor(name, sources, rows, heads if shared else None)
     first = layer_map.num_key_value_layers

@@ -12,6 +12,7 @@ from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.access import routes as access
 from swiftkv_platform.control_plane.access.audit import Audit
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
@@ -20,8 +21,7 @@ from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard
 from swiftkv_platform.control_plane.jobs import fine_tuning, quota
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
-from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.running import running
+from swiftkv_platform.control_plane.wiring import running
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import BODY_KEYS
 from swiftkv_platform.security.credentials import open_credentials

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import ControlLoop
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.retention import Sweeper
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.web.problems import FieldProblem, error_response, make_problem

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.job import JobStatus
@@ -65,7 +66,7 @@ def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
 
 @pytest.fixture
 def jobs(database: Database) -> JobRepository:
-    return JobRepository(database)
+    return JobRepository(database, Tenants())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
@@ -40,7 +41,7 @@ def fresh(tmp_path: Path, empty_database: Path) -> Database:
 
 def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     """Store a job whose model is deployed and promoted; return the ids of job and deployment."""
-    jobs, registry = JobRepository(database), Registry(database)
+    jobs, registry = JobRepository(database, Tenants()), Registry(database)
     job = store(jobs, make_job(metadata={"team": "blau-grün"}), key="once")
     worker = FakeWorker(objects, job.id)
     worker.artifact()
@@ -51,7 +52,7 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     ended = replace(job, status=JobStatus.SUCCEEDED, finished_at=200, distilled_model=model.id, artifact_uri=uri)
     points = [MetricPoint(step, 1, 1.5, {"loss": 0.1, "count": 3}) for step in range(700)]
     jobs.update(ended, events=[message(job, f"line\n{number}") for number in range(3)], points=points, model=model)
-    RegistryService(registry, clock=lambda: 300.0).promote(
+    RegistryService(registry, lambda: 300.0, Tenants()).promote(
         model.id, "production", tenant=TENANT, by="ann", reason="good"
     )
     spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
@@ -73,7 +74,7 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
-        before, after = JobRepository(database), JobRepository(fresh)
+        before, after = JobRepository(database, Tenants()), JobRepository(fresh, Tenants())
         page = Page(limit=1000, order="asc")
         assert after.events(job_id, page) == before.events(job_id, page)
         assert after.points(job_id, page) == before.points(job_id, page)

@@ -9,6 +9,7 @@ from sqlalchemy import text
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
@@ -160,7 +161,7 @@ def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
     assert sorted(versions) == list(range(2, 10))
     assert len(catalog.get_deployment(holder.spec.id, tenant=TENANT).spec.engine) == 9
     registry = Registry(database)
-    service = RegistryService(registry, clock=lambda: 1.0)
+    service = RegistryService(registry, lambda: 1.0, Tenants())
     at_once(
         partial(service.promote, model.id, f"alias{number % 2}", tenant=TENANT, by="ann", reason="better")
         for number in range(8)

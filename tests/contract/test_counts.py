@@ -11,7 +11,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.engine.cursor import CursorFetchStrategy
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
@@ -97,13 +97,13 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
         ),
         "scale": lambda: registry.change_deployment(own.spec.id, scale, tenant=TENANT),
         "state": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.RUNNING)),
-        "promote": lambda: RegistryService(registry, lambda: 1.0).promote(
+        "promote": lambda: RegistryService(registry, lambda: 1.0, Tenants()).promote(
             other.id, "production", tenant=TENANT, by="ann", reason="better"
         ),
         "keep": keep,
         "delete": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.DELETING)),
         "remove": lambda: registry.remove_deployment(own.spec.id),
-        "demand": lambda: JobRepository(database).held(TENANT),
+        "demand": lambda: JobRepository(database, Tenants()).held(TENANT),
     }
     for name, write in writes.items():
         with fetched(monkeypatch) as numbers:
@@ -145,7 +145,7 @@ def test_a_round_parses_only_deployments_that_have_changed(
 def test_a_promotion_or_rollback_reads_little_of_a_long_history(
     database: Database, registry: Registry, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promotions = RegistryService(registry, lambda: 1.0)
+    promotions = RegistryService(registry, lambda: 1.0, Tenants())
     first = promotions.promote(models[0].id, "production", tenant=TENANT, by="ann", reason="better")
 
     def later(number: int) -> dict[str, Any]:
@@ -235,7 +235,9 @@ def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round
         session.execute(update(DeploymentRow).values(alias=None, replicas=0, gpus=0.0, cpus=0.0))
     registry.all_deployments()
     assert columns_of(database) == whole
-    RegistryService(registry, lambda: 1.0).promote(models[1].id, "production", tenant=TENANT, by="ann", reason="x")
+    RegistryService(registry, lambda: 1.0, Tenants()).promote(
+        models[1].id, "production", tenant=TENANT, by="ann", reason="x"
+    )
     assert registry.get_deployment(own.spec.id, tenant=TENANT).spec.model == models[1].id
 
 

@@ -27,6 +27,7 @@ from sqlalchemy import (
 )
 
 from swiftkv_platform.contract.attempts import new_file_id
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database, alembic_config, newest_revision
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, UseRow
@@ -102,7 +103,7 @@ def check_newest(database: Database) -> None:
 def fill(database: Database) -> None:
     """Store rows with each column that a migration fills. It leaves out ended jobs, and documents that it cannot
     read."""
-    jobs, registry = JobRepository(database), Registry(database)
+    jobs, registry = JobRepository(database, Tenants()), Registry(database)
     models = []
     for _ in range(3):
         ended = store(jobs, make_job())
@@ -136,7 +137,7 @@ def fill(database: Database) -> None:
     with database.writing() as session:
         row = update(DeploymentRow).where(DeploymentRow.id == "dep_damaged")
         session.execute(row.values(spec=[], replicas=0, cpus=0.0))
-    service = RegistryService(registry, clock=lambda: 1.0)
+    service = RegistryService(registry, lambda: 1.0, Tenants())
     for alias, at in (("a", 0), ("b", 1), ("a", 1), ("a", 2)):
         service.promote(models[at].id, alias, tenant=TENANT, by="ann", reason="better")
 
@@ -250,7 +251,7 @@ def test_the_database_that_an_earlier_version_wrote_is_upgraded_and_read(
             database.check_schema()
         database.upgrade()
         database.check_schema()
-        found = JobRepository(database).list(Page(limit=9), tenant="default")
+        found = JobRepository(database, Tenants()).list(Page(limit=9), tenant="default")
         assert {job.spec.name: job.status for job in found.items} == {
             "finished": JobStatus.SUCCEEDED,
             "paused": JobStatus.PAUSED,

@@ -14,6 +14,7 @@ from sqlalchemy import (
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.session import (
     Database,
@@ -182,6 +183,6 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        JobRepository(database).on_cluster()
+        JobRepository(database, Tenants()).on_cluster()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
@@ -85,7 +86,7 @@ def test_points_are_thinned_evenly_however_often(rows: RetainedRows, jobs: JobRe
 
 def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: RetainedRows) -> None:
     hook = WebhookSpec(url="https://hooks.example.com/a", secret_ref="signing")
-    jobs = JobRepository(database)
+    jobs = JobRepository(database, Tenants())
     job = store(jobs, make_job(webhook=hook), key="once")
     outbox = Outbox(database)
     [delivery] = outbox.claim(now=101, until=102, limit=1)
@@ -110,7 +111,7 @@ def test_an_alias_keeps_what_it_can_be_rolled_back_to(
     database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
     registry = Registry(database)
-    service = RegistryService(registry, clock=lambda: 100.0)
+    service = RegistryService(registry, lambda: 100.0, Tenants())
     models = [with_model(jobs)[1] for _ in range(5)]
     for model in models[:4]:
         service.promote(model, "production", tenant=TENANT, by="ann", reason="better")
@@ -134,7 +135,7 @@ def test_models_are_superseded_by_a_newer_one_of_their_name(
     assert rows.superseded_models(before=199, limit=9, after=None) == []
     assert rows.superseded_models(before=200, limit=9, after=None) == found[:1]
     assert rows.superseded_models(before=300, limit=9, after=None) == found[:2]
-    service = RegistryService(Registry(database), clock=lambda: 100.0)
+    service = RegistryService(Registry(database), lambda: 100.0, Tenants())
     service.promote(found[0], "production", tenant=TENANT, by="ann", reason="good")
     assert rows.superseded_models(before=300, limit=9, after=None) == [found[1]]
 
@@ -203,7 +204,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs:
     first = deployed(database, served)
     candidate = {"model": shown, "artifact_uri": "s3://x"}
     deployed(database, free[1], candidate=candidate, route_prefix="/other")
-    service = RegistryService(Registry(database), clock=lambda: 100.0)
+    service = RegistryService(Registry(database), lambda: 100.0, Tenants())
     service.promote(promoted, "production", tenant=TENANT, by="ann", reason="good")
     child = store(jobs, make_job(model={"name_or_path": f"s3://bucket/jobs/{parent.id}/attempts/1/artifact"}))
     held = [

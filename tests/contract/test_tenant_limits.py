@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv_platform.control_plane.access.holdings import used_bytes
 from swiftkv_platform.control_plane.access.sessions import Sessions
-from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.files.rows import FileRepository
@@ -68,7 +68,7 @@ def add_alias(database: Database, models: list[Model], policy: TenantPolicy) -> 
 
 def add_job(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
     job = make_job()
-    return JobRepository(database).create(job, status_event(job, now=100), policy=policy)
+    return JobRepository(database, Tenants()).create(job, status_event(job, now=100), policy=policy)
 
 
 ADD = {

@@ -34,7 +34,7 @@ import os, signal, sys
 from dataclasses import replace
 import uvicorn
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.parts import build_components
+from swiftkv_platform.control_plane.wiring import build_components
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.settings import Settings

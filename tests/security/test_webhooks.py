@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.hooks import webhooks
@@ -137,7 +138,7 @@ def secrets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def post(sqlite_database: Database) -> Post:
-    return Post(JobRepository(sqlite_database), Outbox(sqlite_database))
+    return Post(JobRepository(sqlite_database, Tenants()), Outbox(sqlite_database))
 
 
 def test_an_endless_answer_is_not_read(post: Post, secrets: Path) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 from fastapi.routing import _IncludedRouter
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
@@ -14,7 +16,6 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.support.fakes.cluster import FakeCluster
@@ -43,7 +44,7 @@ def make_components(
 ) -> Components:
     return Components(
         database=database,
-        jobs=JobRepository(database),
+        jobs=JobRepository(database, Tenants()),
         deployments=DeploymentRepository(database),
         registry=Registry(database),
         leases=Leases(database),
@@ -54,5 +55,6 @@ def make_components(
         objects=objects,
         attempts=AttemptStore(objects),
         entrypoint=Entrypoint(("python",), objects.uri),
+        policies=Tenants(),
         clock=clock,
     )

@@ -118,7 +118,6 @@ class Tenants:
 
 
 DEFAULT_POLICY = TenantPolicy()
-NO_LIMITS = Tenants()
 
 
 def _parse(content: bytes) -> _TenantsFile:

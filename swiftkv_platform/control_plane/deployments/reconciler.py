@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
@@ -15,7 +16,6 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.loops import Leadership
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings

@@ -16,12 +16,12 @@ from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
+from swiftkv_platform.control_plane.components import Parts, TheSettings
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
 from swiftkv_platform.control_plane.http.clients import Turns
-from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.web.bodies import BodyRoute

@@ -12,10 +12,10 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import tenant_access
 from swiftkv_platform.control_plane.base import Caller, new_id
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus, changed
 from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
     ForbiddenError,
     InvalidInputError,
@@ -199,7 +199,9 @@ class DeploymentService:
         longer, read.
         """
         try:
-            model, alias = RegistryService(self.parts.registry, self.parts.clock).resolve(name, tenant)
+            model, alias = RegistryService(self.parts.registry, self.parts.clock, self.parts.policies).resolve(
+                name, tenant
+            )
         except InvalidInputError as error:
             message = error.message if field == "model" else f"candidate: {error.message}"
             raise InvalidInputError(message, field=field, value=name) from error

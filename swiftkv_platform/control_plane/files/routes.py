@@ -14,12 +14,12 @@ from starlette.exceptions import HTTPException
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
+from swiftkv_platform.control_plane.components import Parts, TheSettings, TheUploadParsers
 from swiftkv_platform.control_plane.files.rows import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
 from swiftkv_platform.control_plane.http.clients import watched_client
 from swiftkv_platform.control_plane.parsing import Run
-from swiftkv_platform.control_plane.parts import Parts, TheSettings, TheUploadParsers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
 from swiftkv_platform.web.middleware import announced_bytes

@@ -13,9 +13,9 @@ from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
 from swiftkv_platform.control_plane.base import Caller, Clock
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.files.rows import File, FileRepository, Purpose
 from swiftkv_platform.control_plane.parsing import Run
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger

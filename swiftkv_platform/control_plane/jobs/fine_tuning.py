@@ -15,12 +15,12 @@ from pydantic import Field, ValidationError, model_validator
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.components import Components, Parts
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer, JobError, checkpoint_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, metadata_asked_for, page_of_checkpoints
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
-from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec

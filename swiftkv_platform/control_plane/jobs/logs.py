@@ -15,10 +15,10 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
+from swiftkv_platform.control_plane.components import Components, state_part
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.parts import Components, state_part
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.logs import SavedLog

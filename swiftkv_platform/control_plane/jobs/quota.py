@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.holdings import count, held_by_deployments, held_by_jobs, used_bytes
+from swiftkv_platform.control_plane.components import RAY_ANSWERS_WITHIN_S, Parts, TheNodes
 from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
-from swiftkv_platform.control_plane.parts import RAY_ANSWERS_WITHIN_S, Parts, TheNodes
 from swiftkv_platform.control_plane.ray.places import Node
 
 router = APIRouter(tags=["operations"])

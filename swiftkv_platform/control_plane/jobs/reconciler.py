@@ -31,6 +31,7 @@ from swiftkv_platform.contract.events import (
 )
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import is_due
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.jobs.attempts import Reading, decide, exceeded_limit, read
 from swiftkv_platform.control_plane.jobs.estimates import over_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
@@ -46,7 +47,6 @@ from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Pree
 from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
 from swiftkv_platform.control_plane.jobs.rows import Placed
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

@@ -20,6 +20,17 @@ from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Submitter, Writer, wants_events
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
+from swiftkv_platform.control_plane.components import (
+    RAY_ANSWERS_WITHIN_S,
+    Components,
+    Deletions,
+    JobSpans,
+    Parts,
+    TheNodes,
+    TheRay,
+    TheSettings,
+    TheSpecParsers,
+)
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.jobs.answers import (
@@ -42,17 +53,6 @@ from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_ne
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parsing import run_here
-from swiftkv_platform.control_plane.parts import (
-    RAY_ANSWERS_WITHIN_S,
-    Components,
-    Deletions,
-    JobSpans,
-    Parts,
-    TheNodes,
-    TheRay,
-    TheSettings,
-    TheSpecParsers,
-)
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.access.holdings import (
     held_by_deployments,
     held_by_jobs,
 )
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy, Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
     Store,
@@ -154,7 +154,7 @@ class JobRepository(Store):
     """Jobs with their events and metrics. Each method is one transaction. `policies`: name the tenants' webhooks, and
     limit their pending deliveries."""
 
-    def __init__(self, database: Database, policies: Tenants = NO_LIMITS) -> None:
+    def __init__(self, database: Database, policies: Tenants) -> None:
         super().__init__(database)
         self._policies = policies
         self._recipients = recipients(policies)

@@ -13,6 +13,7 @@ from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, new_id
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.estimates import (
@@ -29,7 +30,6 @@ from swiftkv_platform.control_plane.jobs.parents import check_parent, check_publ
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
 from swiftkv_platform.control_plane.parsing import Run
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS

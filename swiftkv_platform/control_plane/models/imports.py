@@ -23,11 +23,11 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manife
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.control_plane.access.tenants import tenant_access
 from swiftkv_platform.control_plane.base import Caller, new_id
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
 from swiftkv_platform.control_plane.parsing import Run
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import MANIFEST_BYTES

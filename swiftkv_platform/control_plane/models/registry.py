@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Literal
 
 from swiftkv_platform.contract.verdicts import undecided
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.http.changes import Expected
 from swiftkv_platform.control_plane.models.model import Model, Promotion
@@ -28,7 +28,7 @@ class RegistryService:
 
     registry: Registry
     clock: Clock
-    policies: Tenants = NO_LIMITS
+    policies: Tenants
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
         """Return the model that `name` refers to, and the alias if it is one. `name`: a `mdl_` id, a `job_` id, an

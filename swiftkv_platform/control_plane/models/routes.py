@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.components import Deletions, Parts, TheImportParsers, TheSettings
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
 from swiftkv_platform.control_plane.http.clients import WaitingClient
@@ -30,7 +31,6 @@ from swiftkv_platform.control_plane.models.answers import (
 )
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
-from swiftkv_platform.control_plane.parts import Deletions, Parts, TheImportParsers, TheSettings
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 

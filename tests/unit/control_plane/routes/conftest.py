@@ -16,13 +16,13 @@ from fastapi.testclient import TestClient
 from structlog.testing import capture_logs
 
 from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from swiftkv_platform.traces import NO_SPANS

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.clients import Turns
@@ -236,7 +237,7 @@ def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> 
 
 
 def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
-    jobs = JobRepository(sqlite_database)
+    jobs = JobRepository(sqlite_database, Tenants())
     started, event = start(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
     found = Watches(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))

@@ -21,11 +21,11 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.tables import ModelRow
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.parsing import run_here
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
 from swiftkv_platform.private_directories import workspace

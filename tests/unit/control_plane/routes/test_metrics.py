@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from tests.support.fakes.attempt_store import FakeWorker

@@ -10,7 +10,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
@@ -201,13 +201,15 @@ def having(policy: Callable[[str], TenantPolicy]) -> Any:
 
 
 def sharing(
-    plane: Plane, *cpus: float, gpus: float = 0.0, policies: Any = NO_LIMITS, **settings: Any
+    plane: Plane, *cpus: float, gpus: float = 0.0, policies: Any = None, **settings: Any
 ) -> DeploymentReconciler:
     """A reconciler on nodes with these CPUs, of which the last also has `gpus`."""
     gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
     plane.cluster.nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
     return DeploymentReconciler(
-        replace(plane.parts, policies=policies), SETTINGS.model_copy(update=settings), UNDISPUTED
+        replace(plane.parts, policies=policies or plane.parts.policies),
+        SETTINGS.model_copy(update=settings),
+        UNDISPUTED,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
@@ -223,7 +224,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
     plane.objects = store  # type: ignore[assignment]
     plane.__post_init__()
     reconciler = plane.reconciler(max_running_jobs=9)
-    registry = RegistryService(plane.catalog, clock=plane.clock)
+    registry = RegistryService(plane.catalog, plane.clock, Tenants())
     pinned = run(plane, reconciler, name="pinned")
     assert pinned.distilled_model is not None
     spec = ResolvedDeployment(

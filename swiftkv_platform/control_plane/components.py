@@ -1,20 +1,17 @@
-"""Dependencies of routes: the control plane's parts, settings and cached answers. Builds the real parts."""
+"""The control plane's components, and the FastAPI dependencies by which routes get them."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from swiftkv_platform.contract.attempts import StoredFile
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, tenant_access
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.database.session import Database, open_database
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
@@ -31,19 +28,14 @@ from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import Spans
 
-_WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each. Ray shows these
-variables, so they hold no secrets."""
-
 
 @dataclass(frozen=True)
 class Components:
-    """External parts of a control plane: database, repositories, Ray clusters, object store."""
+    """What the control plane works with: database, repositories, Ray clusters and object store."""
 
     database: Database
     jobs: JobRepository
@@ -57,8 +49,8 @@ class Components:
     entrypoint: Entrypoint
     outbox: Outbox
     files: FileRepository
-    policies: Tenants = NO_LIMITS
-    clock: Clock = time.time
+    policies: Tenants
+    clock: Clock
 
     @property
     def parents(self) -> Parents:
@@ -77,49 +69,6 @@ class Components:
             for file in found
             if usable_at is None or file.expires_at is None or file.expires_at > usable_at
         }
-
-
-def build_components(settings: Settings) -> Components:
-    """Build the real parts. Opens the database and, if it is SQLite, upgrades its schema.
-
-    Raises `InvalidInputError` for an address that cannot be used, and `DatabaseUnavailableError`.
-    """
-    database = open_database(settings)
-    if database.is_sqlite:
-        database.upgrade()
-    else:
-        database.check_schema()
-    policies = Tenants(settings.tenants_file)
-    objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
-    return Components(
-        database=database,
-        jobs=JobRepository(database, policies),
-        deployments=DeploymentRepository(database),
-        registry=Registry(database),
-        leases=Leases(database),
-        cluster=RayJobs(
-            settings.ray_dashboard_url,
-            entrypoint_num_cpus=settings.entrypoint_num_cpus,
-            entrypoint_memory=settings.entrypoint_memory,
-            node_groups=settings.node_groups,
-        ),
-        serving=RayServe(
-            settings.resolved_serve_dashboard_url,
-            settings.serve_url,
-            api_keys_file=settings.serve_api_keys_file,
-            access=partial(tenant_access, settings, policies),
-            oidc_file=settings.serve_oidc_file,
-            allowed_hosts=settings.allowed_hosts,
-        ),
-        objects=objects,
-        attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
-        entrypoint=Entrypoint(
-            (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, _WORKER_ENVIRONMENT
-        ),
-        outbox=Outbox(database),
-        files=FileRepository(database),
-        policies=policies,
-    )
 
 
 def retained_rows(request: Request) -> RetainedRows:

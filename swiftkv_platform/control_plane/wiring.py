@@ -1,10 +1,13 @@
-"""Lifespan of the application: its state, its guards and the control loops."""
+"""Builds the control plane once: its components, the application's state and the control loops."""
 
 from __future__ import annotations
 
 import socket
+import sys
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from uuid import uuid4
 
 from fastapi import FastAPI
@@ -13,18 +16,27 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
+from swiftkv_platform.control_plane.access.tenants import Tenants, tenant_access
+from swiftkv_platform.control_plane.components import Components
+from swiftkv_platform.control_plane.database.session import open_database
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
+from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
 from swiftkv_platform.control_plane.jobs.queue import nodes_of
+from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.kept import Kept
-from swiftkv_platform.control_plane.loops import ControlLoop, Leadership
+from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
-from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
@@ -32,6 +44,8 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import remove_abandoned_workspaces
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.places import Places, RateLimit, Share
 
@@ -41,6 +55,55 @@ _JOBS_AT_ONCE = 16
 _KEEP_NODES_S = 5.0
 """Seconds that Ray's report of its nodes is kept."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
+
+
+_WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each. Ray shows these
+variables, so they hold no secrets."""
+
+
+def build_components(settings: Settings) -> Components:
+    """Build the real parts. Opens the database and, if it is SQLite, upgrades its schema.
+
+    Raises `InvalidInputError` for an address that cannot be used, and `DatabaseUnavailableError`.
+    """
+    database = open_database(settings)
+    if database.is_sqlite:
+        database.upgrade()
+    else:
+        database.check_schema()
+    policies = Tenants(settings.tenants_file)
+    objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
+    return Components(
+        database=database,
+        jobs=JobRepository(database, policies),
+        deployments=DeploymentRepository(database),
+        registry=Registry(database),
+        leases=Leases(database),
+        cluster=RayJobs(
+            settings.ray_dashboard_url,
+            entrypoint_num_cpus=settings.entrypoint_num_cpus,
+            entrypoint_memory=settings.entrypoint_memory,
+            node_groups=settings.node_groups,
+        ),
+        serving=RayServe(
+            settings.resolved_serve_dashboard_url,
+            settings.serve_url,
+            api_keys_file=settings.serve_api_keys_file,
+            access=partial(tenant_access, settings, policies),
+            oidc_file=settings.serve_oidc_file,
+            allowed_hosts=settings.allowed_hosts,
+        ),
+        objects=objects,
+        attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
+        entrypoint=Entrypoint(
+            (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, _WORKER_ENVIRONMENT
+        ),
+        outbox=Outbox(database),
+        files=FileRepository(database),
+        policies=policies,
+        clock=time.time,
+    )
 
 
 @asynccontextmanager

@@ -84,32 +84,19 @@ class Answers:
         on_finished: Callable[[RequestOutput], None],
         on_closed: Callable[[Answers], None],
     ) -> Answers:
-        """Submit all prompts, which must have been checked, or none. Raises as `EngineFrontend.submit`."""
+        """Submit all prompts of a validated request, or none. Raises as `EngineFrontend.submit_validated`."""
         request_id = context.request_id or f"gen_{ULID()}"
         tenant, began_ns = context.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()
         deadline = None if context.timeout_s is None else now + context.timeout_s
-        streams: list[RequestStream] = []
-        try:
-            for number, prompt in enumerate(prompts):
-                # Tenants choose ids freely; they must not collide with, or abort, another tenant's.
-                name = f"{tenant}/{request_id}/{number}"
-                streams.append(
-                    await engine.submit(
-                        prompt,
-                        params,
-                        name,
-                        priority=context.priority,
-                        tenant=tenant,
-                        caller=context.caller.sender.key,
-                        interval_s=context.interval_s,
-                        checked=True,
-                    )
-                )
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
+        streams = await engine.submit_validated(
+            # Tenants choose ids freely; they must not collide with, or abort, another tenant's.
+            {f"{tenant}/{request_id}/{number}": prompt for number, prompt in enumerate(prompts)},
+            params,
+            priority=context.priority,
+            sender=context.caller.sender,
+            interval_s=context.interval_s,
+        )
         num_choices = len(prompts) * params.n
         return cls(
             request_id, prompts, num_choices, context, on_finished, on_closed, began_ns, streams, params.n, deadline

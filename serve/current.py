@@ -236,7 +236,7 @@ class Current:
         try:
             if context.caller.quota is not None:
                 reservation = context.caller.quota.reserve_tokens(_most_tokens(prompts, params))
-            version.engine.check(prompts, params, context.caller.sender)
+            version.engine.validate(prompts, params)
             cost = _tokens_of_texts(prompts)
             finished = partial(self.metrics.finished, model=version.card.model)
             return await Answers.begin(version.engine, prompts, params, context, finished, closed)

@@ -31,7 +31,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams, StructuredOutputs
 from swiftkv_platform.engine.fairness import FairTurns
-from swiftkv_platform.engine.frontend import NOBODY, Admitted, EngineFrontend
+from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription, describe_model
 from swiftkv_platform.engine.outputs import EngineState, FinishReason, StepResult, TokenLogprobs
@@ -252,11 +252,11 @@ class VLLMEngine(EngineFrontend):
             kv_cache_usage=self._stats.kv_cache_usage if self._unfinished else 0.0,
         )
 
-    def check(self, prompts: Several[Prompt], params: SamplingParams, sender: Sender = NOBODY) -> None:
-        """Raise `InvalidInputError` for what the native engine refuses, and for options that vLLM does not support."""
+    def validate(self, prompts: Several[Prompt], params: SamplingParams) -> None:
+        """Raise `InvalidInputError` for requests that the native engine refuses, and for options that vLLM lacks."""
         self.check_health()
         check_params(params, skips_prompts=self._skips_prompts)
-        super().check(prompts, params, sender)
+        super().validate(prompts, params)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if vLLM's processes have ended or the engine was closed."""

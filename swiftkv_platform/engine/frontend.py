@@ -6,8 +6,9 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ulid import ULID
 
@@ -94,55 +95,25 @@ class EngineFrontend(ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
-        tenant: str = "",
-        caller: str = "",
+        sender: Sender = NOBODY,
         interval_s: float | None = None,
-        checked: bool = False,
     ) -> RequestStream:
-        """Admit a request; the caller reads the returned stream to its end or closes it.
-
-        Args:
-            caller: key of the tenant, or client address; each, and each tenant, has a fair share of the queue, of the
-                engine's time and of grammars' CPU time.
-            interval_s: interval of the stream's outputs, instead of `stream_interval_s`; infinite if only finished
-                outputs matter.
-            checked: whether `check` has accepted prompt and parameters.
-
-        Raises:
-            InvalidInputError: as `RequestReader.check` and `read`, or more samples than `max_num_seqs` +
-                `max_num_waiting`.
-            QueueFullError: running and waiting sequences leave the caller too little room, `max_waiting_prompt_tokens`
-                of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
-                compiled.
-            RateLimitedError: the caller's grammars have used up their time.
-            EngineDeadError: a step has failed; the engine answers no more requests.
-        """
-        request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
-        sender = Sender(tenant, caller)
-        if params.structured_outputs is not None and self._allowance(sender).is_spent:
-            await asyncio.sleep(PATIENCE_S)
-        check_unused(request_id, self._streams)
-        if checked:
-            self.check_health()
-            self._check_admission(params.n, sender)  # others may have been admitted since
-        else:
-            self.check([prompt], params, sender)
-        interval_s = self.config.stream_interval_s if interval_s is None else interval_s
-        stream = RequestStream(self, request_id, params.n, interval_s, self._pace, sender)
-        self._streams[request_id] = stream
-        try:
-            constraint = await self._constraint(params, sender)
-            request = await self.readers.run(lambda: self.reader.read(prompt, params), len(prompt), sender)
-            await self._begin(Admitted(request, stream, priority, sender, constraint))
-            self.check_health()
-        except BaseException:
-            stream.close()
-            raise
+        """Validate a request with one prompt, and admit it. Raises as `validate` and `submit_validated`."""
+        params = params or SamplingParams()
+        self.validate([prompt], params)
+        request_id = request_id or f"gen_{ULID()}"
+        [stream] = await self.submit_validated(
+            {request_id: prompt}, params, priority=priority, sender=sender, interval_s=interval_s
+        )
         return stream
 
-    def check(self, prompts: Sequence[Prompt], params: SamplingParams, sender: Sender = NOBODY) -> None:
-        """Check a request, with all its prompts, as far as possible without tokenizing. Returns at once. Raises as
-        `submit`."""
+    def validate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Check a request once, with all its prompts, as far as possible without tokenizing. Returns at once.
+
+        Raises:
+            InvalidInputError: as `RequestReader.validate`, or more samples than `max_num_seqs` + `max_num_waiting`.
+            EngineDeadError: a step has failed; the engine answers no more requests.
+        """
         self.check_health()
         num_sequences = len(prompts) * params.n
         if num_sequences > self.max_sequences:
@@ -152,9 +123,60 @@ class EngineFrontend(ABC):
                 field="n",
                 value=params.n,
             )
-        for prompt in prompts:
-            self.reader.check(prompt, params)
-        self._check_admission(num_sequences, sender)
+        self.reader.validate(prompts, params)
+
+    async def submit_validated(
+        self,
+        prompts: Mapping[str, Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        sender: Sender = NOBODY,
+        interval_s: float | None = None,
+    ) -> list[RequestStream]:
+        """Admit all prompts of a request that `validate` has accepted, or none of them. The caller reads each returned
+        stream to its end or closes it.
+
+        Args:
+            prompts: prompts by the id of their stream.
+            sender: tenant and its key, or client address; each key, and each tenant, has a fair share of the queue, of
+                the engine's time and of grammars' CPU time.
+            interval_s: interval of the streams' outputs, instead of `stream_interval_s`; infinite if only finished
+                outputs matter.
+
+        Raises:
+            InvalidInputError: as `RequestReader.read`, or an id that is in use.
+            QueueFullError: running and waiting sequences leave the sender too little room, `max_waiting_prompt_tokens`
+                of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
+                compiled.
+            RateLimitedError: the sender's grammars have used up their time.
+            EngineDeadError: a step has failed; the engine answers no more requests.
+        """
+        if params.structured_outputs is not None and self._allowance(sender).is_spent:
+            await asyncio.sleep(PATIENCE_S)
+        # 1. find room in the queue for all prompts, and hold it by their streams
+        self.check_health()
+        for request_id in prompts:
+            check_unused(request_id, self._streams)
+        self._check_admission(len(prompts) * params.n, sender)
+        interval_s = self.config.stream_interval_s if interval_s is None else interval_s
+        streams = {
+            request_id: RequestStream(self, request_id, params.n, interval_s, self._pace, sender)
+            for request_id in prompts
+        }
+        self._streams |= streams
+        # 2. compile the grammar, tokenize, and hand each prompt to the engine
+        try:
+            for request_id, prompt in prompts.items():
+                constraint = await self._constraint(params, sender)
+                request = await self.readers.run(partial(self.reader.read, prompt, params), len(prompt), sender)
+                await self._begin(Admitted(request, streams[request_id], priority, sender, constraint))
+                self.check_health()
+        except BaseException:
+            for stream in streams.values():
+                stream.close()
+            raise
+        return list(streams.values())
 
     @property
     def num_requests(self) -> int:

@@ -137,7 +137,7 @@ class LLMEngine:
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
         check_unused(request_id, self._running)
-        self.reader.check(prompt, params)
+        self.reader.validate([prompt], params)
         request = self.reader.read(prompt, params)
         wanted = params.structured_outputs
         constraint = None if wanted is None else self.grammars.compile(wanted)

@@ -1,8 +1,8 @@
 """Conversion of prompts and parameters to sequences, with checks that refuse requests that cannot be answered.
 
-It has three parts, so that a long text does not delay other requests: `check` returns at once and does not tokenize,
-`read` tokenizes in a thread of `Readers`, and `sequences` runs in the engine's thread. A tokenizer releases Python's
-global lock while it works, so the model and the event loop go on.
+It has three parts, so that a long text does not delay other requests: `validate` returns at once and does not tokenize,
+`read` tokenizes in a thread of `Readers`, and `sequences` runs in the engine's thread. Each rule is checked by one of
+them. A tokenizer releases Python's global lock while it works, so the model and the event loop go on.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ class RequestReader:
             self._silent = special_ids(self._tokenizer)
         self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+    def validate(self, prompts: abc.Iterable[Prompt], params: SamplingParams) -> None:
         """Check a request as far as possible without tokenizing. Raises `InvalidInputError`: an empty or too long
         prompt, or parameters that this model cannot serve."""
         self._check_params(params)
-        if isinstance(prompt, str):
-            self.check_text(prompt)
-        if not prompt:
-            raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
-        if not isinstance(prompt, str):
-            self._check_length(self._num_kept(len(prompt), params))
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_text(prompt)
+            if not prompt:
+                raise _empty_prompt(prompt)
+            if not isinstance(prompt, str):
+                self._check_length(self._num_kept(len(prompt), params))
 
     def check_text(self, *texts: str, field: str = "prompt") -> None:
         """Raise `InvalidInputError` if texts are together too long to be tokenized, or there is no tokenizer."""
@@ -97,7 +98,7 @@ class RequestReader:
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
-        """Tokenize a request that `check` has accepted. Blocks while tokenizing; any thread may call it. Raises
+        """Tokenize a request that `validate` has accepted. Blocks while tokenizing; any thread may call it. Raises
         `InvalidInputError`: a too long prompt, a token id outside the vocabulary, log-probabilities of too many tokens,
         or more tokens than the KV cache holds."""
         token_ids = tuple(self._encode(prompt, params))
@@ -246,9 +247,10 @@ class RequestReader:
         """Return a prompt's token ids, truncated to the last ones, after checking them."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         token_ids = token_ids[len(token_ids) - self._num_kept(len(token_ids), params) :]
-        if not token_ids:
-            raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
-        self._check_length(len(token_ids))
+        if isinstance(prompt, str):  # `validate` has checked the number of token ids
+            if not token_ids:
+                raise _empty_prompt(prompt)
+            self._check_length(len(token_ids))
         self._check_token_ids("prompt", token_ids)
         return token_ids
 
@@ -276,6 +278,10 @@ class RequestReader:
         assert self._tokenizer is not None, "checked before"
         token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
         return token_ids
+
+
+def _empty_prompt(prompt: Prompt) -> InvalidInputError:
+    return InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
 
 
 def check_unused(request_id: str, used: abc.Container[str]) -> None:

@@ -204,20 +204,20 @@ async def queued(directory: Path, now: list[float], **config: Any) -> AsyncItera
     await engine.aclose()
 
 
-def refusal(engine: AsyncLLMEngine, num_answers: int = 1) -> QueueFullError:
+async def refusal(engine: AsyncLLMEngine, num_prompts: int = 1) -> QueueFullError:
     with pytest.raises(QueueFullError) as refused:
-        engine.check([[9]] * num_answers, GREEDY)
+        await engine.submit_validated({f"more/{number}": [9] for number in range(num_prompts)}, GREEDY)
     return refused.value
 
 
 async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Path) -> None:
     now = [100.0]
     async with queued(swiftkv_dir, now, max_num_waiting=2) as engine:
-        assert refusal(engine).retry_after_s == 1.0, "the pace is not known yet"
+        assert (await refusal(engine)).retry_after_s == 1.0, "the pace is not known yet"
         for _ in range(8):
             engine._departures.note(1, full=True)
             now[0] += 5.0
-        assert [refusal(engine, n).retry_after_s for n in (1, 2)] == [pytest.approx(5.0), pytest.approx(10.0)]
+        assert [(await refusal(engine, n)).retry_after_s for n in (1, 2)] == [pytest.approx(5.0), pytest.approx(10.0)]
 
 
 async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir: Path) -> None:
@@ -226,8 +226,8 @@ async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir
         for _ in range(8):
             engine._departures.note(1, full=True)
             now[0] += 5.0
-        assert refusal(engine).retry_after_s == pytest.approx(3.0)
-        assert "would wait 15.0 s, max_queue_s is 12" in str(refusal(engine))
+        assert (await refusal(engine)).retry_after_s == pytest.approx(3.0)
+        assert "would wait 15.0 s, max_queue_s is 12" in str(await refusal(engine))
         with pytest.raises(QueueFullError, match="would wait"):
             await engine.submit([2])
 

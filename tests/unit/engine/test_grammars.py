@@ -14,6 +14,7 @@ from swiftkv_platform.engine import grammars as grammars_module
 from swiftkv_platform.engine.grammars import MAX_COMPILING, Constraint
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
+from swiftkv_platform.web.places import Sender
 from tests.support.fakes.tokenizers import EOS, byte_tokenizer
 
 pytestmark = pytest.mark.slow("compiles grammars until they are ended")
@@ -236,8 +237,8 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=StructuredOutputs(regex="[a-f]+"))
     plain = SamplingParams(max_tokens=5, ignore_eos=True)
 
-    async def ask(params: SamplingParams, caller: str) -> list[str | None]:
-        last = [output async for output in await engine.submit([1, 2], params, caller=caller)][-1]
+    async def ask(params: SamplingParams, tenant: str) -> list[str | None]:
+        last = [output async for output in await engine.submit([1, 2], params, sender=Sender(tenant))][-1]
         return [each.error for each in last.samples or (last,)]
 
     async with asyncio.TaskGroup() as group:  # at once, or one after another

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from swiftkv_platform.contract.attempts import StoredFile
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
@@ -19,10 +20,9 @@ from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import LimitedParsers, Parsers
+from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.settings import Settings
@@ -87,13 +87,13 @@ def state_part(name: str) -> Any:
 Parts = Annotated[Components, state_part("components")]
 Deletions = Annotated[RetainedRows, Depends(retained_rows)]
 JobSpans = Annotated[Spans, state_part("spans")]
-TheNodes = Annotated[Kept[Sequence[Node] | None], state_part("nodes")]
+TheNodes = Annotated[CachedCall[Sequence[Node] | None], state_part("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
-TheRay = Annotated[Kept[str | None], state_part("ray")]
+TheRay = Annotated[CachedCall[str | None], state_part("ray")]
 """Problem with Ray; None if there is none."""
-RAY_ANSWERS_WITHIN_S = 2.0
+RAY_TIMEOUT_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
-TheSpecParsers = Annotated[Parsers, state_part("spec_parsers")]
-TheUploadParsers = Annotated[LimitedParsers, state_part("upload_parsers")]
-TheImportParsers = Annotated[LimitedParsers, state_part("import_parsers")]
+TheSpecParsers = Annotated[ParserPool, state_part("spec_parsers")]
+TheUploadParsers = Annotated[LimitedParserPool, state_part("upload_parsers")]
+TheImportParsers = Annotated[LimitedParserPool, state_part("import_parsers")]
 TheSettings = Annotated[Settings, state_part("settings")]

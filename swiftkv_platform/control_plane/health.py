@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
-from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.control_plane.retention import Sweeper
 from swiftkv_platform.errors import SwiftKVError
@@ -70,7 +70,7 @@ class ControlPlaneHistograms:
         return run
 
 
-_KEEP_COUNTS_S = 10.0
+_COUNTS_TTL_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
 _SCRAPE_WAITS_S = 3.0
 """Longest wait of a scrape in seconds; Prometheus itself gives up after 10."""
@@ -105,22 +105,22 @@ class ControlPlaneMetrics:
     sweeper: Sweeper
     orphans: Orphans
     deployments: DeploymentReconciler
-    checks: Mapping[str, Kept[str | None]]
+    checks: Mapping[str, CachedCall[str | None]]
     """Complaint about each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
 
     def __post_init__(self) -> None:
-        kept = partial(Kept, clock=self.parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._checks = {**self.checks, "serving": kept(complaint_of(self.parts.serving.status))}
-        self._jobs = kept(self.parts.jobs.count_by_status)
-        self._deliveries = kept(self.parts.outbox.count_by_status)
+        cached = partial(CachedCall, clock=self.parts.clock, ttl_s=_COUNTS_TTL_S)
+        self._checks = {**self.checks, "serving": cached(complaint_of(self.parts.serving.status))}
+        self._jobs = cached(self.parts.jobs.count_by_status)
+        self._deliveries = cached(self.parts.outbox.count_by_status)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: registering the collector must not read the database."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        up = {name: check.get() for name, check in self._checks.items()}
-        jobs, deliveries = self._jobs.get(), self._deliveries.get()
+        up = {name: check.get_future() for name, check in self._checks.items()}
+        jobs, deliveries = self._jobs.get_future(), self._deliveries.get_future()
         asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
         answered = wait(asked, timeout=_SCRAPE_WAITS_S).done
         text = "Whether the dependency answers and can be used."
@@ -172,8 +172,8 @@ def _gauge(name: str, text: str, label: str, values: Mapping[Any, float]) -> Met
 router = APIRouter(tags=["operations"])
 
 _CHECK_TIMEOUT_S = 10.0
-_KEEP_CHECK_S = 2.0
-_KEEP_PING_S = 30.0
+_CHECK_TTL_S = 2.0
+_PING_TTL_S = 30.0
 """Seconds that the object store's answer is kept: a ping writes an object, and the route needs no API key."""
 
 
@@ -216,10 +216,10 @@ class Readiness:
 
     def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
         self.checks = {
-            "database": Kept(complaint_of(parts.database.check), parts.clock, keep_s=_KEEP_CHECK_S),
-            "ray": Kept(complaint_of(parts.cluster.check), parts.clock, keep_s=_KEEP_CHECK_S),
+            "database": CachedCall(complaint_of(parts.database.check), parts.clock, ttl_s=_CHECK_TTL_S),
+            "ray": CachedCall(complaint_of(parts.cluster.check), parts.clock, ttl_s=_CHECK_TTL_S),
             # Writes an object.
-            "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
+            "object_store": CachedCall(complaint_of(parts.objects.ping), parts.clock, ttl_s=_PING_TTL_S),
         }
         self.loops = loops
 
@@ -233,9 +233,9 @@ class Readiness:
         }
 
 
-async def _complaint(check: Kept[str | None]) -> str | None:
+async def _complaint(check: CachedCall[str | None]) -> str | None:
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(check.get()), _CHECK_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.wrap_future(check.get_future()), _CHECK_TIMEOUT_S)
     except TimeoutError:
         return f"no answer within {_CHECK_TIMEOUT_S:g} s"
 

@@ -20,10 +20,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, SwiftKVError
@@ -130,18 +129,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Run(Protocol):
-    """Calls a function, in this process or another."""
-
-    def __call__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-
-
-def run_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` in this process."""
-    return function(*args, **kwargs)
-
-
-class Parsers:
+class ParserPool:
     """Parser processes of one kind. `at_once`: most that run at a time; further calls wait for one to end."""
 
     def __init__(self, bounds: Bounds, at_once: int) -> None:
@@ -150,18 +138,15 @@ class Parsers:
         self._bounds = bounds
         self._slots = threading.BoundedSemaphore(at_once)
 
-    def run_for(self, client: Client) -> Run:
-        """Return a function that calls another in a parser process, as long as `client` waits.
+    def run(self, client: Client, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function` in a parser process, as long as `client` waits. Arguments and result are pickled.
 
-        Arguments and result are pickled. The call raises what the function raises, and:
+        Raises what the function raises, and:
 
             InvalidInputError: it took more memory or CPU time than allowed.
             OverloadedError: no process was free in time, or it took too long.
             ClientDisconnect: the client has left.
         """
-        return partial(self._run, client)
-
-    def _run(self, client: Client, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._slots.acquire(timeout=self._bounds.seconds):
             raise self._overloaded("waited too long for others'")
         try:
@@ -211,7 +196,7 @@ class Parsers:
         return OverloadedError(f"checking {self._bounds.what} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
 
 
-class LimitedParsers(Parsers):
+class LimitedParserPool(ParserPool):
     """Parser processes for long requests. `places`: limits how many of these requests there are at a time."""
 
     def __init__(self, bounds: Bounds, at_once: int, places: Places) -> None:
@@ -228,20 +213,20 @@ def _choose_socket_directory() -> None:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
-def spec_parsers() -> Parsers:
+def spec_parsers() -> ParserPool:
     """Make the limit of specs that are checked at a time."""
-    return Parsers(Bounds("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
+    return ParserPool(Bounds("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
 
 
-def upload_parsers() -> LimitedParsers:
+def upload_parsers() -> LimitedParserPool:
     """Make the limits of uploads that are read, and checked, at a time."""
     bounds = Bounds("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
     share = Share(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
-    return LimitedParsers(bounds, UPLOAD_CHECKS.default, Places("uploads", share, retry_after_s=_RETRY_AFTER_S))
+    return LimitedParserPool(bounds, UPLOAD_CHECKS.default, Places("uploads", share, retry_after_s=_RETRY_AFTER_S))
 
 
-def import_parsers() -> LimitedParsers:
+def import_parsers() -> LimitedParserPool:
     """Make the limit of models that are imported at a time."""
     bounds = Bounds("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
     share = Share(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
-    return LimitedParsers(bounds, share.of_all, Places("imports of models", share, retry_after_s=_RETRY_AFTER_S))
+    return LimitedParserPool(bounds, share.of_all, Places("imports of models", share, retry_after_s=_RETRY_AFTER_S))

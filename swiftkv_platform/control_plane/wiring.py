@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
 from swiftkv_platform.control_plane.access.tenants import Tenants, tenant_access
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
@@ -33,7 +34,6 @@ from swiftkv_platform.control_plane.jobs.queue import nodes_of
 from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
@@ -52,8 +52,8 @@ from swiftkv_platform.web.places import Places, RateLimit, Share
 _STOP_TIMEOUT_S = 20.0
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
-_KEEP_NODES_S = 5.0
-"""Seconds that Ray's report of its nodes is kept."""
+_NODES_TTL_S = 5.0
+"""Seconds for which Ray's report of its nodes is cached."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
@@ -120,7 +120,7 @@ async def running(
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
-    app.state.nodes = Kept(lambda: nodes_of(parts.cluster), parts.clock, keep_s=_KEEP_NODES_S)
+    app.state.nodes = CachedCall(lambda: nodes_of(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
     _guard(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}

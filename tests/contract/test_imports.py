@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.parsing import run_here
+from swiftkv_platform.control_plane.parsing import import_parsers
 from swiftkv_platform.errors import ModelError, QuotaExceededError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import S3Source
@@ -34,7 +34,7 @@ def imports(database: Database, directory: Path, quota: int | None = None) -> Mo
     (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
     parts = make_components(database, LocalObjectStore(directory / "own"), clock=lambda: 100.0)
     parts = replace(parts, policies=Tenants(directory / "tenants.yaml"))
-    return ModelImports(parts, Settings(_env_file=None), Client(), run_here)  # type: ignore[call-arg]
+    return ModelImports(parts, Settings(_env_file=None), Client(), import_parsers())  # type: ignore[call-arg]
 
 
 def test_a_model_comes_from_a_bucket(database: Database, s3_store: ObjectStore, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.models.imports import _checked
-from swiftkv_platform.control_plane.parsing import Parsers, spec_parsers
+from swiftkv_platform.control_plane.parsing import ParserPool, spec_parsers
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
 from swiftkv_platform.local.ray_head import free_ports
@@ -216,10 +216,10 @@ def test_parser_processes_end_with_a_killed_control_plane(process: Plane, endles
     assert used < ENDS_BY_ITSELF_S / 2, "its limit ended it, not the control plane's end"
 
 
-class Counting(Parsers):
+class Counting(ParserPool):
     """Counts the calls of parser processes."""
 
-    def __init__(self, parsers: Parsers) -> None:
+    def __init__(self, parsers: ParserPool) -> None:
         vars(self).update(vars(parsers))
         self.calls: list[Any] = []
 

@@ -18,8 +18,8 @@ from swiftkv_platform.control_plane.components import Parts, TheSettings, TheUpl
 from swiftkv_platform.control_plane.files.rows import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
-from swiftkv_platform.control_plane.http.clients import watched_client
-from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.http.clients import Client, watched_client
+from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
 from swiftkv_platform.web.middleware import announced_bytes
@@ -127,12 +127,12 @@ async def upload_file(request: Request, service: Service, parsers: TheUploadPars
                 request.form(max_files=1, max_fields=4, max_part_size=_FIELD_BYTES) as form,
                 watched_client(request) as client,  # the body has been read
             ):
-                return await run_in_threadpool(_keep, form, service, caller, parsers.run_for(client))
+                return await run_in_threadpool(_keep, form, service, caller, client, parsers)
         except TimeoutError as error:
             raise HTTPException(408, f"the upload took more than {_LONGEST_UPLOAD_S:g} s") from error
 
 
-def _keep(form: FormData, service: FileService, caller: Caller, run: Run) -> FileAnswer:
+def _keep(form: FormData, service: FileService, caller: Caller, client: Client, parsers: ParserPool) -> FileAnswer:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
@@ -142,7 +142,8 @@ def _keep(form: FormData, service: FileService, caller: Caller, run: Run) -> Fil
         purpose=_purpose(form),
         expires_after_s=_life(form),
         caller=caller,
-        run=run,
+        client=client,
+        parsers=parsers,
     )
     return FileAnswer.of(file)
 

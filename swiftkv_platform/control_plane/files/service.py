@@ -15,7 +15,8 @@ from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.files.rows import File, FileRepository, Purpose
-from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.http.clients import Client
+from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -61,9 +62,10 @@ class FileService:
         purpose: Purpose,
         expires_after_s: int | None,
         caller: Caller,
-        run: Run,
+        client: Client,
+        parsers: ParserPool,
     ) -> File:
-        """Check every row by `run`, and store the file's object and row, or nothing.
+        """Check every row in a parser process, and store the file's object and row, or nothing.
 
         Raises `DataError` for a row that no format reads, with its line, `StorageError` and `DatabaseUnavailableError`
         if it is not stored, and as `check_room`.
@@ -75,7 +77,7 @@ class FileService:
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)
-            found = run(check_upload, path, filename, field="file", max_rows=max_rows)
+            found = parsers.run(client, check_upload, path, filename, field="file", max_rows=max_rows)
             file = File(
                 **vars(found),
                 id=new_file_id(),

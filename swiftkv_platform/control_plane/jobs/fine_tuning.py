@@ -5,7 +5,7 @@ Settings for which OpenAI has no field are in `swiftkv`, a job spec of which any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Request
@@ -18,8 +18,14 @@ from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import Components, Parts
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer, JobError, checkpoint_id
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
-from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, metadata_asked_for, page_of_checkpoints
+from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
+from swiftkv_platform.control_plane.jobs.routes import (
+    Presenter,
+    Service,
+    Submission,
+    metadata_asked_for,
+    page_of_checkpoints,
+)
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
@@ -334,51 +340,47 @@ router = APIRouter(
 )
 
 
-def _show(present: Present) -> Callable[[Job], FineTuningJobAnswer]:
-    return lambda job: FineTuningJobAnswer.of(present(job))
-
-
-Show = Annotated[Callable[[Job], FineTuningJobAnswer], Depends(_show)]
-
-
 @router.post("")
-def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Show) -> FineTuningJobAnswer:
+def create_fine_tuning_job(
+    body: CreateFineTuningJob, submission: Submission, presenter: Presenter
+) -> FineTuningJobAnswer:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
-    return show(submit(job_spec(asked)))
+    job = submission.submit(job_spec(body))
+    return FineTuningJobAnswer.of(presenter.present(job))
 
 
 @router.get("")
 def list_fine_tuning_jobs(
-    request: Request, parts: Parts, caller: Reader, show: Show, page: NewestFirst
+    request: Request, parts: Parts, caller: Reader, presenter: Presenter, page: NewestFirst
 ) -> ListAnswer[FineTuningJobAnswer]:
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=metadata_asked_for(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, show, order=page.order)
+    return list_answer(found, lambda job: FineTuningJobAnswer.of(presenter.present(job)), order=page.order)
 
 
 @router.get("/{job_id}")
-def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
+def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, presenter: Presenter) -> FineTuningJobAnswer:
     """Return a job."""
-    return show(parts.jobs.get(job_id, tenant=caller.tenant))
+    return FineTuningJobAnswer.of(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
 
 
 @router.post("/{job_id}/cancel")
-def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
     """Cancel a job; repeating the request is harmless."""
-    return show(service.cancel(job_id, caller))
+    return FineTuningJobAnswer.of(presenter.present(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
-def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return show(service.pause(job_id, caller))
+    return FineTuningJobAnswer.of(presenter.present(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
-def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
     """Queue a paused job again; it continues from its last checkpoint."""
-    return show(service.resume(job_id, caller))
+    return FineTuningJobAnswer.of(presenter.present(service.resume(job_id, caller)))
 
 
 @router.get("/{job_id}/events")

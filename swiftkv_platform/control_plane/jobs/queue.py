@@ -18,6 +18,8 @@ from functools import cache
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_needs
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempts import has_used_its_slot
@@ -217,15 +219,15 @@ def most_of(spec: JobSpec) -> Bundle:
     return {name: amount * spec.most_workers for name, amount in workers_of(spec)[0].items()}
 
 
-def check_node_groups(spec: JobSpec, settings: Settings, nodes: Callable[[], Sequence[Node] | None]) -> None:
+def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Sequence[Node] | None]) -> None:
     """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
-    named node groups there are no bounds: nodes come and go. `nodes`: called only for what the groups do not hold."""
+    named node groups there are no bounds: nodes come and go. Ray is asked only for what the groups do not hold."""
     groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_needs(settings))
     most = len(needs.bundles)
     full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
     if not groups or fit(full, needs.bundles):
         return
-    present = nodes()
+    present = nodes.get(RAY_TIMEOUT_S, None)
     if present is not None and not fit([node.total for node in present], needs.bundles):
         there = "; ".join(f"{name}: {group.described()}" for name, group in groups.items())
         raise InvalidInputError(

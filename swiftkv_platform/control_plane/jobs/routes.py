@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property
 from itertools import chain, takewhile
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Strea
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.components import (
-    RAY_ANSWERS_WITHIN_S,
+    RAY_TIMEOUT_S,
     Components,
     Deletions,
     JobSpans,
@@ -52,7 +52,6 @@ from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Th
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_needs, why_waiting
 from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.parsing import run_here
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -70,105 +69,111 @@ _METADATA = "metadata."
 _LABEL = TypeAdapter[str](Label)
 
 
-def _present(
-    request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes
-) -> Callable[[Job], JobAnswer]:
-    asks_ray = request.method == "GET"  # requests that change a job do not wait for Ray
-    # Each is read at most once for all jobs of an answer.
-    away = cache(lambda: ray.within(RAY_ANSWERS_WITHIN_S, "Ray does not answer"))
+class JobPresenter:
+    """Makes the responses of jobs. It looks up Ray, the queue and the tenant's quota at most once per request."""
 
-    @cache
-    def empty_nodes() -> EmptyNodes | None:
-        told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
-        return None if told is None else EmptyNodes(node.total for node in told)
+    def __init__(self, request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes) -> None:
+        self._parts, self._settings, self._ray, self._nodes = parts, settings, ray, nodes
+        self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
+        self._find_queue_places, self._find_held = cache(parts.jobs.queue_places), cache(parts.jobs.held)
 
-    def lacking(needs: ResourceRequest) -> Reason | None:
-        empty = empty_nodes()
-        return None if empty is None or empty.hold(needs.bundles) else needs.nowhere
+    def present(self, job: Job) -> JobAnswer:
+        """Return a job's response, for a queued job with its place in the queue and the reason why it waits."""
+        now = self._parts.clock()
+        place = self._find_queue_places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
+        reason = None if place is None else self._explain_wait(job, place, now)
+        return JobAnswer.of(job, prices(self._settings), now, place, reason)
 
-    places, running = cache(parts.jobs.queue_places), cache(lambda: len(parts.jobs.on_cluster()))
-    held = cache(parts.jobs.held)
-
-    def present(job: Job) -> JobAnswer:
-        place = places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
-        if place is None:
-            return JobAnswer.of(job, prices(settings), parts.clock())
-        demand, policy = Demand.of(job.spec), parts.policies.policy(job.tenant)
-        waits = why_waiting(
+    def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
+        demand, policy = Demand.of(job.spec), self._parts.policies.policy(job.tenant)
+        request = ResourceRequest.for_job(job.spec, driver_needs(self._settings))
+        nodes = self._empty_nodes if self._reports_cluster else None
+        cannot_fit = nodes is not None and not nodes.hold(request.bundles)
+        return why_waiting(
             job,
             place=place,
-            running=running(),
-            slots=settings.max_running_jobs,
-            exceeded=(held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
-            now=parts.clock(),
-            away=away() if asks_ray else None,
-            lacking=lacking(ResourceRequest.for_job(job.spec, driver_needs(settings))) if asks_ray else None,
+            running=self._num_running,
+            slots=self._settings.max_running_jobs,
+            exceeded=(self._find_held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
+            now=now,
+            away=self._ray_problem if self._reports_cluster else None,
+            lacking=request.nowhere if cannot_fit else None,
         )
-        return JobAnswer.of(job, prices(settings), parts.clock(), place, waits)
 
-    return present
+    @cached_property
+    def _num_running(self) -> int:
+        return len(self._parts.jobs.on_cluster())
+
+    @cached_property
+    def _ray_problem(self) -> str | None:
+        return self._ray.get(RAY_TIMEOUT_S, "Ray does not answer")
+
+    @cached_property
+    def _empty_nodes(self) -> EmptyNodes | None:
+        nodes = self._nodes.get(RAY_TIMEOUT_S, None)
+        return None if nodes is None else EmptyNodes(node.total for node in nodes)
 
 
-Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
+Presenter = Annotated[JobPresenter, Depends(JobPresenter)]
 
 
-def _service(parts: Parts, settings: TheSettings, nodes: TheNodes) -> JobService:
-    return JobService(parts, settings, partial(nodes.within, RAY_ANSWERS_WITHIN_S, None), run=run_here)
+def _service(parts: Parts, settings: TheSettings, nodes: TheNodes, parsers: TheSpecParsers) -> JobService:
+    return JobService(parts, settings, nodes, parsers)
 
 
 Service = Annotated[JobService, Depends(_service)]
-"""Service for changes of jobs, which read no file; see `CheckingService`."""
 
 
-def _checking_service(
-    service: Service,
-    _caller: Submitter,  # before the client, since watching it reads from its connection
-    parsers: TheSpecParsers,
-    client: WaitingClient,
-) -> JobService:
-    return replace(service, run=parsers.run_for(client))
+class JobSubmitter:
+    """Submits the caller's job, with the headers that all submitting routes accept."""
+
+    def __init__(
+        self,
+        request: Request,
+        service: Service,
+        caller: Submitter,  # before the client, since watching it reads from its connection
+        client: WaitingClient,
+        spans: JobSpans,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+        traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
+    ) -> None:
+        self._request, self._service, self._caller, self._client, self._spans = request, service, caller, client, spans
+        self._idempotency_key, self._traceparent = idempotency_key, traceparent
+
+    def submit(self, spec: JobSpec) -> Job:
+        """Submit a job within a span of the route. Raises as `JobService.submit`."""
+        name = f"{self._request.method} {self._request.scope['route'].path}"
+        with self._spans.span(name, valid_traceparent(self._traceparent), tenant=self._caller.tenant) as context:
+            return self._service.submit(
+                spec, self._caller, self._client, idempotency_key=self._idempotency_key, traceparent=context
+            )
 
 
-CheckingService = Annotated[JobService, Depends(_checking_service)]
-"""Service that checks specs in parser processes, as long as the client waits."""
+Submission = Annotated[JobSubmitter, Depends(JobSubmitter)]
 
 
-def _submission(
-    request: Request,
-    service: CheckingService,
-    caller: Submitter,
-    spans: JobSpans,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-    traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
-) -> Callable[[JobSpec], Job]:
-    def submit(spec: JobSpec) -> Job:
-        name = f"{request.method} {request.scope['route'].path}"
-        with spans.span(name, valid_traceparent(traceparent), tenant=caller.tenant) as context:
-            return service.submit(spec, caller, idempotency_key=idempotency_key, traceparent=context)
-
-    return submit
-
-
-Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
-"""Function that submits the caller's job, with the headers that all submitting routes accept."""
-
-
-def place(response: Response, job: JobAnswer) -> JobAnswer:
-    """Add a new job's URL to the answer as `Location`."""
+def set_location(response: Response, job: JobAnswer) -> JobAnswer:
+    """Add a new job's URL to the response as `Location`."""
     response.headers["Location"] = f"/jobs/{job.id}"
     return job
 
 
 @router.post("/jobs", status_code=status.HTTP_201_CREATED)
-def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
+def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
-    return place(response, present(submit(spec)))
+    job = submission.submit(spec)
+    return set_location(response, presenter.present(job))
 
 
 @router.post("/jobs/validate")
-def validate_job(spec: JobSpec, service: CheckingService, caller: Submitter) -> EstimateAnswer:
+def validate_job(
+    spec: JobSpec,
+    service: Service,
+    caller: Submitter,  # before the client, as in `JobSubmitter`
+    client: WaitingClient,
+) -> EstimateAnswer:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
-    return EstimateAnswer(**dict(service.validate(spec, caller)))
+    return EstimateAnswer(**dict(service.validate(spec, caller, client)))
 
 
 @router.get("/jobs")
@@ -176,7 +181,7 @@ def list_jobs(
     request: Request,
     parts: Parts,
     caller: Reader,
-    present: Present,
+    presenter: Presenter,
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
@@ -184,7 +189,7 @@ def list_jobs(
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, metadata_asked_for(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, present, order=page.order)
+    return list_answer(found, presenter.present, order=page.order)
 
 
 def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[str, str]:
@@ -205,32 +210,32 @@ def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[s
 
 
 @router.get("/jobs/{job_id}")
-def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
+def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, presenter: Presenter) -> JobAnswer:
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
         watches.note(job_id)
-    return present(job)
+    return presenter.present(job)
 
 
 @router.post("/jobs/{job_id}/cancel")
-def cancel_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
+def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobAnswer:
     """Cancel a job; repeating the request is harmless."""
-    return present(service.cancel(job_id, caller))
+    return presenter.present(service.cancel(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/pause")
-def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
+def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobAnswer:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return present(service.pause(job_id, caller))
+    return presenter.present(service.pause(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/resume")
 def resume_job(
-    job_id: str, service: Service, caller: Writer, present: Present, body: ResumeRequest | None = None
+    job_id: str, service: Service, caller: Writer, presenter: Presenter, body: ResumeRequest | None = None
 ) -> JobAnswer:
     """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
-    return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
+    return presenter.present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
 @router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)

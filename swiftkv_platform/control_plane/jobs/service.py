@@ -13,8 +13,10 @@ from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, new_id
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
+from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
@@ -29,7 +31,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reaso
 from swiftkv_platform.control_plane.jobs.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
-from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
@@ -50,12 +52,12 @@ class JobService:
 
     parts: Components
     settings: Settings
-    nodes: Callable[[], Sequence[Node] | None]
+    nodes: CachedCall[Sequence[Node] | None]
     """Nodes that the jobs' cluster reports; None if it reports none."""
-    run: Run
-    """Runs checks that read files."""
+    parsers: ParserPool
+    """Processes that check specs which name files."""
 
-    def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
+    def validate(self, spec: JobSpec, caller: Caller, client: Client) -> JobEstimate:
         """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
@@ -63,10 +65,10 @@ class JobService:
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self.parts.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         speed = speed_for(spec, earlier, self.settings.flops_per_second)
-        spec, found = self._check(spec, caller)
+        spec, found = self._check(spec, caller, client)
         return with_time(found, spec, speed, prices(self.settings))
 
-    def _check(self, spec: JobSpec, caller: Caller) -> tuple[JobSpec, JobEstimate]:
+    def _check(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
         """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
         estimate."""
         check_spec_bytes(spec)
@@ -91,7 +93,7 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        found = self.run(check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
+        found = self.parsers.run(client, check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
@@ -105,7 +107,13 @@ class JobService:
         return spec, found
 
     def submit(
-        self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
+        self,
+        spec: JobSpec,
+        caller: Caller,
+        client: Client,
+        *,
+        idempotency_key: str | None = None,
+        traceparent: str | None = None,
     ) -> Job:
         """Store a job; once this returns it is not lost.
 
@@ -116,7 +124,7 @@ class JobService:
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self.parts.jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        spec, foreseen = self._check(spec, caller)
+        spec, estimate = self._check(spec, caller, client)
         now = int(self.parts.clock())
         job = Job(
             id=new_id("job"),
@@ -124,8 +132,8 @@ class JobService:
             created_by=caller.name,
             spec=spec,
             created_at=now,
-            flops_per_step=foreseen.flops_per_step,
-            planned_memory=foreseen.memory_per_worker,
+            flops_per_step=estimate.flops_per_step,
+            planned_memory=estimate.memory_per_worker,
             traceparent=traceparent,
         )
         self._check_answer(job)

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
 from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
-from swiftkv_platform.control_plane.parsing import Run
+from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import MANIFEST_BYTES
@@ -56,8 +56,8 @@ class ModelImports:
     settings: Settings
     client: Client
     """The import stops when it leaves."""
-    run: Run
-    """Runs the check of a model's small files."""
+    parsers: ParserPool
+    """Processes that check a model's small files."""
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
@@ -72,7 +72,9 @@ class ModelImports:
                 self._check_room(files, caller)
                 copy = directory / "model"
                 stored = self._copy_small(files, copy)
-                known = self.run(_checked, copy, stored, {file.name: file.size for file in files}, source)
+                known = self.parsers.run(
+                    self.client, _checked, copy, stored, {file.name: file.size for file in files}, source
+                )
                 model = self._described(known, source, name, caller)
                 return self._keep(model, known, copy, files, stored)
         except OSError as error:

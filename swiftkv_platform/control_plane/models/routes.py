@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.http.changes import IfMatch, tag
 from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
-from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
+from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location
 from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
     ComparisonAnswer,
@@ -59,7 +59,7 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
 def create_model(
-    body: CreateModel, parts: Parts, caller: Submitter, submit: Submit, present: Present, response: Response
+    body: CreateModel, parts: Parts, caller: Submitter, submission: Submission, presenter: Presenter, response: Response
 ) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
 
@@ -71,7 +71,7 @@ def create_model(
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    return place(response, present(submit(spec)))
+    return set_location(response, presenter.present(submission.submit(spec)))
 
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
@@ -88,7 +88,7 @@ def import_model(
     A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
     lineage and report. The request lasts as long as the copy, which ends if the client leaves.
     """
-    imports = ModelImports(parts, settings, client, parsers.run_for(client))
+    imports = ModelImports(parts, settings, client, parsers)
     with parsers.places.place(caller.tenant, caller.name):
         return ModelAnswer.of(imports.add(body.source, body.name, caller))
 
@@ -123,8 +123,8 @@ def publish_model(
     service: Service,
     parts: Parts,
     caller: Submitter,
-    submit: Submit,
-    present: Present,
+    submission: Submission,
+    presenter: Presenter,
     response: Response,
 ) -> JobAnswer:
     """Submit a job that copies the model to a hub repository, a bucket or a directory. Returns the job. Copying a model
@@ -133,7 +133,8 @@ def publish_model(
     If the operator allows no such target, the request is answered with 422.
     """
     model = service.find(model_id, caller.tenant)
-    return place(response, present(submit(copying_spec(parts.parents.find(model.id, caller.tenant), body))))
+    spec = copying_spec(parts.parents.find(model.id, caller.tenant), body)
+    return set_location(response, presenter.present(submission.submit(spec)))
 
 
 @router.post("/models/{model_id}/promote")

@@ -25,7 +25,7 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.tables import ModelRow
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.parsing import run_here
+from swiftkv_platform.control_plane.parsing import import_parsers
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
 from swiftkv_platform.private_directories import workspace
@@ -221,7 +221,7 @@ def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temp
 
     client = Leaving()
     with pytest.raises(ClientDisconnect):
-        ModelImports(server.parts, server.settings, client, run_here).add(str(source), None, CALLER)
+        ModelImports(server.parts, server.settings, client, import_parsers()).add(str(source), None, CALLER)
     assert client.seen == 9
     assert list(server.parts.objects.list("models")) == list(temporary.iterdir()) == []
     assert server.get("/models")["data"] == []

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import run_here
+from swiftkv_platform.control_plane.parsing import import_parsers
 from swiftkv_platform.control_plane.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
@@ -101,7 +101,7 @@ def killed() -> None:
 def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
     registry = Interrupted(server.parts.database)
     vars(registry).update(during)
-    return ModelImports(replace(server.parts, registry=registry), server.settings, Client(), run_here)
+    return ModelImports(replace(server.parts, registry=registry), server.settings, Client(), import_parsers())
 
 
 def imported(server: Server) -> int:

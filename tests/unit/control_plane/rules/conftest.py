@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.control_plane.base import Page, new_id
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
@@ -15,7 +16,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionS
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
-from swiftkv_platform.control_plane.parsing import run_here
+from swiftkv_platform.control_plane.parsing import spec_parsers
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.traces import NO_SPANS
@@ -55,11 +56,12 @@ class Plane:
             entrypoint=Entrypoint(command, STORE, {"OMP_NUM_THREADS": "1"}),
             serving=self.serving,
         )
+        self.nodes = CachedCall(self.cluster.capacity, self.clock, ttl_s=0.0)
         self.jobs, self.catalog, self.store = self.parts.jobs, self.parts.registry, self.parts.attempts
 
     @property
     def service(self) -> JobService:
-        return JobService(self.parts, Settings(_env_file=None), lambda: None, run=run_here)
+        return JobService(self.parts, Settings(_env_file=None), self.nodes, spec_parsers())
 
     def reconciler(
         self,

@@ -1,6 +1,7 @@
 """Jobs wait in the queue until the cluster has places for them, and say for what; what Ray reports of its nodes."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.events import Pace
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups, unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
@@ -128,11 +130,12 @@ def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
 def test_what_no_group_can_ever_hold_is_known(groups: Any, nodes: Any, refused: bool) -> None:
     spec = make_job(resources=workers(2, gpus_per_worker=8)).spec
     settings = Settings(node_groups=groups, _env_file=None)
+    present = CachedCall[Any](lambda: nodes, time.time, ttl_s=1.0)
     if not refused:
-        check_node_groups(spec, settings, lambda: nodes)
+        check_node_groups(spec, settings, present)
         return
     with pytest.raises(InvalidInputError, match="2 workers with 1 CPU and 8 GPU each") as caught:
-        check_node_groups(spec, settings, lambda: nodes)
+        check_node_groups(spec, settings, present)
     assert caught.value.field == "resources"
 
 

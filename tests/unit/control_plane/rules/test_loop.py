@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
 from swiftkv_platform.control_plane.jobs.rows import Placed
-from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops import LEASE_S, LONGEST_LEASE_S, ControlLoop, Leadership, Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
@@ -187,18 +187,18 @@ def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     """A clock set back by an hour delays neither jobs, nor a cluster that was away, readiness or the lease."""
     lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
     step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(), lease=lease).tick)
-    readiness = Kept(lambda: plane.clock.now, plane.clock, keep_s=2.0)
+    readiness = CachedCall(lambda: plane.clock.now, plane.clock, ttl_s=2.0)
     step()
     job = plane.submit()
     step()
     plane.cluster.away = True
     step()
-    readiness.get().result(30)
+    readiness.get_future().result(30)
     plane.cluster.away = False
     plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
     plane.worker(job).artifact()
     plane.clock.now -= 3600.0
-    assert readiness.get().result(30) == plane.clock.now
+    assert readiness.get_future().result(30) == plane.clock.now
     step()
     assert plane.get(job).status is JobStatus.SUCCEEDED
     plane.clock.now -= 3600.0

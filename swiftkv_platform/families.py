@@ -114,7 +114,7 @@ class Family:
     """Why vLLM does not serve students of the family, and what does; empty: vLLM serves them."""
 
     @property
-    def student_type(self) -> str:
+    def student_model_type(self) -> str:
         """The student's `model_type`."""
         return f"{self.model_type}{STUDENT_SUFFIX}"
 
@@ -126,7 +126,7 @@ class Family:
         return float(getattr(config, key)) if self.multipliers else 1.0
 
     @property
-    def normalises_inputs(self) -> bool:
+    def has_input_norm(self) -> bool:
         """Whether a norm comes before attention, and norm_swiftkv before the K and V of layers >= l."""
         return self.norms != "behind"
 
@@ -274,7 +274,7 @@ FLAGS = frozenset(
 """Keys of `config.json` that the rows read as flags."""
 
 
-def teacher_type(model_type: object) -> str:
+def get_teacher_type(model_type: object) -> str:
     """Return the teacher's `model_type` for a teacher's or a student's; any other value comes back as text."""
     return str(model_type).removesuffix(STUDENT_SUFFIX)
 
@@ -282,7 +282,7 @@ def teacher_type(model_type: object) -> str:
 def find_family(config: Mapping[str, Any]) -> Family:
     """Return the family of a teacher's or a student's `config.json`. Raises `ModelError`: `model_type` has no row."""
     model_type = config.get("model_type")
-    family = FAMILIES.get(teacher_type(model_type)) if isinstance(model_type, str) else None
+    family = FAMILIES.get(get_teacher_type(model_type)) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
             f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; supported are "
@@ -295,5 +295,5 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 def is_served_by_vllm(model_type: str) -> bool:
     """Whether vLLM serves students of a family, by the `model_type` of a teacher or a student."""
-    family = FAMILIES.get(teacher_type(model_type))
+    family = FAMILIES.get(get_teacher_type(model_type))
     return family is not None and not family.refused_by_vllm

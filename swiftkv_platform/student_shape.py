@@ -78,9 +78,9 @@ class StudentShape(FrozenModel):
         return self.early_exit
 
     @property
-    def has_gaps(self) -> bool:
+    def has_bypassed_layers(self) -> bool:
         """Whether skipped prompt tokens bypass layers below l."""
-        return bool(bypassed_layers(self.swiftkv_prefill_layers or ()))
+        return bool(find_bypassed_layers(self.swiftkv_prefill_layers or ()))
 
     def without_deep_leaders(self) -> StudentShape:
         """Return the shape whose deep tokens share the prompts' K and V."""
@@ -111,10 +111,10 @@ class StudentShape(FrozenModel):
                 field="swiftkv.decode_key_value",
                 value=form,
             )
-        if listed is None or not self.has_gaps:
+        if listed is None or not self.has_bypassed_layers:
             return
         if caches_latents:
-            refuse_gaps_in_latents(listed, model_type)
+            refuse_bypass_with_latents(listed, model_type)
         reason = None
         if form != "own":
             reason = "only for students whose generated tokens have their own K and V; use swiftkv.decode_key_value own"
@@ -179,16 +179,16 @@ class LayerMap:
         return self.shape.swiftkv_prefill_layers or tuple(range(self.num_key_value_layers))
 
     @property
-    def gaps(self) -> tuple[int, ...]:
+    def bypassed_layers(self) -> tuple[int, ...]:
         """Layers below l that skipped prompt tokens bypass: only their K and V are computed there."""
-        return bypassed_layers(self.prefill_layers)
+        return find_bypassed_layers(self.prefill_layers)
 
     @property
-    def first_gap(self) -> int:
+    def first_bypassed_layer(self) -> int:
         """First layer that skipped prompt tokens do not run through: l, unless they bypass one below it."""
-        return min(self.gaps, default=self.num_key_value_layers)
+        return min(self.bypassed_layers, default=self.num_key_value_layers)
 
-    def without_gaps(self) -> LayerMap:
+    def without_bypassed_layers(self) -> LayerMap:
         """Return the map in which all layers below l are prefill layers."""
         return LayerMap(self.num_hidden_layers, self.shape.model_copy(update={"swiftkv_prefill_layers": None}))
 
@@ -206,7 +206,7 @@ class LayerMap:
         """Leaders in which deep tokens have K and V of their own, from `{k,v}_proj_decode_swiftkv`: all or none."""
         return self.leaders if self.shape.swiftkv_decode_key_value == "own" else ()
 
-    def leader(self, layer: int) -> int:
+    def get_leader(self, layer: int) -> int:
         """Return the layer whose KV projections `layer` >= l uses."""
         offset = layer - self.num_key_value_layers
         return layer - offset % self.key_value_group_size
@@ -221,10 +221,10 @@ class LayerMap:
         in_group = layer in self.leaders and _IN_GROUP.match(found[2]) is not None
         return layer < self.num_key_value_layers or in_group
 
-    def group(self, leader: int) -> range:
+    def get_group(self, leader: int) -> range:
         return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
 
-    def cache_layer(self, layer: int) -> int:
+    def get_cache_layer(self, layer: int) -> int:
         """Index of the KV-cache layer that `layer` reads."""
         if layer < self.num_key_value_layers:
             return layer
@@ -260,9 +260,9 @@ class ShapeRequest:
         return self.decode_key_value == "own"
 
     @property
-    def has_gaps(self) -> bool:
+    def has_bypassed_layers(self) -> bool:
         """Whether prompts bypass layers below l."""
-        return bool(bypassed_layers(self.prefill_layers or ()))
+        return bool(find_bypassed_layers(self.prefill_layers or ()))
 
     def depth(self, num_hidden_layers: int) -> int:
         """Return l from whichever of its forms is given; half of the layers if none is. Raises `InvalidInputError` if
@@ -291,12 +291,13 @@ class ShapeRequest:
 
     def comparable(self, num_hidden_layers: int | None) -> dict[str, Any]:
         """Return fields and values that are equal in requests for the same student: l instead of its other forms, and
-        the list of prefill layers only if it has gaps. Without `num_hidden_layers`, l is what the caller gave."""
+        the list of prefill layers only if it has bypassed layers. Without `num_hidden_layers`, l is what the caller
+        gave."""
         if num_hidden_layers is not None:
             depth: Any = self.depth(num_hidden_layers)
         else:
             depth = self.given_layers or f"prefill_reduction {self.prefill_reduction or 0.5}"
-        listed = list(self.prefill_layers or ()) if self.has_gaps else None
+        listed = list(self.prefill_layers or ()) if self.has_bypassed_layers else None
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["prefill_reduction"]
         return {"prefill_layers": listed} | values | {"prefill_layers": listed, "num_key_value_layers": depth}
@@ -327,7 +328,7 @@ class ShapeRequest:
             early_exit=self.early_exit,
             own_output_projection=self.own_output_projection,
             swiftkv_decode_key_value=self.decode_key_value,
-            swiftkv_prefill_layers=tuple(self.prefill_layers or ()) if self.has_gaps else None,
+            swiftkv_prefill_layers=tuple(self.prefill_layers or ()) if self.has_bypassed_layers else None,
         )
         LayerMap(num_hidden_layers, shape)  # refuses a g out of range
         return shape
@@ -360,12 +361,12 @@ def format_layers(layers: Sequence[int]) -> str:
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
 
-def bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
+def find_bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
     """Return the layers below the last of `layers` that are not among them: [0, 1, 3] -> (2,)."""
     return tuple(sorted({*range(max(layers, default=0))} - {*layers}))
 
 
-def refuse_gaps_in_latents(layers: Sequence[int], model_type: str) -> None:
+def refuse_bypass_with_latents(layers: Sequence[int], model_type: str) -> None:
     """Raise `ModelError` for layers that prompts bypass in a model that caches latents."""
     raise ModelError.for_field(
         "swiftkv.prefill_layers",

@@ -221,7 +221,7 @@ def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
         raise ModelError.for_field(
             "teacher", named.name_or_path, ", which the student was not made from: layers or embeddings differ"
         )
-    decoder.teacher_lower, decoder.teacher_upper = teacher.lower, teacher.teacher_upper
+    decoder.run_teacher_lower, decoder.run_teacher_upper = teacher.run_lower, teacher.run_teacher_upper
     config.swiftkv_teacher_weights = True
 
 

@@ -117,7 +117,7 @@ def _derive(family: Family) -> type[Any]:
         "__module__": __name__,
         "__qualname__": name,
         "__annotations__": {**SwiftKVConfigMixin.__annotations__, **{key: kind for key, (kind, _) in fields.items()}},
-        "model_type": family.student_type,
+        "model_type": family.student_model_type,
         **{key: default for key, (_, default) in fields.items()},
     }
     config = types.new_class(name, (SwiftKVConfigMixin, teacher), exec_body=lambda namespace: namespace.update(body))

@@ -336,15 +336,17 @@ class Fork(nn.Module):
         if self._needs_teacher:
             kept_teacher = self.kept_teacher or decoder
             with torch.no_grad():
-                same = not self.trains_lower and not decoder.layer_map.gaps
-                teacher_x = x if same else kept_teacher.lower(context)
-                teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
+                same = not self.trains_lower and not decoder.layer_map.bypassed_layers
+                teacher_x = x if same else kept_teacher.run_lower(context)
+                teacher = kept_teacher.run_teacher_upper(
+                    teacher_x, context, record=teacher_states if recorded else None
+                )
                 teacher = _rows(teacher, counted)
         writer = None
         if self.student.config.layer_map.deep_leaders:
             writer = DeepSpanWriter(decoder.project_key_values(x, context.rotation))
         record = student_states if recorded else None
-        student = decoder.student_upper(x, own_context, kept=kept, deep=writer, hidden=entering, record=record)
+        student = decoder.run_student_upper(x, own_context, selection=kept, deep=writer, hidden=entering, record=record)
 
         def of_student(state: Tensor) -> Tensor:
             return _rows(state, counted) if kept is None else state[0, : len(counted)]
@@ -374,7 +376,7 @@ class Fork(nn.Module):
         """Begin a pass; packed attention sees all rows end to end."""
         decoder = self.student.model
         if self.sequence is None and self.student.config._attn_implementation != PACKED:
-            return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
+            return cast("DecoderContext", decoder.make_context(input_ids, position_ids=position_ids))
         attention, dtype = self._attention, self._dtype
         return make_packed_context(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
 

@@ -376,9 +376,9 @@ class MeasuredStudent(nn.Module):
         if spec.trainable != "qkv":
             self.kept_teacher = keep_teacher(decoder, spec)
             units += list(self.kept_teacher.layers[first_trained_layer(self.student.config, spec) :])
-            decoder.teacher_upper = self.kept_teacher.teacher_upper
+            decoder.run_teacher_upper = self.kept_teacher.run_teacher_upper
             if spec.trainable == "all":
-                decoder.teacher_lower = self.kept_teacher.lower
+                decoder.run_teacher_lower = self.kept_teacher.run_lower
         self.requires_grad_(False)
         lazy.attach(self)
         if not sharded:

@@ -96,7 +96,7 @@ def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tenso
     return DecoderContext(
         hidden=hidden,
         position_ids=layout.position_ids,
-        rotation=decoder.rotations(hidden, layout.position_ids),
+        rotation=decoder.make_rotations(hidden, layout.position_ids),
         masks=Masks((None,) * decoder.layer_map.num_hidden_layers),
         past_key_values=StepCache(cache, layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
         layer_arguments={"paged": layout.attention},
@@ -310,7 +310,7 @@ class PagedAttention:
         kept = selection.indices
         if kept is None:
             device = torch.device("cpu") if self.varlen is None else self.varlen.pages.device
-            kept = tuple(selection.positions(len(self.positions), device).tolist())
+            kept = tuple(selection.get_positions(len(self.positions), device).tolist())
         if kept not in self._selections:
             selected = self.select(kept)
             if self.varlen is not None:
@@ -400,8 +400,8 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
     rotation, first = context.rotation, decoder.layer_map.num_key_value_layers
     if len(rows) < x.shape[1]:
         kept = TokenSelection(index_tensor(rows, x.device))
-        x, cache = kept.take(x), replace(cache, slots=take(cache.slots, rows))
-        rotation = tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation)
+        x, cache = kept.select(x), replace(cache, slots=take(cache.slots, rows))
+        rotation = tuple(map(kept.select, rotation)) if isinstance(rotation, tuple) else kept.select(rotation)
     writer = getattr(decoder, "shared_writer", None)  # on the engine's kernels alone
     if writer is not None and writer.write(x, rotation, cache):
         return
@@ -410,7 +410,8 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
 
 
 def share(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
-    """`shared_key_values` of a step: write K and V from x of all rows, and return what the cache holds by group."""
+    """`compute_shared_key_values` of a step: write K and V from x of all rows, and return what the cache holds by
+    group."""
     write_shared(decoder, x, context, range(x.shape[1]))
     return read_shared(decoder, context)
 
@@ -433,7 +434,7 @@ class BypassRows:
     @classmethod
     def of(cls, decoder: Any, deep: Sequence[int], num_rows: int) -> BypassRows | None:
         """None: no row of the step bypasses a layer."""
-        return cls(deep) if decoder.layer_map.gaps and len(deep) < num_rows else None
+        return cls(deep) if decoder.layer_map.bypassed_layers and len(deep) < num_rows else None
 
     def __call__(self, decoder: Any, i: int, hidden: torch.Tensor, context: DecoderContext) -> torch.Tensor:
         if self._parts is None:
@@ -442,11 +443,11 @@ class BypassRows:
             self._parts = _Rows.of(nothing_attends, rest), _Rows.of(context, self.deep)
         others, deep = self._parts
         assert others is not None, "some rows are not deep"
-        decoder.write_key_values(i, others.kept.take(hidden), others.context)  # which deep rows read
+        decoder.write_key_values(i, others.kept.select(hidden), others.context)  # which deep rows read
         if deep is None:
             return hidden
         assert isinstance(deep.kept.tokens, torch.Tensor), "rows are selected one by one"
-        return hidden.index_copy(1, deep.kept.tokens, decoder.run_layer(i, deep.kept.take(hidden), deep.context))
+        return hidden.index_copy(1, deep.kept.tokens, decoder.run_layer(i, deep.kept.select(hidden), deep.context))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
-from swiftkv_platform.model.decoder import LENGTH_DEPENDENT, rope_parameters
+from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -170,7 +170,7 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
     Cached keys keep the factors with which they were computed, so a sequence that grows past the limit would have to
     recompute all its keys. The engine does not do that, so longer lengths are refused with a `ModelError`.
     """
-    for kind, rope in rope_parameters(model.config).items():
+    for kind, rope in read_rope_parameters(model.config).items():
         rope_type = rope.get("rope_type")
         if rope_type == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
             longest = rope["original_max_position_embeddings"]
@@ -181,7 +181,7 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
                 field="max_model_len",
                 value=max_model_len,
             )
-        if rope_type in LENGTH_DEPENDENT:  # then transformers keeps its initial factors
+        if rope_type in LENGTH_DEPENDENT_ROPE:  # then transformers keeps its initial factors
             rotary_emb = model.model.rotary_emb
             rotary_emb.rope_type = "default" if kind is None else {**rotary_emb.rope_type, kind: "default"}
 

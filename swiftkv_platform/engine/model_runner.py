@@ -87,7 +87,7 @@ class ModelRunner:
         batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
         bypass = BypassRows.of(self._decoder, batch.written_rows, context.num_tokens)
-        x = self._decoder.lower(context, bypass)  # [1, num_tokens, hidden_size]
+        x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
         exits = exiting(self._model, x, scheduled, batch)
         rows = batch.upper_rows(exits.at)
         deep = batch.deep_rows(exits.at) if self._keeps_own else set()
@@ -113,7 +113,7 @@ class ModelRunner:
 
         def lower(layout: Layout) -> torch.Tensor:
             context = self._begin(layout)
-            drafted: torch.Tensor = self._decoder.lower(context)  # all are deep
+            drafted: torch.Tensor = self._decoder.run_lower(context)  # all are deep
             if not self._keeps_own:
                 share(self._decoder, drafted, context)
             return drafted
@@ -146,7 +146,7 @@ class ModelRunner:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
         kept = layout.select(rows)
         writer = DeepRows.of(self._decoder, context, rows, deep) if self._keeps_own else None
-        hidden = self._decoder.student_upper(x, context, kept=kept, shared=shared, deep=writer)
+        hidden = self._decoder.run_student_upper(x, context, selection=kept, shared=shared, deep=writer)
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _verify(
@@ -175,9 +175,9 @@ class ModelRunner:
         if self._keeps_own:
             writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
             writer = DeepRows.of(self._decoder, context, range(len(rows)), writing)
-            hidden = self._decoder.student_upper(hidden, context, deep=writer)
+            hidden = self._decoder.run_student_upper(hidden, context, deep=writer)
         else:
-            hidden = self._decoder.student_upper(hidden, context, shared=read_shared(self._decoder, context))
+            hidden = self._decoder.run_student_upper(hidden, context, shared=read_shared(self._decoder, context))
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _choose(

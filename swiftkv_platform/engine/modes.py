@@ -15,7 +15,7 @@ from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.model.conversion import dense_config
-from swiftkv_platform.model.decoder import LENGTH_DEPENDENT, rope_parameters
+from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.deep_tokens import Bypass
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
@@ -55,8 +55,8 @@ def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
     and dynamic RoPE have other factors for longer ones."""
     return all(
         num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for rope in rope_parameters(config).values()
-        if rope.get("rope_type") in LENGTH_DEPENDENT
+        for rope in read_rope_parameters(config).values()
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
     )
 
 
@@ -73,30 +73,30 @@ class _TeacherDecoder:
     @property
     def decoders(self) -> list[Any]:
         """The student's decoder, and those that hold the original layers if the student has trained its own."""
-        kept = (self._decoder.teacher_lower, self._decoder.teacher_upper)
+        kept = (self._decoder.run_teacher_lower, self._decoder.run_teacher_upper)
         owners = [getattr(layers, "__self__", None) for layers in kept]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
 
     def lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
-        x = (self._decoder.teacher_lower or self._decoder.lower)(context)
-        hidden: torch.Tensor = self._decoder.teacher_upper(x, context)
+        x = (self._decoder.run_teacher_lower or self._decoder.run_lower)(context)
+        hidden: torch.Tensor = self._decoder.run_teacher_upper(x, context)
         return hidden
 
     def project_key_values(self, _x: torch.Tensor, _rotation: Rotation) -> list[KeyValue]:
         return []
 
-    def student_upper(
+    def run_student_upper(
         self,
         x: torch.Tensor,
         _context: DecoderContext,
         *,
         shared: Sequence[Any],
-        kept: TokenSelection | None = None,
+        selection: TokenSelection | None = None,
         deep: None = None,
     ) -> torch.Tensor:
         assert not shared, "a teacher's layers compute their own K and V"
         assert deep is None, "a teacher's layers compute their own K and V"
-        return x if kept is None else kept.take(x)
+        return x if selection is None else selection.select(x)
 
 
 class _Teacher:

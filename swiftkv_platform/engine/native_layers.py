@@ -66,7 +66,7 @@ class NativeEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, head: NativeHead) -> None:
         super().__init__()
         self.weight = nn.Parameter(head.weight.numbers, requires_grad=False)
-        self._scaled = embedding.scaled if isinstance(embedding, ScaledEmbedding) else None
+        self._scaled = embedding.scale_embeddings if isinstance(embedding, ScaledEmbedding) else None
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., hidden_size]."""
@@ -377,7 +377,7 @@ class NativeLayers:
         for i, key_value in zip(which, [None] * len(which) if shared is None else shared, strict=True):
             layer = self._layers[i]
             found = layer.stored(context.past_key_values, key_value)
-            rotation = decoder.rotation_of(i, context, shared=key_value is not None)
+            rotation = decoder.select_rotation(i, context, shared=key_value is not None)
             if found is None or rotation[0].dtype != hidden.dtype:
                 return None
             stored.append(found)

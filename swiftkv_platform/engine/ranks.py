@@ -116,29 +116,31 @@ class LeadingDecoder:
         tokens keep their own K and V."""
         deep = tuple(range(context.num_tokens)) if bypass is None else bypass.deep
         self._announce(context, context.hidden, upper=False, deep=deep)
-        self._x = self._decoder.lower(context, bypass)
+        self._x = self._decoder.run_lower(context, bypass)
         return self._x
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def student_upper(
+    def run_student_upper(
         self,
         x: torch.Tensor,
         context: DecoderContext,
         *,
         shared: Sequence[Any] = (),
-        kept: TokenSelection | None = None,
+        selection: TokenSelection | None = None,
         deep: DeepRows | None = None,
     ) -> torch.Tensor:
         if self.layer_map.leaders:  # in a dense model all layers are lower ones
-            self._announce(context, x, upper=True, kept=kept, deep=() if deep is None else deep.rows)
-        hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared, deep=deep)
+            self._announce(context, x, upper=True, kept=selection, deep=() if deep is None else deep.rows)
+        hidden: torch.Tensor = self._decoder.run_student_upper(
+            x, context, selection=selection, shared=shared, deep=deep
+        )
         return hidden
 
     def write_shared(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
         """Make every rank write its heads of K and V from x, for `rows` of the last pass of layers < l."""
-        assert x is self._x, "it follows `lower`"
+        assert x is self._x, "it follows `run_lower`"
         self._leader.tell(Share(tuple(rows)))
         write_shared(self._decoder, x, context, rows)
 
@@ -246,11 +248,11 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
             if keeps_own:
                 rows = range(hidden.shape[1]) if message.kept is None else message.kept
                 writer = DeepRows.of(decoder, context, rows, set(message.deep))
-                decoder.student_upper(hidden, context, kept=kept, deep=writer)
+                decoder.run_student_upper(hidden, context, selection=kept, deep=writer)
                 continue
-            decoder.student_upper(hidden, context, kept=kept, shared=read_shared(decoder, context))
+            decoder.run_student_upper(hidden, context, selection=kept, shared=read_shared(decoder, context))
         else:
-            x = decoder.lower(context, BypassRows.of(decoder, message.deep, context.num_tokens))
+            x = decoder.run_lower(context, BypassRows.of(decoder, message.deep, context.num_tokens))
             if not keeps_own:
                 share(decoder, x, context)
 

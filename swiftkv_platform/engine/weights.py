@@ -145,7 +145,7 @@ def use_kernels(model: Any) -> None:
     layers = model.model.layers
     for i, layer in enumerate(layers):
         layers[i] = NativeLayer.of(layer) or layer
-    model.model.together = NativeLayers(layers)
+    model.model.fused_layers = NativeLayers(layers)
     model.model.shared_writer = SharedKeyValues.of(model.model)
 
 

@@ -99,12 +99,12 @@ def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
 
 def _let_go(config: Any, prompt: torch.Tensor) -> float:
     """Return the FLOPs of a pass that serving leaves out: those of prompts in layers that they bypass."""
-    if not config.layer_map.gaps:
+    if not config.layer_map.bypassed_layers:
         return 0
     model, layer_map = read_architecture(config.to_dict()), config.layer_map
     whole, served = (
         prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
-        for each in (layer_map.without_gaps(), layer_map)
+        for each in (layer_map.without_bypassed_layers(), layer_map)
     )
     return whole - served
 

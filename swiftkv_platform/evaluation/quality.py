@@ -212,15 +212,15 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
             decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype
         )
     else:
-        context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
+        context = decoder.make_context(batch["input_ids"], position_ids=batch["position_ids"])
     turns = add_conversation_spans(context, counted.flatten()) if decoder.layer_map.deep_leaders else context
     x, entering = run_lower_layers_by_span(decoder, context, turns, None)
     teacher_x = x
-    if decoder.teacher_lower is not None or decoder.layer_map.gaps:
-        teacher_x = (decoder.teacher_lower or decoder.lower)(context)
-    teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
+    if decoder.run_teacher_lower is not None or decoder.layer_map.bypassed_layers:
+        teacher_x = (decoder.run_teacher_lower or decoder.run_lower)(context)
+    teacher = _rows(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
-    student = _rows(decoder.student_upper(x, turns, deep=deep, hidden=entering), counted)
+    student = _rows(decoder.run_student_upper(x, turns, deep=deep, hidden=entering), counted)
     exits = _rows(entering, counted) if model.config.shape.has_exit_head else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
@@ -320,7 +320,9 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     mode, was_training = decoder.swiftkv_enabled, model.training
     changed: list[tuple[Any, str]] = []
     if model.config.layer_map.deep_leaders:
-        kept = (getattr(layers, "__self__", decoder) for layers in (decoder.teacher_lower, decoder.teacher_upper))
+        kept = (
+            getattr(layers, "__self__", decoder) for layers in (decoder.run_teacher_lower, decoder.run_teacher_upper)
+        )
         changed = [
             (one, one.config._attn_implementation) for one in {id(one): one for one in (decoder, *kept)}.values()
         ]

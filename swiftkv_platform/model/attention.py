@@ -258,7 +258,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         super().__init__(config, layer_idx)
         self.rotates = True
         if config.family.has_unrotated_layers:  # a group shares its keys, so all its layers rotate or none does
-            self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
+            self.rotates = bool(config.no_rope_layers[config.layer_map.get_leader(layer_idx)])
         self.has_head_norms = config.family.query_key_norms is not None
         if not self.has_head_norms:
             self.q_norm = self.k_norm = nn.Identity()

@@ -27,19 +27,19 @@ from transformers.cache_utils import (
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.context import FULL, TokenSelection, layer_types
+from swiftkv_platform.model.context import FULL, TokenSelection, get_layer_types
 from swiftkv_platform.student_shape import LayerMap
 
 SCALE_DTYPE = torch.bfloat16
 PAYLOAD_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Stored data types by `kv_cache_dtype`; `auto` stores the model's own dtype."""
-_TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""CacheContents data types by `kv_cache_dtype`; `auto` stores the model's own dtype."""
+_MAX_PAYLOAD = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 _FP8_SHIFT = 2.0**120
 """Factor from a bfloat16 with an e4m3 number's bits to that number: the exponents are biased by 127 and 7."""
 
 
-def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
+def get_payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
     """Return the dtype that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own dtype. Raises
     `InvalidInputError`: the value is unknown; the message lists the accepted ones."""
     if kv_cache_dtype in (None, "auto"):
@@ -60,7 +60,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     wide = x.float()
     limit = torch.finfo(x.dtype).max * (1 - 1 / 16)
     largest = wide.abs().amax(-1, keepdim=True)
-    scale = _round_up((largest.clamp(max=limit) / _TOP[dtype]).clamp(min=_SMALLEST_SCALE))
+    scale = _round_up_to_bfloat16((largest.clamp(max=limit) / _MAX_PAYLOAD[dtype]).clamp(min=_SMALLEST_SCALE))
     scaled = wide.clamp(-limit, limit) / scale
     payload = scaled.to(dtype) if dtype.is_floating_point else scaled.nan_to_num().round().to(dtype)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
@@ -95,7 +95,7 @@ def unpack(packed: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.T
     return dequantize(packed[..., :size].view(dtype), scale, to)
 
 
-def _round_up(scale: torch.Tensor) -> torch.Tensor:
+def _round_up_to_bfloat16(scale: torch.Tensor) -> torch.Tensor:
     """Round positive float32 numbers up to the next bfloat16, as float32: the low 16 bits become 0."""
     return ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
@@ -117,12 +117,12 @@ def make_cache(
     cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
     owners = list(range(len(cache.layers)))
     if swiftkv:
-        layer_map, types = config.layer_map, layer_types(config)
+        layer_map, types = config.layer_map, get_layer_types(config)
         widest = [
-            next((i for i in layer_map.group(leader) if types[i] == FULL), leader) for leader in layer_map.leaders
+            next((i for i in layer_map.get_group(leader) if types[i] == FULL), leader) for leader in layer_map.leaders
         ]
         owners[layer_map.num_key_value_layers :] = widest
-    payload = payload_dtype(kv_cache_dtype)
+    payload = get_payload_dtype(kv_cache_dtype)
     layers = [cache.layers[i] for i in owners]
     if payload is not None:
         arguments = get_layer_types_and_kwargs(config)[1]
@@ -135,7 +135,7 @@ def make_cache(
     return cache
 
 
-def check_cache(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> None:
+def check_cache_layers(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> None:
     """Raise `ModelError` if a transformers cache has another number of layers than the mode needs. A cache without
     layers is accepted, since it adds them as needed."""
     if not isinstance(cache, Cache) or not cache.layers:
@@ -158,10 +158,10 @@ def cache_bytes(cache: Cache) -> int:
     return sum(int(tensor.nbytes) for tensor in tensors)
 
 
-def stored_dtype(cache: Any) -> torch.dtype | None:
+def get_stored_dtype(cache: Any) -> torch.dtype | None:
     """Return the data type that a quantised cache of `make_cache` stores; None for any other."""
     layers: Any = cache.layers if isinstance(cache, Cache) else ()
-    return layers[0].payload if layers and isinstance(layers[0], _Quantized) else None
+    return layers[0].payload if layers and isinstance(layers[0], _QuantizedLayerMixin) else None
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class StoredKeyValue:
         return unpack(self.keys, self.payload, self.dtype), unpack(self.values, self.payload, self.dtype)
 
 
-class _Quantized:
+class _QuantizedLayerMixin:
     """Mixin for a cache layer that stores each row as bytes, its payload and its scale (`pack`).
 
     Attention reads the stored values even for the tokens being written, so that an answer depends neither on how the
@@ -200,33 +200,33 @@ class _Quantized:
 
 
 QUANTIZED_LAYERS: dict[type, Any] = {
-    layer: type(f"Quantized{layer.__name__}", (_Quantized, layer), {})
+    layer: type(f"Quantized{layer.__name__}", (_QuantizedLayerMixin, layer), {})
     for layer in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 }
 """The class of a cache layer in 8 bits, by that of transformers."""
 
 
-Stored = KeyValue | StoredKeyValue
+CacheContents = KeyValue | StoredKeyValue
 """Contents of a group's cache layer: quantised, or as `Cache.update` returns them."""
 
 
-def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> Stored:
+def append_key_value(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> CacheContents:
     """Append keys and values to a cache layer and return the whole context's; a quantised layer's stay quantised."""
-    layer = cache.layers[cache_layer] if stored_dtype(cache) is not None else None
-    if isinstance(layer, _Quantized):
+    layer = cache.layers[cache_layer] if get_stored_dtype(cache) is not None else None
+    if isinstance(layer, _QuantizedLayerMixin):
         return layer.store(keys, values)
     key_value: KeyValue = cache.update(keys, values, cache_layer)
     return key_value
 
 
-def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
-    """Return keys and values of the selected rows of the batch; `stored` itself if all rows are kept."""
-    if kept.rows is None:
+def select_rows(stored: CacheContents, selection: TokenSelection) -> CacheContents:
+    """Return keys and values of the selected rows of the batch; `stored` itself if all rows are selected."""
+    if selection.rows is None:
         return stored
     if isinstance(stored, StoredKeyValue):
-        return replace(stored, keys=kept.take_rows(stored.keys), values=kept.take_rows(stored.values))
-    return kept.take_rows(stored[0]), kept.take_rows(stored[1])
+        return replace(stored, keys=selection.select_rows(stored.keys), values=selection.select_rows(stored.values))
+    return selection.select_rows(stored[0]), selection.select_rows(stored[1])
 
 
-def read(stored: Stored) -> KeyValue:
+def read_key_value(stored: CacheContents) -> KeyValue:
     return stored.read() if isinstance(stored, StoredKeyValue) else stored

@@ -12,15 +12,15 @@ from transformers import modeling_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import check_whole, read_config
-from swiftkv_platform.model.context import TokenSelection, can_select
+from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
+from swiftkv_platform.model.context import TokenSelection, supports_selection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin, ThresholdExits
 from swiftkv_platform.model.weights.adapters import readable
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
 
-_NOT_COUNTED = -100
+_IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
 
 
@@ -48,7 +48,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 
     def swiftkv(self, enabled: bool = True) -> Self:
         """Switch to student mode (True, the default after loading) or teacher mode (False); they share all weights."""
-        _check_mode(self.config, enabled)
+        _check_teacher_mode(self.config, enabled)
         self.model.swiftkv_enabled = enabled
         return self
 
@@ -77,7 +77,8 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         prompt_length: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits [batch, num_kept, vocab_size] at the positions `logits_to_keep` (0: all), as transformers.
+        """Return the logits [batch, num_selected, vocab_size] at the positions `logits_to_keep` (0: all), as
+        transformers.
 
         In student mode only the tokens at these positions run through layers >= l; if labels, hidden states or
         attentions are asked for, all tokens do. With `exits`, which `generate()` passes, these are the logits of
@@ -91,14 +92,16 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if self.model.layer_map.deep_leaders and tokens is not None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            kwargs["first_deep"] = _first_deep(prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen))
-        kept: Any = None
+            kwargs["first_deep"] = _find_first_deep_token(
+                prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen)
+            )
+        selection: Any = None
         if exits is not None:
-            kept, logits_to_keep = exits.choose, 0
-        elif tokens is not None and labels is None and not self._records_every_token(kwargs):
-            selection, among = _select_logits(logits_to_keep, tokens.shape[1])
-            if selection is not None and can_select(self.config, selection):
-                kept, logits_to_keep = selection, among
+            selection, logits_to_keep = exits.choose, 0
+        elif tokens is not None and labels is None and not self._outputs_every_token(kwargs):
+            requested, logits_of_selection = _select_logits(logits_to_keep, tokens.shape[1])
+            if requested is not None and supports_selection(self.config, requested):
+                selection, logits_to_keep = requested, logits_of_selection
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -106,7 +109,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            kept=kept,
+            selection=selection,
             **kwargs,
         )
         logits = self.lm_head(_slice_logits(outputs.last_hidden_state, logits_to_keep))
@@ -123,7 +126,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _records_every_token(self, kwargs: dict[str, Any]) -> bool:
+    def _outputs_every_token(self, kwargs: dict[str, Any]) -> bool:
         flags = ("output_hidden_states", "output_attentions")
         return any(kwargs.get(flag) or getattr(self.config, flag, False) for flag in flags)
 
@@ -151,11 +154,11 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         # `swiftkv` is True when config.json is read; the Auto classes then set it from their argument.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
-        check_whole(config, source)
+        refuse_prefill_only(config, source)
         with readable(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
-                config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
-            _check_mode(config, enabled)
+                config.swiftkv_teacher_weights = cls._has_teacher_projections(config, checkpoint)
+            _check_teacher_mode(config, enabled)
             family: Any = super()
             loaded = load_checked(family.from_pretrained, cls, config, directory, checkpoint, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
@@ -173,20 +176,20 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         as `from_pretrained`."""
         config = copy.deepcopy(config)
         config.swiftkv = True
-        check_whole(config, directory)
+        refuse_prefill_only(config, directory)
         checkpoint = Checkpoint.open(directory)
-        config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
+        config.swiftkv_teacher_weights = cls._has_teacher_projections(config, checkpoint)
         return open_checked(cls, config, checkpoint, dtype=dtype)
 
     @classmethod
-    def _has_teacher(cls, config: Any, checkpoint: Checkpoint) -> bool:
+    def _has_teacher_projections(cls, config: Any, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint has the modules that only the teacher runs, which an export may lack."""
         teacher = cls.list_teacher_modules(config)
         stored = {name.rpartition(".")[0] for name in checkpoint.shards}
         return not teacher or not stored.isdisjoint(teacher)
 
 
-def _check_mode(config: Any, enabled: bool) -> None:
+def _check_teacher_mode(config: Any, enabled: bool) -> None:
     if not enabled and not config.swiftkv_teacher_weights:
         raise ModelError(
             "teacher mode needs the teacher's projections, which this checkpoint was exported without",
@@ -195,20 +198,21 @@ def _check_mode(config: Any, enabled: bool) -> None:
         )
 
 
-def _first_deep(
+def _find_first_deep_token(
     prompt_length: int | torch.Tensor | None,
     labels: torch.Tensor | None,
     logits_to_keep: int | torch.Tensor,
     num_tokens: int,
-    num_seen: int,
+    num_past: int,
 ) -> int | torch.Tensor:
-    """Return the index of the first deep token among `num_tokens` tokens after `num_seen`, or of each row, [batch]."""
+    """Return the index of the first deep token among `num_tokens` tokens after `num_past` cached ones, for all rows or
+    per row, [batch]."""
     if isinstance(prompt_length, torch.Tensor):
-        return (prompt_length - 1 - num_seen).clamp(0, num_tokens)
+        return (prompt_length - 1 - num_past).clamp(0, num_tokens)
     if prompt_length is not None:
-        return min(max(prompt_length - 1 - num_seen, 0), num_tokens)
+        return min(max(prompt_length - 1 - num_past, 0), num_tokens)
     if labels is not None:
-        counts = (labels != _NOT_COUNTED).long()
+        counts = (labels != _IGNORED_LABEL).long()
         first = torch.where(counts.any(-1), counts.argmax(-1), num_tokens)
         return (first - 1).clamp(0)
     if isinstance(logits_to_keep, int):

@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 
 from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
-from swiftkv_platform.families import FAMILIES, teacher_type
+from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_generation
 from swiftkv_platform.sources.untrusted_files import read_object
@@ -60,7 +60,7 @@ def read_config(
             value=str(source),
         ) from error
     try:
-        if not any_family or teacher_type(values.get("model_type")) in FAMILIES:
+        if not any_family or get_teacher_type(values.get("model_type")) in FAMILIES:
             read_architecture(values)  # the control plane's own check
             _check_activation(values)
         if not any_family:
@@ -75,7 +75,7 @@ def read_config(
     return config
 
 
-def check_whole(config: Any, source: str | Path) -> None:
+def refuse_prefill_only(config: Any, source: str | Path) -> None:
     """Raise `ModelError` for a prefill-only export, which cannot generate tokens."""
     if config.swiftkv_prefill_only:
         raise ModelError(

@@ -1,11 +1,10 @@
-"""What the layers of a forward pass get besides hidden states: masks, and the context that holds them.
+"""The context of a forward pass: masks, positions and cache, which all layers share.
 
-A `TokenSelection` says which tokens go on to layers >= l: prompt tokens, rows of a decode batch, or any tokens of a
-flat batch. All callers that drop tokens at layer l use it, and it cuts the context accordingly.
+A `TokenSelection` names the tokens that enter layers >= l: prompt tokens, rows of a decode batch, or any tokens of a
+flat batch. `DecoderContext.select` makes their context.
 
-Masks are full or sliding by layer, and sized for the cache layer that the layer reads. If the layers of a group have
-different windows, their shared cache layer keeps the longest one and each layer masks by its own. So a mask depends on
-the layer's type and on the length of its cache layer.
+A layer's mask is full or sliding, and has the size of the cache layer that it reads. If the layers of a group have
+different windows, their cache layer has the longest one and each layer's mask applies its own window.
 """
 
 from __future__ import annotations
@@ -25,68 +24,69 @@ from swiftkv_platform.model.attention import Rotation
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """A selection of rows of the batch and of tokens in each of them. `TokenSelection()` keeps everything.
+    """Selected rows of the batch and selected tokens of each row. `TokenSelection()` selects everything.
 
-    Taking the last n tokens of every row gives views; rows and indices are gathered.
+    Selecting the last n tokens of every row returns views. Rows and token indices are gathered.
     """
 
     tokens: int | torch.Tensor | None = None
-    """The last n tokens of each row (0: none), or indices into the token dimension, int64 [num_kept]; None: all."""
+    """The last n tokens of each row (0: none), or indices into the token dimension, int64 [num_selected]; None: all."""
     rows: torch.Tensor | None = None
     """Rows of the batch, int64 [num_rows]; None: all."""
     indices: tuple[int, ...] | None = None
-    """The indices of `tokens` on the host, if known, since reading them from a GPU would wait for it."""
+    """Host copy of `tokens`, if available. Reading `tokens` from a GPU would synchronize with it."""
 
-    def count(self, num_tokens: int) -> int:
-        """Return how many tokens of a row with `num_tokens` are kept."""
+    def count_selected(self, num_tokens: int) -> int:
+        """Return the number of selected tokens in a row with `num_tokens`."""
         if self.tokens is None:
             return num_tokens
         return self.tokens.numel() if isinstance(self.tokens, torch.Tensor) else min(self.tokens, num_tokens)
 
     @property
-    def keeps_last(self) -> bool:
-        """Whether only the last token of each row is kept, as far as known without reading a tensor."""
+    def selects_last_only(self) -> bool:
+        """Whether `tokens` is 1. False for a tensor of indices, which is not read."""
         return not isinstance(self.tokens, torch.Tensor) and self.tokens == 1
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch or 1, num_tokens, ...] -> [num_rows or 1, num_kept, ...]; a first dimension of 1 serves every row."""
-        return self.take_rows(self._take_tokens(x, 1))
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch or 1, num_tokens, ...] -> [num_rows or 1, num_selected, ...]. A first dimension of 1 holds for all
+        rows."""
+        return self.select_rows(self._select_tokens(x, 1))
 
-    def take_queries(self, mask: torch.Tensor) -> torch.Tensor:
-        """[batch or 1, 1, num_tokens, context_len] -> [num_rows or 1, 1, num_kept, context_len]."""
-        return self.take_rows(self._take_tokens(mask, 2))
+    def select_queries(self, mask: torch.Tensor) -> torch.Tensor:
+        """[batch or 1, 1, num_tokens, context_len] -> [num_rows or 1, 1, num_selected, context_len]."""
+        return self.select_rows(self._select_tokens(mask, 2))
 
-    def take_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def select_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[batch or 1, ...] -> [num_rows or 1, ...]."""
         if self.rows is None or (x.shape[0] == 1 and self.rows.numel() != 0):
             return x
         return x.index_select(0, self.rows)
 
-    def positions(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Return the indices of the kept tokens in a row, [num_kept]."""
-        return self._take_tokens(torch.arange(num_tokens, device=device), 0)
+    def get_positions(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the indices of the selected tokens in a row, [num_selected]."""
+        return self._select_tokens(torch.arange(num_tokens, device=device), 0)
 
-    def _take_tokens(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def _select_tokens(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if self.tokens is None:
             return x
         if isinstance(self.tokens, torch.Tensor):
             return x.index_select(dim, self.tokens)
-        num_kept = self.count(x.shape[dim])
-        return x.narrow(dim, x.shape[dim] - num_kept, num_kept)
+        num_selected = self.count_selected(x.shape[dim])
+        return x.narrow(dim, x.shape[dim] - num_selected, num_selected)
 
 
 @runtime_checkable
 class SelectsTokens(Protocol):
-    """Attention metadata in a context's `layer_arguments` that has to change with a token selection."""
+    """Attention metadata in a context's `layer_arguments` that depends on the selected tokens."""
 
     def select_tokens(self, selection: TokenSelection) -> Self:
-        """Return new metadata for the kept tokens as queries; keys remain the whole context. This one is unchanged."""
+        """Return new metadata with the selected tokens as queries; the keys remain the whole context."""
         ...
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PACKED = "swiftkv_packed"
-"""Name of the attention implementation in `packed_attention.py`; it is SDPA if no sample lengths are passed."""
+"""Name of the attention implementation in `packed_attention.py`, which runs SDPA without packed samples."""
 _SDPA = ("sdpa", PACKED)
 
 
@@ -97,20 +97,20 @@ class Masks:
     by_layer: tuple[Any, ...]
     """Masks for the attention backend: [batch, 1, num_tokens, context_len], or None for plain causal."""
     causal_flag: bool = False
-    """Whether the backend replaces None by a causal flag, which aligns the first query to the first key (SDPA)."""
+    """Whether the backend runs None with a causal flag, which aligns the first query with the first key (SDPA)."""
     context_lens: tuple[int, ...] = ()
-    """Number of keys by layer; a preallocated cache that is not full has more keys than tokens."""
+    """Number of keys per layer. A preallocated cache has more keys than tokens until it is full."""
 
 
-def layer_types(config: Any) -> list[str]:
+def get_layer_types(config: Any) -> list[str]:
     """Return `full_attention` or `sliding_attention` for each layer."""
     types: list[str] = get_layer_types_and_kwargs(config)[0]
     return types
 
 
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return, by layer, the number of tokens that a query sees, including itself; None: all before it."""
-    return tuple(config.sliding_window if kind == SLIDING else None for kind in layer_types(config))
+def get_layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Return the sliding window per layer in tokens, including the query itself; None: no window."""
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in get_layer_types(config))
 
 
 def make_masks(
@@ -125,16 +125,16 @@ def make_masks(
     """Make the masks of all layers for the tokens `hidden` [batch, num_tokens, hidden_size].
 
     Args:
-        cache_layers: by layer, the cache layer that it reads.
-        attention_mask: [batch, context_len], 0 for padding; None with positions that restart separates packed samples.
+        cache_layers: the cache layer that each layer reads.
+        attention_mask: [batch, context_len], 0 for padding. None: packed samples begin where positions restart.
     """
     if attention_mask is None and past_key_values is None:
         _check_packing(config, position_ids)
     made: dict[tuple[str, bool], Any] = {}
     masks, context_lens = [], []
     num_tokens = hidden.shape[1]
-    for layer_type, cache_layer in zip(layer_types(config), cache_layers, strict=True):
-        # A cache made without a configuration adds layers as they are written, all without a window.
+    for layer_type, cache_layer in zip(get_layer_types(config), cache_layers, strict=True):
+        # A cache made without a configuration adds layers on their first write, without windows.
         layers: list[Any] = [] if past_key_values is None else past_key_values.layers
         windowed = cache_layer < len(layers) and getattr(layers[cache_layer], "is_sliding", False)
         key = (layer_type, windowed)
@@ -155,29 +155,29 @@ def make_masks(
 
 
 def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
-    """Raise `ModelError` for packed batches of several rows with flash attention: transformers separates samples by
+    """Raise `ModelError` for packed batches of several rows with flash attention. transformers separates samples by
     their positions only in batches of one row."""
     implementation = str(config._attn_implementation)
     if "flash" in implementation and len(position_ids) > 1 and bool((position_ids.diff() != 1).any()):
         raise ModelError(
-            f"attn_implementation is {implementation}, which keeps packed samples apart in batches of one row only, "
-            f"and this batch has {len(position_ids)} rows; use one row at a time, or sdpa",
+            f"attn_implementation {implementation} separates packed samples only in batches of one row, but this batch "
+            f"has {len(position_ids)} rows; pass one row at a time, or use sdpa",
             field="attn_implementation",
             value=implementation,
         )
 
 
-def can_select(config: Any, selection: TokenSelection) -> bool:
-    """Whether the attention backend supports masks for selected queries: flash attention only for the last tokens, and
-    backends that compile their masks (flex attention) not at all."""
+def supports_selection(config: Any, selection: TokenSelection) -> bool:
+    """Whether the attention backend supports masks for selected queries. Flash attention supports the last tokens only;
+    backends with compiled masks (flex attention) support none."""
     implementation = str(config._attn_implementation)
     if "flash" in implementation:
         return not isinstance(selection.tokens, torch.Tensor)
     return implementation in ("eager", *_SDPA)
 
 
-def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:
-    """Return the masks for the selected ones of `num_tokens` queries; the keys stay the same."""
+def select_masks(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:
+    """Return the masks of the selected queries among `num_tokens`. The keys stay the same."""
     selected: dict[tuple[int, int], Any] = {}
     context_lens = masks.context_lens or (num_tokens,) * len(masks.by_layer)
     keys = [(id(mask), context_len) for mask, context_len in zip(masks.by_layer, context_lens, strict=True)]
@@ -185,29 +185,29 @@ def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, dev
         if key in selected:
             continue
         if mask is None:
-            selected[key] = _write_out(selection, num_tokens, key[1], device) if masks.causal_flag else None
+            selected[key] = _make_selected_mask(selection, num_tokens, key[1], device) if masks.causal_flag else None
         else:
-            # Backends without a dense mask take [batch, context_len] and align causal queries to the last keys.
-            selected[key] = selection.take_queries(mask) if mask.ndim == 4 else selection.take_rows(mask)
+            # Backends without a dense mask take [batch, context_len] and align causal queries with the last keys.
+            selected[key] = selection.select_queries(mask) if mask.ndim == 4 else selection.select_rows(mask)
     return replace(masks, by_layer=tuple(selected[key] for key in keys))
 
 
-def _write_out(
+def _make_selected_mask(
     selection: TokenSelection, num_tokens: int, context_len: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Make the causal mask of the selected queries [1, 1, num_kept, context_len]; None if they see every key.
+    """Make the causal mask of the selected queries [1, 1, num_selected, context_len]; None if they attend to every key.
 
-    The causal flag aligns the first query to the first key, so it cannot be used for selected queries.
+    The causal flag aligns the first query with the first key, so it does not fit selected queries.
     """
-    if num_tokens == 1 or selection.tokens is None or (selection.keeps_last and context_len == num_tokens):
+    if num_tokens == 1 or selection.tokens is None or (selection.selects_last_only and context_len == num_tokens):
         return None
-    positions = selection.positions(num_tokens, device)
+    positions = selection.get_positions(num_tokens, device)
     return (positions[:, None] >= torch.arange(context_len, device=device))[None, None]
 
 
 @dataclass(frozen=True)
 class DecoderContext:
-    """The data on the tokens of a forward pass that every layer needs."""
+    """Data of a forward pass that all layers share."""
 
     hidden: torch.Tensor
     """Embeddings, [batch, num_tokens, hidden_size]."""
@@ -222,17 +222,18 @@ class DecoderContext:
     def num_tokens(self) -> int:
         return self.hidden.shape[1]
 
-    def select(self, kept: TokenSelection) -> DecoderContext:
-        """Return a new context for the kept tokens, for the upper layers; this one is unchanged."""
+    def select(self, selection: TokenSelection) -> DecoderContext:
+        """Return a new context of the selected tokens, for layers >= l."""
         rotation = self.rotation
+        parts = tuple(map(selection.select, rotation)) if isinstance(rotation, tuple) else selection.select(rotation)
         return DecoderContext(
-            hidden=kept.take(self.hidden),
-            position_ids=kept.take(self.position_ids),
-            rotation=tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation),
-            masks=select_queries(self.masks, kept, self.num_tokens, self.hidden.device),
+            hidden=selection.select(self.hidden),
+            position_ids=selection.select(self.position_ids),
+            rotation=parts,
+            masks=select_masks(self.masks, selection, self.num_tokens, self.hidden.device),
             past_key_values=self.past_key_values,
             layer_arguments={
-                name: value.select_tokens(kept) if isinstance(value, SelectsTokens) else value
+                name: value.select_tokens(selection) if isinstance(value, SelectsTokens) else value
                 for name, value in self.layer_arguments.items()
             },
         )

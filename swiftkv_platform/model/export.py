@@ -19,7 +19,7 @@ from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.calibration.rounding import round_calibrated
-from swiftkv_platform.model.configuration import check_whole, read_config
+from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.weights.adapters import whole_model, write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -298,7 +298,7 @@ def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tup
             field="model.name_or_path",
             value=source,
         )
-    check_whole(config, source)
+    refuse_prefill_only(config, source)
     config = copy.deepcopy(config)
     if prefill_only:
         _check_prefill_only(config, source, teacher)

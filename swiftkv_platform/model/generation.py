@@ -21,8 +21,8 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.model.cache import make_cache, payload_dtype, stored_dtype
-from swiftkv_platform.model.context import TokenSelection, can_select
+from swiftkv_platform.model.cache import get_payload_dtype, get_stored_dtype, make_cache
+from swiftkv_platform.model.context import TokenSelection, supports_selection
 from swiftkv_platform.specs.sampling import EarlyExit
 
 
@@ -105,7 +105,7 @@ class SwiftKVGenerationMixin(nn.Module):
         for name, value in given.items():
             if value is not None:
                 setattr(generation_config, name, value)
-        payload_dtype(_kv_cache_dtype(generation_config))
+        get_payload_dtype(_kv_cache_dtype(generation_config))
         generation_config.early_exit = EarlyExit.parse(getattr(generation_config, "early_exit", None))
         return generation_config, model_kwargs
 
@@ -132,7 +132,7 @@ class SwiftKVGenerationMixin(nn.Module):
             refusal = "needs an exit head, which this model lacks; convert it with early_exit=True"
         elif not self.model.swiftkv_enabled:
             refusal = "is the student's; call model.swiftkv(True)"
-        elif not can_select(self.config, TokenSelection(1)):
+        elif not supports_selection(self.config, TokenSelection(1)):
             refusal = f"needs eager, sdpa or flash attention, not {self.config._attn_implementation}"
         elif generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             refusal = f"works with greedy search and sampling, not with {generation_mode.value}"
@@ -151,9 +151,9 @@ class SwiftKVGenerationMixin(nn.Module):
     ) -> None:
         """Pass `generate()` a cache of `num_kv_cache_layers` layers instead of one of L."""
         kv_cache_dtype = _kv_cache_dtype(generation_config)
-        wanted = payload_dtype(kv_cache_dtype)
+        wanted = get_payload_dtype(kv_cache_dtype)
         given = model_kwargs.get("past_key_values")
-        if given is not None and wanted not in (None, stored_dtype(given)):
+        if given is not None and wanted not in (None, get_stored_dtype(given)):
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "differs from past_key_values; leave one of them out")
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")

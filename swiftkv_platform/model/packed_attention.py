@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.context import PACKED, DecoderContext, Masks, TokenSelection, layer_windows
+from swiftkv_platform.model.context import PACKED, DecoderContext, Masks, TokenSelection, get_layer_windows
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
@@ -124,7 +124,7 @@ class PackedSamples:
         operator: VarlenOperator | None = None,
     ) -> Self:
         cu_seqlens = None if operator is None else _cumulative_lengths(lengths, device)
-        return cls(tuple(lengths), layer_windows(config), dtype, operator, cu_seqlens)
+        return cls(tuple(lengths), get_layer_windows(config), dtype, operator, cu_seqlens)
 
     def add_conversation_spans(self, deep_mask: Tensor) -> Self:
         """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
@@ -419,7 +419,7 @@ def make_packed_context(
     samples = PackedSamples.create(config, lengths, device=device, dtype=dtype, operator=operator)
     masks = Masks((None,) * config.num_hidden_layers)
     flat, positions = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    return cast("DecoderContext", decoder.begin(flat, position_ids=positions, masks=masks, **{SAMPLES: samples}))
+    return cast("DecoderContext", decoder.make_context(flat, position_ids=positions, masks=masks, **{SAMPLES: samples}))
 
 
 def add_conversation_spans(context: DecoderContext, deep_mask: Tensor) -> DecoderContext:
@@ -466,22 +466,22 @@ def run_lower_layers_by_span(
         selection: selected tokens; None: all.
     """
     layer_map = decoder.layer_map
-    if not layer_map.gaps:
-        x = decoder.lower(context)
-        return x, x if selection is None else selection.take(x)
+    if not layer_map.bypassed_layers:
+        x = decoder.run_lower(context)
+        return x, x if selection is None else selection.select(x)
     # 1. run the layers below the first bypassed one for all tokens
-    first, x = layer_map.first_gap, context.hidden
+    first, x = layer_map.first_bypassed_layer, context.hidden
     for i in range(first):
         x = decoder.run_layer(i, x, context)
     # 2. run the others twice: all tokens as prompt tokens, then the selected ones as deep tokens
-    deep = x if selection is None else selection.take(x)
+    deep = x if selection is None else selection.select(x)
     prompt = _LayerKeyValues()
     prompt_context = replace(context, past_key_values=cast("Any", prompt))
     deep_context = span_context if selection is None else span_context.select(selection)
     deep_context = replace(deep_context, past_key_values=cast("Any", _SpanKeyValues(prompt)))
     for i in range(first, layer_map.num_key_value_layers):
         output = decoder.run_layer(i, x, prompt_context)
-        x = x if i in layer_map.gaps else output
+        x = x if i in layer_map.bypassed_layers else output
         deep = decoder.run_layer(i, deep, deep_context)
     return x, deep
 

@@ -112,7 +112,7 @@ class Architecture:
     vocab_size: int
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
-    normalises_inputs: bool
+    has_input_norm: bool
     """Whether the hidden states that attention reads are normalised, and x by norm_swiftkv."""
     num_norms: int
     """Norms of hidden states in a layer."""
@@ -339,7 +339,7 @@ def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -
         vocab_size=fields.count("vocab_size"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
         layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
-        normalises_inputs=family.normalises_inputs,
+        has_input_norm=family.has_input_norm,
         num_norms=4 if family.norms == "both" else 2,
         shared_attention=attention(family, fields, shared_heads),
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),

@@ -51,7 +51,7 @@ def student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trai
     decode = bool(layer_map.deep_leaders) * own.decode_parameters
     key_value = len(layer_map.leaders) * (own.key_value_parameters + decode)
     exit_head = layer_map.shape.has_exit_head * (vocabulary + hidden)
-    norm = hidden * model.normalises_inputs
+    norm = hidden * model.has_input_norm
     added = twins + key_value + norm + exit_head
     total = dense_parameters(model) + added
     teacher_projections = sum(
@@ -108,7 +108,7 @@ def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, in
         own = model.shared_attention
         layers += (i in layer_map.leaders) * own.key_value_parameters
         layers += (i in layer_map.deep_leaders) * own.decode_parameters
-    return layers, _embeddings(model) + hidden * (1 + (model.normalises_inputs and bool(layer_map.leaders)))
+    return layers, _embeddings(model) + hidden * (1 + (model.has_input_norm and bool(layer_map.leaders)))
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:

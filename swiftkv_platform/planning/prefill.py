@@ -22,7 +22,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, refuse_gaps_in_latents
+from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, refuse_bypass_with_latents
 
 KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
@@ -58,7 +58,7 @@ def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[Attenti
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
     for leader in layer_map.leaders:
-        windows = [model.layers[i].window for i in layer_map.group(leader)]
+        windows = [model.layers[i].window for i in layer_map.get_group(leader)]
         longest = None if None in windows else max(window for window in windows if window is not None)
         layers.append((model.shared_attention, longest))
     return layers
@@ -97,7 +97,7 @@ def forward_flops(
     layer_map: LayerMap,
     *,
     num_tokens: int,
-    num_kept: int,
+    num_selected: int,
     num_logits: int,
     past: int = 0,
     square: bool = False,
@@ -106,19 +106,19 @@ def forward_flops(
 
     Args:
         num_tokens: new tokens of one sequence.
-        num_kept: the last of these tokens, which run through layers >= l and through layers that the others bypass.
+        num_selected: the last of these tokens, which run through layers >= l and through layers that the others bypass.
         num_logits: positions whose logits are computed.
         past: tokens in the cache before them.
         square: count attention as plain matrix products run it, over every key that the cache holds.
     """
     total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
-    leaders, gaps = frozenset(layer_map.leaders), frozenset(layer_map.gaps)
+    leaders, bypassed_layers = frozenset(layer_map.leaders), frozenset(layer_map.bypassed_layers)
     cache = cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
         upper = i >= layer_map.num_key_value_layers
-        deep_only = upper or i in gaps
-        attention, cache_window = cache[layer_map.cache_layer(i)]
-        num_queries = num_kept if deep_only else num_tokens
+        deep_only = upper or i in bypassed_layers
+        attention, cache_window = cache[layer_map.get_cache_layer(i)]
+        num_queries = num_selected if deep_only else num_tokens
         if square:
             cached = past if cache_window is None else min(past, cache_window - 1)
             pairs = num_queries * (cached + num_tokens)
@@ -142,8 +142,8 @@ def prefill_flops(
 ) -> Flops:
     """Return the FLOPs of a whole prompt, up to the logits of its last token."""
     if convention == "executed":
-        return forward_flops(model, layer_map, num_tokens=sequence_length, num_kept=1, num_logits=1, square=square)
-    layers = forward_flops(model, layer_map, num_tokens=sequence_length, num_kept=0, num_logits=0, square=square)
+        return forward_flops(model, layer_map, num_tokens=sequence_length, num_selected=1, num_logits=1, square=square)
+    layers = forward_flops(model, layer_map, num_tokens=sequence_length, num_selected=0, num_logits=0, square=square)
     embedding_and_head = 2 * Linear(model.hidden_size, model.vocab_size).flops
     return layers + Flops(vocabulary=sequence_length * embedding_and_head)
 
@@ -283,7 +283,9 @@ def plan_prefill(
         )
         prefill[convention] = PrefillComparison(dense=dense, swiftkv=swiftkv)
     decode = {
-        name: Components.of(forward_flops(model, layers, num_tokens=1, num_kept=1, num_logits=1, past=sequence_length))
+        name: Components.of(
+            forward_flops(model, layers, num_tokens=1, num_selected=1, num_logits=1, past=sequence_length)
+        )
         for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
     }
     return Plan(
@@ -308,8 +310,8 @@ def student_map(model: Architecture, shape: StudentShape | None = None) -> Layer
     `InvalidInputError` for a shape that does not fit the model."""
     num_layers = len(model.layers)
     layer_map = LayerMap(num_layers, shape or model.student or ShapeRequest().resolve(num_layers))
-    if layer_map.gaps and model.shared_attention.expansion:
-        refuse_gaps_in_latents(layer_map.prefill_layers, model.model_type)
+    if layer_map.bypassed_layers and model.shared_attention.expansion:
+        refuse_bypass_with_latents(layer_map.prefill_layers, model.model_type)
     return layer_map
 
 

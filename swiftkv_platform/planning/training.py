@@ -195,12 +195,14 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     own, tail = model.shared_attention, setup.trainable != "qkv"
     trains_x = setup.trainable == "all"
     share = setup.counted_share if setup.skips_uncounted else 1.0
-    if setup.trainable == "all" or layer_map.gaps:  # the teacher runs these layers itself
+    if setup.trainable == "all" or layer_map.bypassed_layers:  # the teacher runs these layers itself
         teacher += needs_teacher * lower
     # Prompts run through the layers they bypass with the rest; the results after K and V are dropped.
-    deep_lower = sum(_deep_layer_flops(layer, setup, share) for layer in model.layers[layer_map.first_gap : first])
+    deep_lower = sum(
+        _deep_layer_flops(layer, setup, share) for layer in model.layers[layer_map.first_bypassed_layer : first]
+    )
     if setup.trainable == "all":
-        gaps = [model.layers[i] for i in layer_map.gaps]
+        gaps = [model.layers[i] for i in layer_map.bypassed_layers]
         let_go = sum(_layer_flops(layer, setup) - maps_flops(layer.attention.key_value) for layer in gaps)
         backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
     lower += deep_lower
@@ -213,9 +215,9 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         rest = share * maps_flops((*own.output, *layer.mlp))
         student += query + key_value + deep + attention + rest
         # x needs no gradient; nor does the first layer's input, unless a norm before it is trained, as norm_swiftkv is.
-        has_gradient = i > first or trains_x or (tail and model.normalises_inputs)
+        has_gradient = i > first or trains_x or (tail and model.has_input_norm)
         into_x = 0 if has_gradient else share * own.query[0].flops + deep
-        if not (trains_x or model.normalises_inputs):
+        if not (trains_x or model.has_input_norm):
             into_x += leads * maps_flops(own.key_value)
         backward += (2 * query + 2 * deep - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
         recomputed += query + deep + attention + rest
@@ -372,7 +374,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
-    per_token = (2 * narrow + (narrow + WIDE) * model.normalises_inputs) * hidden
+    per_token = (2 * narrow + (narrow + WIDE) * model.has_input_norm) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
         # Heads and tokens are swapped in every layer, so with sequence parallelism layers share no K and V.
@@ -387,10 +389,10 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
             continue
         per_token += _layer_bytes(model, layer, setup, narrow, has_gradient=i > begin)
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
-        for i in range(layer_map.first_gap, first):
+        for i in range(layer_map.first_bypassed_layer, first):
             deep = _layer_bytes(model, model.layers[i], setup, narrow, has_gradient=True)
             per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
-            per_token -= (i in layer_map.gaps) * _let_go(model, model.layers[i], setup, narrow)
+            per_token -= (i in layer_map.bypassed_layers) * _let_go(model, model.layers[i], setup, narrow)
     recomputed = 0
     if setup.gradient_checkpointing:
         recomputed = _layer_bytes(model, model.layers[-1], setup, narrow, has_gradient=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
 from swiftkv_platform.installing import install_from_source
-from swiftkv_platform.student_shape import bypassed_layers, format_layers
+from swiftkv_platform.student_shape import find_bypassed_layers, format_layers
 
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
@@ -131,7 +131,7 @@ def _licence(teacher: str, licence: str | None) -> str:
 
 def _serving(name: str, swiftkv: Mapping[str, Any]) -> str:
     layers = swiftkv.get("prefill_layers") or ()
-    if bypassed_layers(layers):
+    if find_bypassed_layers(layers):
         engine = "With SwiftKV Platform's own engine (vLLM does not serve it), or with transformers:"
         extra, command = "serve", f"swiftkv serve ./{name}"
     else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FAMILIES, teacher_type
+from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.student_shape import StudentShape
 
 Form = Callable[[Any], bool]
@@ -268,7 +268,7 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what loaders may see of a `config.json`. Raises `ModelError`: it names code, weights or another model."""
     _refuse_code(values)
     kept = _CONFIG.clean(CONFIG, values)
-    if teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
+    if get_teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
         return _clean_object(values)
     kept = {key: value for key, value in kept.items() if key not in _IMPLEMENTATIONS}
     if isinstance(quantization := kept.get("quantization_config"), Mapping):

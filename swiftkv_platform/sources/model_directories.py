@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FAMILIES, teacher_type
+from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.sources import loader_rules as rules
 from swiftkv_platform.sources.untrusted_files import (
     CONFIG_BYTES,
@@ -125,7 +125,7 @@ def _cleaned(directory: Path, names: tuple[str, ...] | None) -> dict[str, str]:
     if has_file or values is not None:
         documents[rules.TOKENIZER_CONFIG] = rules.clean_tokenizer(values or {}, has_file=has_file)
     kind = documents.get(rules.CONFIG, {}).get("model_type")
-    if names is None and teacher_type(kind) not in FAMILIES:
+    if names is None and get_teacher_type(kind) not in FAMILIES:
         for name in _PREPROCESSORS:
             if (values := _read(directory, name)) is not None:
                 documents[name] = rules.clean_settings(values)

@@ -211,7 +211,7 @@ def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
             yield _is(field, size, f"it must divide data.max_length, which is {spec.data.max_length}")
         if training.compile:
             yield _is(field, size, "it cannot be combined with training.compile")
-    if spec.swiftkv.request.has_gaps:
+    if spec.swiftkv.request.has_bypassed_layers:
         yield from map(spec.swiftkv.refused_list, _problems_of_gaps(spec))
     if training.batch_size is not None and training.batch_size % spec.rows_per_pass:
         shared = "" if size == 1 else "1 / sharding.sequence_parallel_size x "

@@ -92,7 +92,7 @@ class SwiftKVSpec(Spec):
                 f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
                 "that out"
             )
-        elif self.request.has_gaps and self.decode_key_value != "own":
+        elif self.request.has_bypassed_layers and self.decode_key_value != "own":
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
             return self

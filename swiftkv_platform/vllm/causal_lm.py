@@ -59,7 +59,7 @@ class StudentNames:
         parts = [f"{layer}.self_attn.{part}_proj_swiftkv" for layer in layers for part in ("qo" if own_output else "q")]
         parts += [f"{leader}.self_attn.{part}_proj_{t}" for leader in layer_map.leaders for part in "kv" for t in twins]
         modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * (
-            bool(layer_map.leaders) and family.normalises_inputs
+            bool(layer_map.leaders) and family.has_input_norm
         )
         has_key_norms = family.query_key_norms is not None
         names = cls(layer_map, frozenset(), has_key_norms, own_output, prefill_only)

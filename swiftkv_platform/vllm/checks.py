@@ -58,7 +58,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 ", but in vLLM, layers that share a KV cache must have the model's "
                 f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
             )
-        if config.swiftkv and config.layer_map.gaps:
+        if config.swiftkv and config.layer_map.bypassed_layers:
             raise ModelError.for_field(
                 "swiftkv_prefill_layers",
                 config.swiftkv_prefill_layers,

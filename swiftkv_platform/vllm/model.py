@@ -155,14 +155,14 @@ class SwiftKVDecoder(nn.Module):
     def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
-        normalises = family.normalises_inputs
+        normalises = family.has_input_norm
         self.norm_swiftkv = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
         self.groups = GroupProjections(family, vllm_config, layer_map.leaders, prefix)
         self.writers = tuple(
             GroupKeyValue(
                 vllm_config,
                 self.groups.heads,
-                [windows[layer] for layer in layer_map.group(leader)],
+                [windows[layer] for layer in layer_map.get_group(leader)],
                 f"{prefix}.layers.{leader}.group",
             )
             for leader in layer_map.leaders
@@ -176,7 +176,7 @@ class SwiftKVDecoder(nn.Module):
         if self.prefill_only:
             return
         for layer in range(first, layer_map.num_hidden_layers):
-            name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
+            name, leader = f"{prefix}.layers.{layer}", layer_map.get_leader(layer)
             arguments = family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group"
             own = layer in layer_map.deep_leaders
             attention = OwnAttention(*arguments) if own else SharedAttention(*arguments, leader)

@@ -49,10 +49,10 @@ def test_a_layer_of_its_own_is_the_ridge_regression_of_its_teachers(
 ) -> None:
     student = convert(family_teacher(name), **shape, calibration=tokens.split(12))
     decoder, config = student.model, student.config
-    context = decoder.begin(tokens)
+    context = decoder.make_context(tokens)
     x = context.hidden
     for i in range(config.num_key_value_layers):
-        if i not in config.layer_map.gaps:
+        if i not in config.layer_map.bypassed_layers:
             x = decoder.run_layer(i, x, context)
     h = decoder.norm_swiftkv(x).flatten(0, 1).double()
     for i in config.layer_map.leaders:
@@ -116,7 +116,7 @@ def test_the_exit_head_starts_from_the_final_hidden_state_that_is_to_be_expected
 def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
     """Mean KL(teacher || exit head) in nats."""
     decoder = student.model
-    x = decoder.lower(decoder.begin(tokens))
+    x = decoder.run_lower(decoder.make_context(tokens))
     teacher_log = student.swiftkv(False)(tokens).logits.log_softmax(-1)
     exit_log = student.exit_logits(x).log_softmax(-1)
     return float(F.kl_div(exit_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())

@@ -116,7 +116,7 @@ def test_rows_that_exit_keep_shared_keys_and_values() -> None:
         turns = torch.full((len(row),), -1)
         for at in range(len(PROMPT), len(row)):
             ids = row[:at]
-            x = student.model.lower(student.model.begin(ids[None]))
+            x = student.model.run_lower(student.model.make_context(ids[None]))
             head = student.exit_logits(x[0, -1])
             exits = head.softmax(-1).max() >= THRESHOLD
             turns[at - 1] = -1 if exits else 0

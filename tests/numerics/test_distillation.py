@@ -41,8 +41,8 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
     student_logits = student.swiftkv(True)(**inputs, use_cache=False).logits[mask]
     log_p = F.log_softmax(teacher / temperature, dim=-1)
     log_q = F.log_softmax(student_logits / temperature, dim=-1)
-    context = student.model.begin(**inputs)
-    exit_logits = student.exit_logits(student.model.lower(context).detach())[mask]
+    context = student.model.make_context(**inputs)
+    exit_logits = student.exit_logits(student.model.run_lower(context).detach())[mask]
     exit_log_q = F.log_softmax(exit_logits / temperature, dim=-1)
     targets = batch["input_ids"].roll(-1, dims=1)[mask]
     return {
@@ -146,8 +146,8 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
         kept = fork.kept_teacher
-        context = student.model.begin(**inputs)
-        hidden = kept.teacher_upper(kept.lower(context), context)
+        context = student.model.make_context(**inputs)
+        hidden = kept.run_teacher_upper(kept.run_lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
 
 

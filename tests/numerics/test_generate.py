@@ -13,8 +13,8 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import causal_lm, convert
-from swiftkv_platform.model.cache import cache_bytes, make_cache, stored_dtype
-from swiftkv_platform.model.context import TokenSelection, can_select
+from swiftkv_platform.model.cache import cache_bytes, get_stored_dtype, make_cache
+from swiftkv_platform.model.context import TokenSelection, supports_selection
 from tests.support.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
 ARGUMENTS = {"max_new_tokens": 10, "pad_token_id": 256, "eos_token_id": None, "do_sample": False}
@@ -155,7 +155,7 @@ def test_a_conversation_goes_on(student: Any, prompts: torch.Tensor) -> None:
 def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     student = make_student("mistral")
     expected = generate(student, prompts, max_new_tokens=3)
-    monkeypatch.setattr(causal_lm, "can_select", lambda *_: False)
+    monkeypatch.setattr(causal_lm, "supports_selection", lambda *_: False)
     with tokens_by_layer(student) as counts:
         assert torch.equal(generate(student, prompts, max_new_tokens=3), expected)
     assert counts == {i: [80, 2, 2] for i in range(5)}
@@ -163,7 +163,7 @@ def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, mo
     for implementation, expected in {**kinds, "flex_attention": (False, False)}.items():
         config = SimpleNamespace(_attn_implementation=implementation)
         selections = TokenSelection(1), TokenSelection(torch.tensor([3, 5]))
-        assert tuple(can_select(config, selection) for selection in selections) == expected, implementation
+        assert tuple(supports_selection(config, selection) for selection in selections) == expected, implementation
 
 
 @contextmanager
@@ -240,11 +240,11 @@ def test_what_cannot_be_right_is_refused(student: Any, prompts: torch.Tensor) ->
 def test_generation_configurations_carry_the_cache_dtype(student: Any, prompts: torch.Tensor, tmp_path: Any) -> None:
     def stored(model: Any, **arguments: Any) -> Any:
         output = model.generate(prompts, max_new_tokens=2, pad_token_id=256, return_dict_in_generate=True, **arguments)
-        return stored_dtype(output.past_key_values)
+        return get_stored_dtype(output.past_key_values)
 
     assert stored(student) is None
     given = GenerationConfig(max_new_tokens=2, pad_token_id=256, return_dict_in_generate=True, kv_cache_dtype="int8")
-    assert stored_dtype(student.generate(prompts, generation_config=given).past_key_values) is torch.int8
+    assert get_stored_dtype(student.generate(prompts, generation_config=given).past_key_values) is torch.int8
     student.generation_config = GenerationConfig(bos_token_id=256, kv_cache_dtype="fp8")
     student.save_pretrained(tmp_path)
     loaded = type(student).from_pretrained(tmp_path)

@@ -130,9 +130,9 @@ def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
     """Once the student's layers were trained, the teacher runs on the copies that were kept."""
     student = student_of("qwen3")
     kept = keep_teacher(student.model, DistillationSpec(trainable=trainable))
-    student.model.teacher_upper = kept.teacher_upper
+    student.model.run_teacher_upper = kept.run_teacher_upper
     if trainable == "all":
-        student.model.teacher_lower = kept.lower
+        student.model.run_teacher_lower = kept.run_lower
     with torch.no_grad():
         for parameter in student.model.layers.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

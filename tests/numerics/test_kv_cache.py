@@ -117,12 +117,14 @@ def test_selected_tokens_get_what_they_get_among_all(name: str, implementation: 
     decoder, mask = student.model, torch.ones_like(prompts)
     mask[1, :num_padding] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0) if num_padding else None
-    context = decoder.begin(prompts, attention_mask=mask if num_padding else None, position_ids=positions)
-    x = decoder.lower(context)
-    whole = decoder.student_upper(x, context)
+    context = decoder.make_context(prompts, attention_mask=mask if num_padding else None, position_ids=positions)
+    x = decoder.run_lower(context)
+    whole = decoder.run_student_upper(x, context)
     for what, selection in SELECTIONS.items():
-        kept = decoder.student_upper(x, context, kept=selection, shared=decoder.shared_key_values(x, context))
-        torch.testing.assert_close(kept, selection.take(whole), atol=1e-5, rtol=1e-5, msg=what)
+        kept = decoder.run_student_upper(
+            x, context, selection=selection, shared=decoder.compute_shared_key_values(x, context)
+        )
+        torch.testing.assert_close(kept, selection.select(whole), atol=1e-5, rtol=1e-5, msg=what)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,8 @@ def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, 
     for cache in caches:
         student(prompts[:, :-2], past_key_values=cache, logits_to_keep=1)
     whole = [student(step, past_key_values=caches[0]).logits[:, 0] for step in steps]
-    context = decoder.begin(prompts[:, -2:-1], past_key_values=caches[1])
-    hidden = decoder.student_upper(decoder.lower(context), context, kept=TokenSelection(rows=rows))
+    context = decoder.make_context(prompts[:, -2:-1], past_key_values=caches[1])
+    hidden = decoder.run_student_upper(decoder.run_lower(context), context, selection=TokenSelection(rows=rows))
     torch.testing.assert_close(student.lm_head(hidden[:, 0]), whole[0][rows], atol=1e-5, rtol=1e-5)
     actual = student(prompts[:, -1:], past_key_values=caches[1]).logits[:, 0]
     torch.testing.assert_close(actual, whole[1], atol=1e-5, rtol=1e-5)

@@ -184,7 +184,7 @@ def test_nothing_is_as_large_as_a_row_by_a_row(name: str) -> None:
         assert not squares - {tuple(parameter.shape) for parameter in student.parameters()}
     if name != "qwen2-mixed":
         batch = to_tensors(make_rows(packing=False).batch(range(len(LENGTHS))))
-        context = student.model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+        context = student.model.make_context(batch["input_ids"], position_ids=batch["position_ids"])
         assert context.masks.by_layer == (None,) * len(context.masks.by_layer)
 
 
@@ -215,8 +215,8 @@ def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
     student.config._attn_implementation = "flash_attention_2"
     batch = to_tensors(rows.batch([0, 1]))
     with pytest.raises(ModelError, match=r"packed samples .* one row") as error:
-        student.model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+        student.model.make_context(batch["input_ids"], position_ids=batch["position_ids"])
     assert error.value.field == "attn_implementation"
-    student.model.begin(batch["input_ids"][:1], position_ids=batch["position_ids"][:1])
+    student.model.make_context(batch["input_ids"][:1], position_ids=batch["position_ids"][:1])
     alone = to_tensors(make_rows(packing=False).batch([0, 1]))
-    student.model.begin(alone["input_ids"], position_ids=alone["position_ids"])
+    student.model.make_context(alone["input_ids"], position_ids=alone["position_ids"])

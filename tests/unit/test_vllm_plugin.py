@@ -10,7 +10,7 @@ import pytest
 from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
-from swiftkv_platform.model.context import FULL, layer_types
+from swiftkv_platform.model.context import FULL, get_layer_types
 from swiftkv_platform.model.families import STUDENTS
 from swiftkv_platform.vllm.versions import is_tested
 from tests.support.tiny_models import FAMILY_CONFIGS
@@ -66,5 +66,5 @@ def test_every_family_has_the_class_and_the_windows_of_transformers() -> None:
         assert family.student_class == STUDENTS[family.model_type].causal_lm.__name__
     for config in FAMILY_CONFIGS.values():
         windows = layer_windows(config)
-        assert [window is None for window in windows] == [kind == FULL for kind in layer_types(config)]
+        assert [window is None for window in windows] == [kind == FULL for kind in get_layer_types(config)]
         assert set(windows) <= {None, getattr(config, "sliding_window", None)}

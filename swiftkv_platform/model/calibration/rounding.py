@@ -96,11 +96,11 @@ class _Pass:
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
-        self._hidden = [self._store.keep(kept.take(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
+        self._hidden = [self._store.keep(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
         with filled(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
                 self._key_value = [()] * len(deep)
-                for i in layer_map.group(leader):
+                for i in layer_map.get_group(leader):
                     yield from self._round_layer(i)
 
     def _add(self, batch: TokenBatch) -> None:
@@ -173,7 +173,7 @@ class _Pass:
         shared = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
 
         def keep(key_value: KeyValue) -> KeyValue:
-            if len(self._config.layer_map.group(i)) > 1:
+            if len(self._config.layer_map.get_group(i)) > 1:
                 self._key_value[row] = tuple(map(self._store.keep, key_value))
             return key_value
 

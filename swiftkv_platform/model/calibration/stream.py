@@ -140,18 +140,18 @@ class _Stream:
         decoder, layer_map, num_layers = self._decoder, self._config.layer_map, self._config.num_hidden_layers
         progress(0, num_layers)
         num_tokens = self._embed(batches)
-        first_gap = layer_map.first_gap
+        first_bypassed_layer = layer_map.first_bypassed_layer
         for i in range(self._first):
-            if i == first_gap:
+            if i == first_bypassed_layer:
                 self._x = list(self._hidden)
             with self._load_teacher_module(decoder.layers[i]):
                 for row in range(len(self._hidden)):
                     self._step(i, self._hidden, row)
-                    if i > first_gap and i not in layer_map.gaps:
+                    if i > first_bypassed_layer and i not in layer_map.bypassed_layers:
                         self._step(i, self._x, row)
             progress(i + 1, num_layers)
         self._deep_x = list(self._hidden)
-        if not layer_map.gaps:
+        if not layer_map.bypassed_layers:
             self._x = self._deep_x
         with filled(self._source, decoder.norm_swiftkv):
             if self._workers.is_first:
@@ -161,12 +161,12 @@ class _Stream:
             regression = Regression(gram, num_tokens, intercept=self._intercept) if self._workers.is_first else None
             for leader in layer_map.leaders:
                 sums, self._own_inputs = GroupSums(), []
-                for i in layer_map.group(leader):
+                for i in layer_map.get_group(leader):
                     with self._load_teacher_module(decoder.layers[i]):
                         self._observe(i, sums, leader)
                     progress(i + 1, num_layers)
                 if regression is not None:
-                    yield from self._fit(layer_map.group(leader), sums, regression)
+                    yield from self._fit(layer_map.get_group(leader), sums, regression)
         if self._config.shape.has_exit_head:
             yield from self._fit_exit_head()
 
@@ -189,7 +189,7 @@ class _Stream:
         return total
 
     def _add(self, inputs: dict[str, torch.Tensor]) -> None:
-        context = self._decoder.begin(**inputs)
+        context = self._decoder.make_context(**inputs)
         self._positions.append(context.position_ids)
         self._hidden.append(self._store.keep(context.hidden))
 
@@ -197,7 +197,7 @@ class _Stream:
         """Run layer i over the hidden states of a row."""
         # Masks are rebuilt each time: kept for all rows, they could be larger than the rows.
         hidden = states[row].load(self._device)
-        context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
+        context = self._decoder.make_context(inputs_embeds=hidden, position_ids=self._positions[row])
         states[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
 
     def _inputs(self, row: int) -> torch.Tensor:
@@ -214,7 +214,7 @@ class _Stream:
     def _observe(self, i: int, sums: GroupSums, leader: int) -> None:
         """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
         config, layer = self._config, self._decoder.layers[i]
-        takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.group(leader)) > 1
+        takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.get_group(leader)) > 1
         of_layer = GroupSums()
         with _recording(layer.self_attn, self._method) as recorder:
             for row in range(len(self._hidden)):
@@ -258,7 +258,7 @@ class _Stream:
         model, sums = self._source.model, None
         with filled(self._source, model.exit_norm), self._load_teacher_module(self._decoder.norm):
             for kept, x in zip(self._hidden, self._deep_x, strict=True):
-                final = self._decoder.normalise(kept.load(self._device)).flatten(0, 1).double()
+                final = self._decoder.apply_final_norm(kept.load(self._device)).flatten(0, 1).double()
                 inputs = model.exit_norm(x.load(self._device)).flatten(0, 1).double()
                 parts = [inputs.T @ inputs * self._scale, inputs.T @ final * self._scale]
                 sums = parts if sums is None else [a.add_(b) for a, b in zip(sums, parts, strict=True)]

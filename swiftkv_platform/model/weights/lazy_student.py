@@ -302,12 +302,12 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
             continue
         layer, module = int(match[1]), _SUFFIX.sub("", match[2])
         shared = not module.startswith(("q_", "o_"))
-        layers = layer_map.group(layer) if shared else (layer,)
+        layers = layer_map.get_group(layer) if shared else (layer,)
         module, rows = attention_class.locate_teacher_rows(config, module)
         sources = tuple(f"model.layers.{i}.self_attn.{module}.{match[3]}" for i in layers)
         yield StartingTensor(name, sources, rows, heads if shared else None)
     first = layer_map.num_key_value_layers
-    if first < layer_map.num_hidden_layers and config.family.normalises_inputs:
+    if first < layer_map.num_hidden_layers and config.family.has_input_norm:
         yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
     if config.shape.has_exit_head:
         yield StartingTensor("exit_norm.weight", ("model.norm.weight",))

@@ -48,7 +48,7 @@ def test_prompts_bypass_layers(tiny_teacher: Path, tmp_path: Path) -> None:
     result = run("convert", tiny_teacher, student, "--prefill-layers", "0-1,3", "--decode-key-value", "own")
     assert result.exit_code == 0, result.output
     assert "l = 4 of 6 layers (prompts run layers 0-1,3), g = 1" in result.stdout
-    assert AutoModelForCausalLM.from_pretrained(student).config.layer_map.gaps == (2,)
+    assert AutoModelForCausalLM.from_pretrained(student).config.layer_map.bypassed_layers == (2,)
     planned = json.loads(run("plan", student, "--json").output)
     assert planned["prefill_layers"] == [0, 1, 3]
     asked = run("plan", tiny_teacher, "-l", "3", "--prefill-layers", "0-1,3")

@@ -24,9 +24,9 @@ def test_layer_maps() -> None:
     least one on each side; a run of items stays within a limit, unless it is a single item."""
     layer_map = LayerMap(9, StudentShape(num_key_value_layers=4, key_value_group_size=2))
     assert layer_map.leaders == (4, 6, 8)
-    assert [layer_map.cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
-    assert [layer_map.leader(i) for i in range(4, 9)] == [4, 4, 6, 6, 8]
-    assert [list(layer_map.group(i)) for i in layer_map.leaders] == [[4, 5], [6, 7], [8]]
+    assert [layer_map.get_cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
+    assert [layer_map.get_leader(i) for i in range(4, 9)] == [4, 4, 6, 6, 8]
+    assert [list(layer_map.get_group(i)) for i in layer_map.leaders] == [[4, 5], [6, 7], [8]]
     assert layer_map.num_kv_cache_layers == 7
     dense = LayerMap.dense(6)
     assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)

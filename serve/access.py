@@ -22,10 +22,10 @@ from starlette.types import Scope as ASGIScope
 from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVError, UnauthenticatedError
 from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
+from swiftkv_platform.web.limiters import Clock, Sender, TokenBucket
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.origins import foreign_host
-from swiftkv_platform.web.places import Clock, Sender, TokenBucket
-from swiftkv_platform.web.problems import is_anthropics, response_to
+from swiftkv_platform.web.origins import explain_foreign_host
+from swiftkv_platform.web.problems import is_anthropic_path, respond_with_error
 
 REPLICA_HEADER = "x-replica"
 """Header of every response: Serve's name of the replica that answered."""
@@ -77,7 +77,7 @@ def _credential(request: Request) -> str | None:
     """Return the request's `Authorization`, or the equivalent of the header that Anthropic's clients use instead."""
     credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
     path = request.url.path
-    if credential is None and key is not None and (is_anthropics(path) or _MODELS in path):
+    if credential is None and key is not None and (is_anthropic_path(path) or _MODELS in path):
         return f"Bearer {key}"
     return credential
 
@@ -137,7 +137,7 @@ class Door(Middleware):
             try:
                 request.state.caller = await gate.let_in(request)
             except SwiftKVError as error:
-                await response_to(error, request.url.path)(scope, receive, send)
+                await respond_with_error(error, request.url.path)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -151,12 +151,12 @@ class HostGuard(Middleware):
         self._allowed = frozenset(host.lower() for host in allowed)
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        detail = foreign_host(Headers(scope=scope), self._allowed, local_names=True)
+        detail = explain_foreign_host(Headers(scope=scope), self._allowed, local_names=True)
         if detail is None:
             await self._app(scope, receive, send)
             return
         error = ForbiddenError(f"{detail}; a deployment without keys lists its names in allowed_hosts", field="Host")
-        await response_to(error, scope["path"])(scope, receive, send)
+        await respond_with_error(error, scope["path"])(scope, receive, send)
 
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
@@ -267,7 +267,7 @@ class Quota:
         """Count a request. Raises `RateLimitedError` above the limit; refused requests are not counted."""
         if self._requests is not None:
             self._check(self._requests, 1, "requests")
-            self._requests.take(1)
+            self._requests.consume(1)
 
     def reserve_tokens(self, amount: int) -> Reservation:
         """Reserve `amount` tokens, at most one minute's, for a new answer. Raises `RateLimitedError`."""
@@ -275,7 +275,7 @@ class Quota:
             return Reservation()
         amount = min(amount, self._tokens.per_minute)
         self._check(self._tokens, amount, "tokens")
-        self._tokens.take(amount)
+        self._tokens.consume(amount)
         return Reservation(self._tokens, amount)
 
     def headers(self) -> dict[str, str]:
@@ -308,5 +308,5 @@ class Reservation:
     def settle(self, used: int) -> None:
         """Replace the reserved tokens by the `used` ones. Only the first call has an effect."""
         if self._bucket is not None:
-            self._bucket.take(used - self._amount)
+            self._bucket.consume(used - self._amount)
             self._bucket = None

@@ -21,7 +21,7 @@ from swiftkv_platform.serve.schemas import Nested, Positive, checked_kind
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyRoute
-from swiftkv_platform.web.problems import Problem, anthropic_error
+from swiftkv_platform.web.problems import Problem, to_anthropic_error
 
 FORM = Form(
     "messages",
@@ -304,7 +304,7 @@ class _Events(TypedEvents):
             yield {"type": "message_stop"}
 
     def failed(self, problem: Problem) -> Iterator[dict[str, Any]]:
-        yield anthropic_error(problem)
+        yield to_anthropic_error(problem)
 
     def _told(self, event: BlockEvent) -> dict[str, Any]:
         kind, block, added = event

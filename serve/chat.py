@@ -16,7 +16,7 @@ from swiftkv_platform.data.chat import ChatRenderer
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import ContextLengthError, InvalidInputError, ModelError
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend

@@ -18,7 +18,7 @@ from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput

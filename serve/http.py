@@ -54,18 +54,18 @@ from swiftkv_platform.serve.schemas import (
     prompts_of,
     to_choice,
 )
-from swiftkv_platform.web.bodies import Bodies, BodyRoute, is_json
-from swiftkv_platform.web.middleware import BodyLimit, InputGuard, PatientRefusals, SecurityHeaders
-from swiftkv_platform.web.places import Sender, Share
+from swiftkv_platform.web.bodies import BodyReader, BodyRoute, is_json
+from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
+from swiftkv_platform.web.middleware import BodyLimit, InputGuard, RefusalBackoff, SecurityHeaders
 from swiftkv_platform.web.problems import (
     FieldProblem,
-    error_response,
+    join_messages,
+    make_error_problem,
+    make_json_problem,
     make_problem,
-    no_json,
-    problem_of,
-    response_to,
-    sentence_of,
-    short_value,
+    respond_with_error,
+    respond_with_problem,
+    value_if_short,
 )
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
@@ -115,7 +115,7 @@ def create_http_app(
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
-    app.add_middleware(PatientRefusals, statuses=(413, 429), spared_per_minute=SPARED_REFUSALS.default)
+    app.add_middleware(RefusalBackoff, statuses=(413, 429), undelayed_per_minute=SPARED_REFUSALS.default)
     app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))
@@ -235,7 +235,7 @@ async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict
             complete = [outputs[i] for i in sorted(outputs)] if len(ended) == answers.num_choices else []
             yield {"data": json.dumps(_response(answers, model, [fresh], complete))}
     except SwiftKVError as error:
-        yield {"event": "error", "data": json.dumps(problem_of(error, path).model_dump())}
+        yield {"event": "error", "data": json.dumps(make_error_problem(error, path).model_dump())}
         return
     yield {"data": DONE}
 
@@ -247,23 +247,23 @@ def _response(answers: Answers, model: str, choices: list[Any], complete: list[R
     return response.model_dump(mode="json", exclude_unset=True)
 
 
-def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
+def _bodies(current: Current, own_max_bytes: int | None) -> BodyReader:
     """Return the reader of request bodies, with limits set by the served models. Allows NUL, since prompts may hold any
     character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
     most = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
-    share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
+    share = ConcurrencyLimits(per_key=most // 4, per_tenant=most // 2, total=most)
 
     async def admit(request: Request) -> Sender:  # `Door` has admitted the caller
         caller: Caller = request.state.caller
         return caller.sender
 
-    return Bodies(
+    return BodyReader(
         admit,
         share,
         max_values=lambda: current.body_limits[1],
         max_strings=REPLICA_BODY_STRINGS.default,
         allow_nul=True,
-        until_answered=False,
+        hold_until_response=False,
     )
 
 
@@ -280,7 +280,7 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
-        return response_to(error, request.url.path)
+        return respond_with_error(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -288,12 +288,12 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
             kind = request.headers.get("content-type", "")
             detail = f"content-type is {kind[:MAX_KIND_LENGTH]!r}; the body must be JSON, of type application/json"
             named = [FieldProblem(field="content-type", value=kind[:MAX_KIND_LENGTH], message=detail)]
-            return error_response(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
+            return respond_with_problem(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
         found = error.errors()
         errors = [_field_problem(detail) for detail in found[:MAX_ERRORS]]
-        detail = sentence_of(errors)
+        detail = join_messages(errors)
         detail += f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
-        return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
+        return respond_with_problem(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
 
     @app.exception_handler(ClientDisconnect)
     async def nobody_listens(_request: Request, _error: ClientDisconnect) -> Response:
@@ -307,12 +307,12 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
         named = errors if status is HTTPStatus.BAD_REQUEST else []
         said = _no_route(request, routes) if status is HTTPStatus.NOT_FOUND else str(error.detail)
         document = make_problem(request.url.path, status, status.name.lower(), said, named)
-        return error_response(document, error.headers)
+        return respond_with_problem(document, error.headers)
 
 
 def _no_route(request: Request, routes: Sequence[str]) -> str:
     """Return the message for a path without a route."""
-    path = short_value(request.url.path) or "of this name"
+    path = value_if_short(request.url.path) or "of this name"
     return (
         f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
         "files and stored responses are not served"
@@ -322,7 +322,7 @@ def _no_route(request: Request, routes: Sequence[str]) -> str:
 def _field_problem(detail: Any) -> FieldProblem:
     """Convert one of pydantic's errors; the field's path begins after `body`."""
     if detail["type"] == "json_invalid":
-        return no_json(detail)
+        return make_json_problem(detail)
     path = ".".join(str(part) for part in detail["loc"][1:])
     message = detail["msg"].removeprefix("Value error, ")
-    return FieldProblem(field=path or "body", value=short_value(detail.get("input")), message=message)
+    return FieldProblem(field=path or "body", value=value_if_short(detail.get("input")), message=message)

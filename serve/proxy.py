@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.errors import LoadingError
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.problems import error_response, make_problem
+from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
 PROBE_TIMEOUT_S = 2.0
 """Seconds within which a ready replica answers a probe."""
@@ -54,4 +54,4 @@ class Probes(Middleware):
         detail = (
             f"no replica has answered within {PROBE_TIMEOUT_S:g} s: the first model is still loading, or all are busy"
         )
-        await error_response(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)
+        await respond_with_problem(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)

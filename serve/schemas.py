@@ -19,7 +19,7 @@ from swiftkv_platform.specs.base import (
     MAX_PROMPTS,
     MAX_STREAM_INTERVAL_S,
 )
-from swiftkv_platform.web.problems import short_value
+from swiftkv_platform.web.problems import value_if_short
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -59,7 +59,7 @@ def checked_kind(part: Mapping[str, Any], needs: Mapping[str, Sequence[str]], de
     type, and for a missing key."""
     kind = part.get("type") or default
     if not isinstance(kind, str) or kind not in needs:
-        raise ValueError(f"type is {short_value(kind)!r}; accepted here: {', '.join(needs)}")
+        raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(needs)}")
     if missing := next((name for name in needs[kind] if part.get(name) is None), None):
         raise ValueError(f"{missing} is missing; type {kind!r} needs {', '.join(needs[kind])}")
     return kind

@@ -23,7 +23,7 @@ from swiftkv_platform.serve.tracing import make_observers
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.server import ConnectionLimits, answer_promptly, server_options
+from swiftkv_platform.web.server import ConnectionLimits, make_server_options, tune_interpreter
 
 _DRAIN_TIMEOUT_S = 5
 """Seconds that running requests have to finish after the server is told to stop."""
@@ -52,13 +52,13 @@ async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_
     app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
     over = asyncio.Event()
     app.add_middleware(Waiting, over=over)
-    options = server_options(ConnectionLimits.from_settings(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
+    options = make_server_options(ConnectionLimits.from_settings(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
 
     async def load() -> None:
         try:
             current.replace(await load_version(args, served))
-            answer_promptly()
+            tune_interpreter()
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         finally:

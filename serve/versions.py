@@ -33,7 +33,7 @@ from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
 from swiftkv_platform.student_shape import StudentShape
-from swiftkv_platform.web.server import answer_promptly
+from swiftkv_platform.web.server import tune_interpreter
 
 if TYPE_CHECKING:
     from swiftkv_platform.configs.adapter import BaseModelReference
@@ -309,7 +309,7 @@ class Swaps:
         self._served = served
         self._current.swap = SwapState(revision=served.revision)
         if before is None:
-            answer_promptly()
+            tune_interpreter()
         else:
             draining = asyncio.create_task(before.drain(), name="drain")
             self._draining.add(draining)
@@ -317,4 +317,4 @@ class Swaps:
 
     def _drained(self, draining: asyncio.Task[None]) -> None:
         self._draining.discard(draining)
-        answer_promptly()
+        tune_interpreter()

@@ -45,7 +45,7 @@ from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
 from swiftkv_platform.vllm import announce_frontend
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # replicas send nothing to vLLM's authors

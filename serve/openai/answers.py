@@ -18,7 +18,7 @@ from swiftkv_platform.serve.openai.schemas import StreamOptions
 from swiftkv_platform.serve.schemas import Usage
 from swiftkv_platform.serve.tools.calling import ToolCalling
 from swiftkv_platform.serve.tools.parser import Assembled, Call, CallBegin, Piece, Text, ToolCallParser
-from swiftkv_platform.web.problems import openai_error, problem_of
+from swiftkv_platform.web.problems import make_error_problem, to_openai_error
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -277,6 +277,6 @@ async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
         async for chunk in chunks:
             yield {"data": json.dumps(chunk)}
     except SwiftKVError as error:
-        yield {"data": json.dumps(openai_error(problem_of(error, "/v1/")))}
+        yield {"data": json.dumps(to_openai_error(make_error_problem(error, "/v1/")))}
         return
     yield {"data": DONE}

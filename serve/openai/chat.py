@@ -35,7 +35,7 @@ from swiftkv_platform.serve.openai.answers import (
 from swiftkv_platform.serve.openai.fields import Route, names_served
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.tools.calling import ToolCalling, tool_calling
-from swiftkv_platform.web.problems import Problem, problem_of
+from swiftkv_platform.web.problems import Problem, make_error_problem
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -285,7 +285,7 @@ class TypedEvents(ABC):
                     yield _sent(event)
         except SwiftKVError as error:
             turn.form.rename(error)
-            for event in self.failed(problem_of(error, f"/v1/{turn.form.route}")):
+            for event in self.failed(make_error_problem(error, f"/v1/{turn.form.route}")):
                 yield _sent(event)
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.schemas import MAX_NAME_LENGTH
-from swiftkv_platform.web.problems import short_value
+from swiftkv_platform.web.problems import value_if_short
 
 Route = Literal["completions", "chat/completions", "responses", "messages"]
 """Routes below `/v1`."""
@@ -275,14 +275,14 @@ def _check(name: str, value: Any, n: int, field: RequestField | None, route: Rou
     """Raise `InvalidInputError` unless the field is accepted without effect."""
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
-            shown = "too long to repeat" if (short := short_value(value)) is None else repr(short)
+            shown = "too long to repeat" if (short := value_if_short(value)) is None else repr(short)
             message = f"{name} is {shown}; {field.note.replace('`', '')}: leave it out"
             raise InvalidInputError(message, field=name, value=short)
     elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
         # A served field that the body's model lacks belongs to another route.
         shown = name[:MAX_NAME_LENGTH] or '""'
         message = f"{shown} is not a field of /v1/{route}{_suggestion(name, route)}"
-        raise InvalidInputError(message, field=shown, value=short_value(value))
+        raise InvalidInputError(message, field=shown, value=value_if_short(value))
 
 
 def _suggestion(name: str, route: Route) -> str:

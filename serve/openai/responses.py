@@ -19,7 +19,7 @@ from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFi
 from swiftkv_platform.serve.schemas import Nested, Whole, checked_kind
 from swiftkv_platform.serve.tools.calling import CHOICE_KINDS, MAX_TOOLS, FunctionTool, NamedFunction
 from swiftkv_platform.specs.base import MAX_MESSAGES
-from swiftkv_platform.web.problems import Problem, openai_error
+from swiftkv_platform.web.problems import Problem, to_openai_error
 
 FORM = Form(
     "responses",
@@ -319,7 +319,7 @@ class _Events(TypedEvents):
             yield self._lifecycle(f"response.{status}", chunk, status)
 
     def failed(self, problem: Problem) -> Iterator[dict[str, Any]]:
-        error = openai_error(problem)["error"]
+        error = to_openai_error(problem)["error"]
         yield self._event("error", code=error["code"], message=error["message"], param=error["param"])
         if self._last:
             failed = self._lifecycle("response.failed", self._last, "failed")

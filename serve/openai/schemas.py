@@ -27,7 +27,7 @@ from swiftkv_platform.serve.schemas import (
 )
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
-from swiftkv_platform.web.problems import short_value
+from swiftkv_platform.web.problems import value_if_short
 
 _WORDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key that holds the text of a content part, by the part's type."""
@@ -61,7 +61,7 @@ def _part(number: int, part: Any) -> Part:
         return Part(type="text", text=part)
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _WORDS:
-        raise ValueError(f"part {number} is of type {short_value(kind)!r}; only parts of type 'text' are accepted")
+        raise ValueError(f"part {number} is of type {value_if_short(kind)!r}; only parts of type 'text' are accepted")
     words = part.get(_WORDS[kind])
     others = {key: value for key, value in part.items() if key not in _WORDS.values()}
     if isinstance(words, str):

@@ -31,7 +31,7 @@ from swiftkv_platform.sources.names import absolute_paths
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.base import Range
 from swiftkv_platform.specs.documents import DuplicateKeyError, load_yaml
-from swiftkv_platform.web.hostile_json import dotted
+from swiftkv_platform.web.safe_json import format_path
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -118,7 +118,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
     for place, item in most_telling([(place_of(item, model), item) for item in found]):
         message = unknown_key(item, model) if item["type"] == "extra_forbidden" else item["msg"]
         given = "" if isinstance(item["input"], dict) else f" (given: {item['input']!r})"
-        lines.append(f"  {dotted(place) or 'spec'}: {message}{given}")
+        lines.append(f"  {format_path(place) or 'spec'}: {message}{given}")
     return "\n".join(lines)
 
 

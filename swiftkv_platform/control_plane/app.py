@@ -26,16 +26,16 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import BODY_KEYS
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
-from swiftkv_platform.web.bodies import Bodies
+from swiftkv_platform.web.bodies import BodyReader
+from swiftkv_platform.web.limiters import ConcurrencyLimits
 from swiftkv_platform.web.middleware import (
     BodyLimit,
     InputGuard,
     PageFiles,
-    PatientRefusals,
-    RequestTimes,
+    RefusalBackoff,
+    RequestTimer,
     SecurityHeaders,
 )
-from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
@@ -67,9 +67,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     )
     error_handlers.install(app)
     at_once = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
-    share = Share(of_key=at_once // 8, of_tenant=at_once // 4, of_all=at_once)
+    share = ConcurrencyLimits(per_key=at_once // 8, per_tenant=at_once // 4, total=at_once)
     # Each unknown key is reported, on the event loop.
-    app.state.bodies = Bodies(admit, share, max_keys=BODY_KEYS.default)
+    app.state.bodies = BodyReader(admit, share, max_keys=BODY_KEYS.default)
     app.add_middleware(InputGuard)
     most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes))
@@ -79,8 +79,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.add_middleware(PageGuard)
     app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
-    app.add_middleware(RequestTimes, answered=histograms.answered)
-    app.add_middleware(PatientRefusals, statuses=(413, 429))
+    app.add_middleware(RequestTimer, on_response=histograms.answered)
+    app.add_middleware(RefusalBackoff, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
     rooms = (jobs, models, deployments, files, fine_tuning, quota, access)
     for module in (*rooms, health):

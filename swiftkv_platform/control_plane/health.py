@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.control_plane.retention import Sweeper
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.web.problems import FieldProblem, error_response, make_problem
+from swiftkv_platform.web.problems import FieldProblem, make_problem, respond_with_problem
 from swiftkv_platform.web.swagger import OPEN
 
 _REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -207,7 +207,7 @@ def _readiness(request: Request, complaints: Mapping[str, str | None]) -> Respon
     errors = [FieldProblem(field=name, message=found) for name, found in complaints.items() if found is not None]
     if errors:
         detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
-        return error_response(make_problem(request.url.path, 503, "not_ready", detail, errors))
+        return respond_with_problem(make_problem(request.url.path, 503, "not_ready", detail, errors))
     return JSONResponse({"status": "ok", "checks": dict.fromkeys(complaints, "ok")})
 
 

@@ -41,7 +41,7 @@ from swiftkv_platform.limits import (
     UPLOADS_OF_KEY,
     UPLOADS_OF_TENANT,
 )
-from swiftkv_platform.web.places import Places, Share
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
 _NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
@@ -197,11 +197,11 @@ class ParserPool:
 
 
 class LimitedParserPool(ParserPool):
-    """Parser processes for long requests. `places`: limits how many of these requests there are at a time."""
+    """Parser processes for long requests. `limiter`: limits how many of these requests there are at a time."""
 
-    def __init__(self, bounds: Bounds, at_once: int, places: Places) -> None:
+    def __init__(self, bounds: Bounds, at_once: int, limiter: ConcurrencyLimiter) -> None:
         super().__init__(bounds, at_once)
-        self.places = places
+        self.limiter = limiter
 
 
 def _choose_socket_directory() -> None:
@@ -221,12 +221,16 @@ def spec_parsers() -> ParserPool:
 def upload_parsers() -> LimitedParserPool:
     """Make the limits of uploads that are read, and checked, at a time."""
     bounds = Bounds("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
-    share = Share(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
-    return LimitedParserPool(bounds, UPLOAD_CHECKS.default, Places("uploads", share, retry_after_s=_RETRY_AFTER_S))
+    limits = ConcurrencyLimits(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
+    return LimitedParserPool(
+        bounds, UPLOAD_CHECKS.default, ConcurrencyLimiter("uploads", limits, retry_after_s=_RETRY_AFTER_S)
+    )
 
 
 def import_parsers() -> LimitedParserPool:
     """Make the limit of models that are imported at a time."""
     bounds = Bounds("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
-    share = Share(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
-    return LimitedParserPool(bounds, share.of_all, Places("imports of models", share, retry_after_s=_RETRY_AFTER_S))
+    limits = ConcurrencyLimits(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
+    return LimitedParserPool(
+        bounds, limits.total, ConcurrencyLimiter("imports of models", limits, retry_after_s=_RETRY_AFTER_S)
+    )

@@ -47,7 +47,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.traces import Spans, configured_provider
-from swiftkv_platform.web.places import Places, RateLimit, Share
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, RateLimiter
 
 _STOP_TIMEOUT_S = 20.0
 _JOBS_AT_ONCE = 16
@@ -192,20 +192,22 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.sessions = credentials and Sessions(
         parts.database, credentials, parts.clock, lifetime_s=settings.session_lifetime_s
     )
-    app.state.sign_ins = RateLimit(
-        SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_INS_AT_ONCE.default, of="address"
+    app.state.sign_ins = RateLimiter(
+        SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_INS_AT_ONCE.default, caller_kind="address"
     )
     app.state.audit = SqlAudit(parts.database)
     app.state.floods = Floods(parts.clock)
     app.state.turns = Turns()
     app.state.watches = Watches(parts.jobs, parts.clock)
     app.state.followers = Followers(app.state.watches.events, app.state.turns)
-    app.state.streams = Places(
-        "streams", Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
+    app.state.streams = ConcurrencyLimiter(
+        "streams", ConcurrencyLimits(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )
-    logs = Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
+    logs = ConcurrencyLimits(
+        settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs
+    )
     app.state.log_followers = LogFollowers(parts, logs, app.state.turns)
-    app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
+    app.state.rate_limit = RateLimiter(settings.requests_per_minute, parts.clock)
     app.state.spec_parsers = spec_parsers()
     app.state.upload_parsers = upload_parsers()
     app.state.import_parsers = import_parsers()

@@ -61,7 +61,7 @@ from swiftkv_platform.sources.layout import (
     source_files,
 )
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
-from swiftkv_platform.web.hostile_json import exceeds
+from swiftkv_platform.web.safe_json import exceeds_limits
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
@@ -406,7 +406,7 @@ def _rows(path: Path, name: str, field: str) -> Iterator[tuple[int, Row]]:
             if len(line) > LONGEST_ROW:
                 why = f" has more than {LONGEST_ROW} bytes, which is the limit of a row"
                 raise bad_row(field, name, number, f"{why}; one object a line (JSON Lines) is accepted")
-            if len(line) > _MOST_VALUES and exceeds(line, _MOST_VALUES, _MOST_VALUES):
+            if len(line) > _MOST_VALUES and exceeds_limits(line, _MOST_VALUES, _MOST_VALUES):
                 why = f" has more than {_MOST_VALUES} JSON values or strings, which is the limit of a row"
                 raise bad_row(field, name, number, f"{why}; split it into several rows")
             if not line.isspace():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from swiftkv_platform.errors import QueueFullError, SwiftKVError
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 R = TypeVar("R")
 _MAX_REMEMBERED = 1000

@@ -24,7 +24,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 MAX_COMPILING = COMPILING_GRAMMARS.default
 """Maximum number of requests of a caller whose grammars are being compiled or wait for it; one more is refused."""

@@ -25,7 +25,7 @@ from swiftkv_platform.errors import InvalidInputError, QueueFullError, RateLimit
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, StructuredOutputs
-from swiftkv_platform.web.places import Clock, TokenBucket
+from swiftkv_platform.web.limiters import Clock, TokenBucket
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.loading import ModelDescription
@@ -68,7 +68,7 @@ class Allowance:
     def spend(self, seconds: float) -> None:
         """Spend CPU seconds; a negative number returns them."""
         with self._lock:
-            self._bucket.take(seconds)
+            self._bucket.consume(seconds)
 
     def check(self, name: str) -> None:
         """Raise `RateLimitedError` if nothing is left. `name`: the request's field with a grammar."""

@@ -31,7 +31,7 @@ from swiftkv_platform.model.weights.adapters import whole_model
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 
 @contextmanager

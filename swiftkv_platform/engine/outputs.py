@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 from swiftkv_platform.errors import GenerationError, InvalidInputError, SwiftKVError
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend

@@ -25,7 +25,7 @@ from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 R = TypeVar("R")
 NUM_SHORT = 2

@@ -26,7 +26,7 @@ from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.fairness import FairOrder
 from swiftkv_platform.engine.grammars import Work
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.speculative import Drafting

@@ -12,7 +12,7 @@ from swiftkv_platform.engine.drafting import DraftHistory
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 _NOBODY = Sender()
 

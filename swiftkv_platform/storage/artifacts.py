@@ -29,7 +29,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.limits import MANIFEST_BYTES, MANIFEST_STRINGS, MANIFEST_VALUES
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, checked_length
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small, validate_key
-from swiftkv_platform.web.hostile_json import exceeds
+from swiftkv_platform.web.safe_json import exceeds_limits
 
 _PARALLEL_FILES = 4
 """Files transferred at the same time."""
@@ -141,7 +141,7 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
 def parse_manifest(data: bytes) -> Manifest:
     """Return the manifest in `data`. Raises `UnusableFileError` if it is not one, or has too many values."""
     checked_length(data, MANIFEST_BYTES.default)
-    if exceeds(data, MANIFEST_VALUES.default, MANIFEST_STRINGS.default):
+    if exceeds_limits(data, MANIFEST_VALUES.default, MANIFEST_STRINGS.default):
         raise UnusableFileError(
             f"has more than {MANIFEST_VALUES.default} values or {MANIFEST_STRINGS.default} strings, which is the limit"
         )

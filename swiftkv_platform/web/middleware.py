@@ -1,5 +1,5 @@
-"""ASGI middleware shared by the control plane and the replicas: headers, times, sizes and delays of answers, and
-refusals of hostile queries, paths and headers. Knows no route."""
+"""ASGI middleware of the control plane and the replicas: security headers, request times, body limits, delays of error
+responses, and checks of paths, queries and headers. Knows no route."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
-from swiftkv_platform.web.hostile_json import MAX_KEY_LENGTH, check_text, dotted
-from swiftkv_platform.web.places import RateLimit
-from swiftkv_platform.web.problems import error_response, make_problem
+from swiftkv_platform.web.limiters import RateLimiter
+from swiftkv_platform.web.problems import make_problem, respond_with_problem
+from swiftkv_platform.web.safe_json import MAX_KEY_LENGTH, check_text, format_path
 
-ANSWER_HEADERS: Mapping[str, str] = {
+RESPONSE_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""Headers of answers that are no pages: browsers run nothing of them, and keep, frame and guess nothing."""
+"""Headers of responses other than pages: browsers do not execute, store or frame them, or guess their type."""
 PAGE_HEADERS: Mapping[str, str] = {
-    **ANSWER_HEADERS,
+    **RESPONSE_HEADERS,
     # Only this origin may be loaded from, connected to or sent forms; libraries need inline styles and icons as data
     # URLs.
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -43,7 +43,7 @@ PAGE_HEADERS: Mapping[str, str] = {
 
 
 class PageFiles(StaticFiles):
-    """Static files of pages, sent with `PAGE_HEADERS`."""
+    """Static files with `PAGE_HEADERS`."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -52,7 +52,7 @@ class PageFiles(StaticFiles):
 
 
 class Middleware:
-    """ASGI application around another one; subclasses answer HTTP requests in `handle`."""
+    """ASGI middleware; subclasses override `handle` for HTTP requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -64,170 +64,170 @@ class Middleware:
             await self._app(scope, receive, send)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         raise NotImplementedError
 
 
 class SecurityHeaders(Middleware):
-    """Adds `ANSWER_HEADERS` to answers that do not have them, and over TLS the order to stay with it."""
+    """Adds `RESPONSE_HEADERS` unless a response sets them, and over TLS `Strict-Transport-Security`."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in ANSWER_HEADERS.items():
+                for name, value in RESPONSE_HEADERS.items():
                     headers.setdefault(name, value)
                 if scope["scheme"] == "https":
                     headers.setdefault("Strict-Transport-Security", "max-age=31536000")
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        await self._app(scope, receive, send_with_headers)
 
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
-class RequestTimes(Middleware):
-    """Measures the time from each request to the start of its response, since a stream may last hours. `answered`:
-    called with (method, route template, status, seconds); the template is `unmatched` if no route answers."""
+class RequestTimer(Middleware):
+    """Measures the time from each request to the start of its response, since a stream may last hours. `on_response`:
+    called with (method, route template or `unmatched`, status, seconds)."""
 
-    def __init__(self, app: ASGIApp, *, answered: Callable[[str, str, int, float], None]) -> None:
+    def __init__(self, app: ASGIApp, *, on_response: Callable[[str, str, int, float], None]) -> None:
         super().__init__(app)
-        self._answered = answered
+        self._on_response = on_response
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, told = time.perf_counter(), False
+        started_at, is_reported = time.perf_counter(), False
 
-        def tell(status: int) -> None:
-            nonlocal told
-            told = True
+        def report(status: int) -> None:
+            nonlocal is_reported
+            is_reported = True
             method = scope["method"] if scope["method"] in _METHODS else "other"
             route = getattr(scope.get("route"), "path", None) or "unmatched"
-            self._answered(method, route, status, time.perf_counter() - began)
+            self._on_response(method, route, status, time.perf_counter() - started_at)
 
-        async def watch(message: Message) -> None:
+        async def send_and_report(message: Message) -> None:
             if message["type"] == "http.response.start":
-                tell(message["status"])
+                report(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, send_and_report)
         except Exception:
-            if not told:  # the 500 response is made by an outer layer
-                tell(500)
+            if not is_reported:  # the 500 response is made by an outer layer
+                report(500)
             raise
 
 
-REFUSAL_WAIT_S = 0.1
-MOST_REFUSAL_WAIT_S = 2.0
+REFUSAL_DELAY_S = 0.1
+MAX_REFUSAL_DELAY_S = 2.0
 LARGE_BODY_BYTES = 1 << 16
-"""Bytes above which parsing a body takes noticeable time."""
+"""Size of a body above which parsing takes noticeable time."""
+
+_DELAYED_IF_LARGE = frozenset({401, 403, 422})
+"""Statuses that are delayed if the request's body is large, since the rest of it is still received."""
 
 
-_OF_LARGE_BODIES = frozenset({401, 403, 422})
-"""Statuses of refusals that are delayed if the body is large, since the rest of it is still received."""
+class RefusalBackoff(Middleware):
+    """Delays error responses of a caller, so that immediate retries over many connections do not slow down others.
 
+    The delay is `REFUSAL_DELAY_S` per delayed response of the same caller, up to `MAX_REFUSAL_DELAY_S`.
 
-class PatientRefusals(Middleware):
-    """Delays refusals (one of `statuses`, or of a large body) by `REFUSAL_WAIT_S` for each waiting refusal of the
-    same caller, up to `MOST_REFUSAL_WAIT_S`. A caller that retries at once over many connections would otherwise slow
-    down all others.
-
-    `spared_per_minute`: refusals of a caller that are sent at once, a thirtieth of them together, for routers that then
-    try another server.
+    Args:
+        statuses: delayed statuses; `_DELAYED_IF_LARGE` are delayed for large bodies too.
+        undelayed_per_minute: error responses per caller that are not delayed, for routers that then try another server;
+            a thirtieth of them may come at once.
     """
 
-    def __init__(self, app: ASGIApp, *, statuses: Collection[int], spared_per_minute: int = 0) -> None:
+    def __init__(self, app: ASGIApp, *, statuses: Collection[int], undelayed_per_minute: int = 0) -> None:
         super().__init__(app)
         self._statuses = statuses
-        self._spared = (
-            RateLimit(spared_per_minute, time.monotonic, burst=spared_per_minute // 30) if spared_per_minute else None
+        self._undelayed = (
+            RateLimiter(undelayed_per_minute, time.monotonic, burst=undelayed_per_minute // 30)
+            if undelayed_per_minute
+            else None
         )
         self._waiting: Counter[tuple[str, str]] = Counter()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_late(message: Message) -> None:
+        async def send_delayed(message: Message) -> None:
             if message["type"] == "http.response.start" and (
-                message["status"] in self._statuses or (message["status"] in _OF_LARGE_BODIES and _is_large(scope))
+                message["status"] in self._statuses or (message["status"] in _DELAYED_IF_LARGE and _is_large(scope))
             ):
-                await self._wait(scope)
+                await self._delay(scope)
             await send(message)
 
-        await self._app(scope, receive, send_late)
+        await self._app(scope, receive, send_delayed)
 
-    async def _wait(self, scope: Scope) -> None:
+    async def _delay(self, scope: Scope) -> None:
         host, _ = scope.get("client") or ("", 0)
         caller = host, Headers(scope=scope).get("authorization", "")
-        if self._is_spared(" ".join(caller)):
+        if self._is_undelayed(" ".join(caller)):
             return
         self._waiting[caller] += 1
         try:
-            await asyncio.sleep(min(REFUSAL_WAIT_S * self._waiting[caller], MOST_REFUSAL_WAIT_S))
+            await asyncio.sleep(min(REFUSAL_DELAY_S * self._waiting[caller], MAX_REFUSAL_DELAY_S))
         finally:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
 
-    def _is_spared(self, caller: str) -> bool:
-        if self._spared is None:
+    def _is_undelayed(self, caller: str) -> bool:
+        if self._undelayed is None:
             return False
         try:
-            self._spared.take(caller)
+            self._undelayed.count_request(caller)
         except RateLimitedError:
             return False
         return True
 
 
 def _is_large(scope: Scope) -> bool:
-    """Whether a body is large, or does not announce its size."""
+    """Whether a body is large or of unknown size."""
     headers = Headers(scope=scope)
-    return "transfer-encoding" in headers or announced_bytes(headers) > LARGE_BODY_BYTES
+    return "transfer-encoding" in headers or get_content_length(headers) > LARGE_BODY_BYTES
 
 
 class BodyLimit(Middleware):
-    """Refuses bodies of more bytes than a path accepts: with 413 if `Content-Length` is too large; any other raises
-    `HTTPException` while it is read."""
+    """Refuses bodies that are larger than `max_bytes(path)`: with 413 by `Content-Length`, or by an `HTTPException`
+    while the body is read."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: Callable[[str], int]) -> None:
         super().__init__(app)
         self._max_bytes = max_bytes
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        most = self._max_bytes(scope["path"])
-        detail = f"the body has more than {most} bytes, which is the limit"
-        if announced_bytes(Headers(scope=scope)) > most:
+        max_bytes = self._max_bytes(scope["path"])
+        detail = f"the body has more than {max_bytes} bytes, which is the limit"
+        if get_content_length(Headers(scope=scope)) > max_bytes:
             problem = make_problem(scope["path"], 413, "request_entity_too_large", detail)
-            await error_response(problem)(scope, receive, send)
+            await respond_with_problem(problem)(scope, receive, send)
             return
         received = 0
 
-        async def count() -> Message:
+        async def receive_counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > most:
+            if received > max_bytes:
                 raise HTTPException(413, detail)
             return message
 
-        await self._app(scope, count, send)
+        await self._app(scope, receive_counted, send)
 
 
-def announced_bytes(headers: Headers) -> int:
-    """Return the size of a body by its `Content-Length`; 0 without a number there, `sys.maxsize` for larger ones."""
-    announced = headers.get("content-length", "")
-    digits = announced.lstrip("0") if announced.isascii() and announced.isdecimal() else ""
-    # Python's `int` refuses thousands of digits.
-    return min(int(digits[:20] or 0), sys.maxsize)
+def get_content_length(headers: Headers) -> int:
+    """Return the value of `Content-Length`, at most `sys.maxsize`; 0 if it is missing or not a number."""
+    value = headers.get("content-length", "")
+    digits = value.lstrip("0") if value.isascii() and value.isdecimal() else ""
+    return min(int(digits[:20] or 0), sys.maxsize)  # `int` refuses thousands of digits
 
 
 MAX_QUERY_VALUE_LENGTH = 2048
-"""Most characters of a query parameter's value."""
 MAX_QUERY_PARAMETERS = 256
 
 
 class InputGuard(Middleware):
-    """Refuses hostile paths, queries and headers with the application's own answer to an `InvalidInputError`. Bodies
-    are checked by `web.bodies`."""
+    """Refuses paths, queries and headers that no route can use, with the application's response to an
+    `InvalidInputError`. `web.bodies` checks bodies."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -235,7 +235,7 @@ class InputGuard(Middleware):
             _check_query(scope)
             _check_headers(scope)
         except InvalidInputError as error:
-            await (await _answer(scope, error))(scope, receive, send)
+            await (await _handle_error(scope, error))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -259,18 +259,18 @@ def _check_query(scope: Scope) -> None:
         message = f"the query has more than {MAX_QUERY_PARAMETERS} parameters, which is the limit"
         raise InvalidInputError(message, field="query")
     for name, value in parse_qsl(query, keep_blank_values=True, errors="surrogateescape"):
-        for text, most in ((name, MAX_KEY_LENGTH), (value, MAX_QUERY_VALUE_LENGTH)):
+        for text, max_length in ((name, MAX_KEY_LENGTH), (value, MAX_QUERY_VALUE_LENGTH)):
             check_text(text, (name,))
-            if len(text) > most:
-                field = dotted((name,))
-                message = f"the query parameter {field} has {len(text)} characters; at most {most} are accepted"
+            if len(text) > max_length:
+                field = format_path((name,))
+                message = f"the query parameter {field} has {len(text)} characters; the limit is {max_length}"
                 raise InvalidInputError(message, field=field)
 
 
-async def _answer(scope: Scope, error: Exception) -> ASGIApp:
-    """Return the application's answer to an error; its exception handlers do not see errors raised in middleware."""
+async def _handle_error(scope: Scope, error: Exception) -> ASGIApp:
+    """Return the response of the application's exception handler, which does not see errors raised in middleware."""
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     response = handler(Request(scope), error)
-    answer: ASGIApp = await response if inspect.isawaitable(response) else response
-    return answer
+    asgi_response: ASGIApp = await response if inspect.isawaitable(response) else response
+    return asgi_response

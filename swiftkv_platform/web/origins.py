@@ -1,6 +1,6 @@
-"""Checks of `Host`, `Origin` and `Sec-Fetch-Site`: refuse requests for another host, or from another server's pages.
+"""Checks of `Host`, `Origin` and `Sec-Fetch-Site`, against DNS rebinding and cross-site requests.
 
-A browser names the requesting page in `Origin`, and its relation to the server in `Sec-Fetch-Site`. Programs send
+Browsers send the requesting page in `Origin`, and its relation to the server in `Sec-Fetch-Site`. Programs send
 neither.
 """
 
@@ -12,57 +12,57 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
-_OWN_PAGES = ("same-origin", "none")
+_SAME_ORIGIN_SITES = ("same-origin", "none")
 """Values of `Sec-Fetch-Site` for a page of this server, and for a user's own navigation."""
-_PORTS = {"http": 80, "https": 443}
-_LONGEST_SHOWN = 100
-_NOT_PUBLIC = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
-"""Suffixes of names in domains that are not public."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_SHOWN_LENGTH = 100
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
+"""Suffixes of local names; no public page has one."""
 
 
-def foreign_page(headers: Headers, scheme: str) -> str | None:
-    """Return why a request seems to come from another server's page; None if it does not. `scheme`: of the request;
-    behind an untrusted proxy it is `http` even for https pages."""
+def explain_foreign_page(headers: Headers, scheme: str) -> str | None:
+    """Return the reason why a request comes from another server's page; None if it does not. `scheme`: the request's;
+    `http` behind an untrusted proxy, even for https pages."""
     for site in headers.getlist("sec-fetch-site"):
-        if site not in _OWN_PAGES:
-            return f"Sec-Fetch-Site is {_shown(site)}; only this server's own web pages may send requests"
+        if site not in _SAME_ORIGIN_SITES:
+            return f"Sec-Fetch-Site is {_quote(site)}; only this server's own web pages may send requests"
     for origin in headers.getlist("origin"):
-        page, own = _split(origin), _split(f"{scheme}://{headers.get('host', '')}")
-        if page is None or own is None or not _is_at(page, own):
+        page, own = _parse_origin(origin), _parse_origin(f"{scheme}://{headers.get('host', '')}")
+        if page is None or own is None or not _is_same_origin(page, own):
             return (
-                f"Origin is {_shown(origin)}, and Host {_shown(headers.get('host', ''))}; only this server's own "
-                "web pages may send requests; a proxy in front must pass Host on"
+                f"Origin is {_quote(origin)}, and Host {_quote(headers.get('host', ''))}; only this server's own "
+                "web pages may send requests. A proxy in front must forward Host"
             )
     return None
 
 
-def foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
-    """Return why `Host` is refused, None if it is accepted. Guards against DNS rebinding, where a page's host name
-    resolves to this server.
+def explain_foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
+    """Return the reason to refuse `Host`; None if it is accepted. Guards against DNS rebinding, in which a page's host
+    name resolves to this server.
 
     Args:
         allowed: hosts without ports, in lower case.
-        local_names: accept addresses and local names (without a dot, `.svc`, `.local`) too; no public page has one.
+        local_names: also accept addresses and local names (`name`, `name.svc`, `name.local`).
     """
     host = headers.get("host", "")
-    parts = _split(f"http://{host}")
+    parts = _parse_origin(f"http://{host}")
     name = "" if parts is None else (parts.hostname or "").rstrip(".")
     if name in allowed or (local_names and is_local_name(name)):
         return None
     accepted = [*sorted(allowed), *(["addresses and local names"] if local_names else [])]
-    return f"Host is {_shown(host)}; accepted are {', '.join(accepted)}"
+    return f"Host is {_quote(host)}; accepted: {', '.join(accepted)}"
 
 
 def is_local_name(name: str) -> bool:
-    """Whether a host is an IP address, or a local name: without a dot, or in a domain that is not public."""
+    """Whether a host is an IP address, or a name without a dot or with a local suffix."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return name != "" and ("." not in name or name.endswith(_NOT_PUBLIC))
+        return name != "" and ("." not in name or name.endswith(_LOCAL_SUFFIXES))
     return True
 
 
-def _split(origin: str) -> SplitResult | None:
+def _parse_origin(origin: str) -> SplitResult | None:
     try:
         parts = urlsplit(origin)
         _ = parts.port  # raises if it is not a number
@@ -71,13 +71,13 @@ def _split(origin: str) -> SplitResult | None:
     return parts
 
 
-def _is_at(page: SplitResult, own: SplitResult) -> bool:
-    return bool(page.hostname) and _address(page) in (_address(own), _address(own._replace(scheme="https")))
+def _is_same_origin(page: SplitResult, own: SplitResult) -> bool:
+    return bool(page.hostname) and _get_address(page) in (_get_address(own), _get_address(own._replace(scheme="https")))
 
 
-def _address(origin: SplitResult) -> tuple[str, str | None, int | None]:
-    return origin.scheme, origin.hostname, origin.port or _PORTS.get(origin.scheme)
+def _get_address(origin: SplitResult) -> tuple[str, str | None, int | None]:
+    return origin.scheme, origin.hostname, origin.port or _DEFAULT_PORTS.get(origin.scheme)
 
 
-def _shown(value: str) -> str:
-    return ascii(value[:_LONGEST_SHOWN])
+def _quote(value: str) -> str:
+    return ascii(value[:_MAX_SHOWN_LENGTH])

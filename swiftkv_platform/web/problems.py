@@ -1,5 +1,5 @@
-"""The one place where errors become HTTP: problem documents (RFC 9457), and below `/v1` the error formats of OpenAI and
-Anthropic. Statuses, types and headers are the same in the control plane and the replicas. Knows no route.
+"""HTTP responses to errors, in the control plane and the replicas: problem documents (RFC 9457), and below `/v1` the
+error formats of OpenAI and Anthropic. Knows no route.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ _STATUS: Sequence[tuple[type[SwiftKVError], HTTPStatus]] = (
     (DeadlineExceededError, HTTPStatus.GATEWAY_TIMEOUT),
     (SwiftKVError, HTTPStatus.INTERNAL_SERVER_ERROR),
 )
-"""Statuses by class of error; the first match counts."""
+"""Status by class of error; the first match wins."""
 
 _HEADERS: Mapping[int, Mapping[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
     HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": "30"},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
 }
-"""Headers by status. `Retry-After` is a guess, for errors that do not know how long to wait."""
-_LONGEST_VALUE = 500
-"""Most bytes of a refused value that the answer repeats."""
+"""Default headers by status."""
+_MAX_VALUE_BYTES = 500
+"""Max size of an invalid value that the response repeats."""
 
 
 class FieldProblem(BaseModel, use_attribute_docstrings=True):
-    """One field that was refused."""
+    """An invalid field."""
 
     field: str | None
-    """Dotted path, such as `swiftkv.num_key_value_layers`; null for the request as a whole."""
+    """Dotted path, such as `swiftkv.num_key_value_layers`; null for the whole request."""
     value: Any = None
-    """Value as it was sent; null if it is missing or too long to repeat."""
+    """The invalid value; null if it is missing or too long to repeat."""
     message: str
-    """Statement of what is wrong, and of what is accepted."""
+    """The problem, and the accepted values."""
 
 
 class Problem(BaseModel, use_attribute_docstrings=True):
@@ -91,7 +91,7 @@ class Problem(BaseModel, use_attribute_docstrings=True):
 
 
 def make_problem(path: str, status: int, code: str, detail: str, errors: Sequence[FieldProblem] = ()) -> Problem:
-    """Return the problem document for a request to `path`."""
+    """Return the problem document of a request to `path`."""
     return Problem(
         type=f"urn:swiftkv:problem:{code}",
         title=HTTPStatus(status).phrase,
@@ -103,73 +103,73 @@ def make_problem(path: str, status: int, code: str, detail: str, errors: Sequenc
     )
 
 
-def no_json(complaint: Mapping[str, Any]) -> FieldProblem:
-    """Return the problem of a body that is not JSON. `complaint`: FastAPI's error; its `loc` ends with a position."""
-    where = f" (character {complaint['loc'][-1]})" if len(complaint["loc"]) > 1 else ""
-    return FieldProblem(field=None, message=f"the body is not valid JSON: {complaint['ctx']['error']}{where}")
+def make_json_problem(error: Mapping[str, Any]) -> FieldProblem:
+    """Return the problem of a body that is not JSON. `error`: FastAPI's; its `loc` ends with a position."""
+    position = f" (character {error['loc'][-1]})" if len(error["loc"]) > 1 else ""
+    return FieldProblem(field=None, message=f"the body is not valid JSON: {error['ctx']['error']}{position}")
 
 
-def sentence_of(errors: Iterable[FieldProblem]) -> str:
-    """Join the problems of several fields into one sentence."""
+def join_messages(errors: Iterable[FieldProblem]) -> str:
+    """Join the messages of several fields."""
     return "; ".join(f"{each.field}: {each.message}" if each.field else each.message for each in errors)
 
 
-def problem_of(error: SwiftKVError, path: str) -> Problem:
+def make_error_problem(error: SwiftKVError, path: str) -> Problem:
     """Return the problem document of an error in a request to `path`."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     errors = []
     if error.field is not None:
-        errors.append(FieldProblem(field=error.field, value=short_value(error.value), message=error.message))
+        errors.append(FieldProblem(field=error.field, value=value_if_short(error.value), message=error.message))
     return make_problem(path, status, error.code, error.message, errors)
 
 
-def problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str, str]:
-    """Return the headers of a problem response; `Retry-After` is the error's own wait if known, in whole seconds."""
+def make_problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str, str]:
+    """Return the headers of an error response; `Retry-After` is the error's own delay if it has one."""
     headers = dict(_HEADERS.get(status, {}))
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
     return headers
 
 
-class AsciiJSON(JSONResponse):
-    """JSON in ASCII only: errors repeat what was sent, which may hold text that UTF-8 cannot encode."""
+class ASCIIJSONResponse(JSONResponse):
+    """JSON in ASCII, since errors repeat values that UTF-8 may be unable to encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode("ascii")
 
 
-def short_value(value: Any) -> Any:
-    """Return the value if it is JSON and short enough to repeat, else None; the cost is bounded for a long one."""
+def value_if_short(value: Any) -> Any:
+    """Return a JSON value if an error response can repeat it, else None. The cost for a long value is bounded."""
     try:
-        if not _has_room_for(value):
+        if not _may_be_short(value):
             return None
         text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         return None
-    return value if len(text) <= _LONGEST_VALUE else None
+    return value if len(text) <= _MAX_VALUE_BYTES else None
 
 
-def _has_room_for(value: Any) -> bool:
-    """Whether a value may be short enough to repeat; visits no more parts than a short value can have."""
-    room, pending = _LONGEST_VALUE, [value]
-    while pending and room >= 0:
+def _may_be_short(value: Any) -> bool:
+    """Whether a value may be short enough to repeat. Visits no more items than a short value can have."""
+    remaining, pending = _MAX_VALUE_BYTES, [value]
+    while pending and remaining >= 0:
         item = pending.pop()
-        room -= len(item) if isinstance(item, str | list | tuple | dict) else 1
-        if room >= 0 and isinstance(item, list | tuple | dict):
+        remaining -= len(item) if isinstance(item, str | list | tuple | dict) else 1
+        if remaining >= 0 and isinstance(item, list | tuple | dict):
             pending.extend(item)
             pending.extend(item.values() if isinstance(item, dict) else ())
-    return room >= 0
+    return remaining >= 0
 
 
-_OPENAI = "/v1/"
-_ANTHROPIC = "/v1/messages"
-_TYPES: Mapping[int, str] = {
+_OPENAI_PREFIX = "/v1/"
+_ANTHROPIC_PREFIX = "/v1/messages"
+_OPENAI_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 _ANTHROPIC_TYPES: Mapping[int, str] = {
-    **_TYPES,
+    **_OPENAI_TYPES,
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
@@ -177,9 +177,9 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-def is_anthropics(path: str) -> bool:
-    """Whether a path belongs to Anthropic's Messages API, under any prefix."""
-    return _ANTHROPIC in path
+def is_anthropic_path(path: str) -> bool:
+    """Whether a path belongs to Anthropic's Messages API, after any route prefix."""
+    return _ANTHROPIC_PREFIX in path
 
 
 class OpenAIError(BaseModel, use_attribute_docstrings=True):
@@ -188,53 +188,51 @@ class OpenAIError(BaseModel, use_attribute_docstrings=True):
     message: str
     type: str
     param: str | None
-    """Dotted path of the refused field."""
+    """Dotted path of the invalid field."""
     code: str
     """Stable machine-readable name."""
 
 
 class OpenAIErrorBody(BaseModel):
-    """Body of an error response."""
-
     error: OpenAIError
 
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": OpenAIErrorBody, "description": "An error in OpenAI's shape"} for status in ("4XX", "default")
+    status: {"model": OpenAIErrorBody, "description": "An error in OpenAI's format"} for status in ("4XX", "default")
 }
-"""OpenAPI `responses` of routes below `/v1`."""
+"""`responses` of routes below `/v1`, for the OpenAPI document."""
 
 
-def openai_error(problem: Problem) -> dict[str, Any]:
+def to_openai_error(problem: Problem) -> dict[str, Any]:
     """Return a problem in OpenAI's error format."""
     kind = "server_error" if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    kind, param = _TYPES.get(problem.status, kind), problem.errors[0].field if problem.errors else None
+    kind, param = _OPENAI_TYPES.get(problem.status, kind), problem.errors[0].field if problem.errors else None
     return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
 
 
-def anthropic_error(problem: Problem) -> dict[str, Any]:
+def to_anthropic_error(problem: Problem) -> dict[str, Any]:
     """Return a problem in Anthropic's error format, with OpenAI's `param` and `code` added."""
-    error = openai_error(problem)["error"]
+    error = to_openai_error(problem)["error"]
     if problem.code == ContextLengthError.code:  # Anthropic's clients look for this text
         error["message"] = f"prompt is too long: {problem.detail}"
-    other = "api_error" if error["type"] == "server_error" else error["type"]
-    return {"type": "error", "error": error | {"type": _ANTHROPIC_TYPES.get(problem.status, other)}}
+    default = "api_error" if error["type"] == "server_error" else error["type"]
+    return {"type": "error", "error": error | {"type": _ANTHROPIC_TYPES.get(problem.status, default)}}
 
 
-def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the error response in the format of its path: OpenAI's, Anthropic's or a problem document. `headers`
-    override the default ones of its status."""
-    headers = {**problem_headers(problem.status), **(headers or {})}
-    if _OPENAI not in problem.instance:
-        return AsciiJSON(problem.model_dump(), problem.status, headers, "application/problem+json")
+def respond_with_problem(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the response to a problem, in the error format of its path. `headers` override the defaults of its
+    status."""
+    headers = {**make_problem_headers(problem.status), **(headers or {})}
+    if _OPENAI_PREFIX not in problem.instance:
+        return ASCIIJSONResponse(problem.model_dump(), problem.status, headers, "application/problem+json")
     # OpenAI and Anthropic answer bad input with 400.
     bad_input = problem.status == HTTPStatus.UNPROCESSABLE_ENTITY
     status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
-    body = (anthropic_error if is_anthropics(problem.instance) else openai_error)(problem)
-    return AsciiJSON(body, status, headers)
+    body = (to_anthropic_error if is_anthropic_path(problem.instance) else to_openai_error)(problem)
+    return ASCIIJSONResponse(body, status, headers)
 
 
-def response_to(error: SwiftKVError, path: str) -> JSONResponse:
+def respond_with_error(error: SwiftKVError, path: str) -> JSONResponse:
     """Return the response to a request to `path` that failed with `error`."""
-    problem = problem_of(error, path)
-    return error_response(problem, problem_headers(problem.status, error))
+    problem = make_error_problem(error, path)
+    return respond_with_problem(problem, make_problem_headers(problem.status, error))

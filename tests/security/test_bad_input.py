@@ -14,8 +14,8 @@ from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.web import hostile_json
-from swiftkv_platform.web.hostile_json import exceeds, load_json
+from swiftkv_platform.web import safe_json
+from swiftkv_platform.web.safe_json import exceeds_limits, load_json
 from tests.contract.serving.replicas import asgi_client
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start
 
@@ -190,9 +190,9 @@ def test_it_finds_what_is_hostile_wherever_it_is(padding: str) -> None:
         with pytest.raises(InvalidInputError) as caught:
             load_json(f'{{"prompt": "{padding}", "nested": [{{"a b": [0, {value}]}}]}}'.encode())
         assert str(caught.value.field).startswith("nested[0].a b")
-    for depth in (hostile_json.MAX_DEPTH - 2, hostile_json.MAX_DEPTH + 1, 100_000):
+    for depth in (safe_json.MAX_DEPTH - 2, safe_json.MAX_DEPTH + 1, 100_000):
         body = f'{{"prompt": "{padding}", "a": {"[" * depth}{"]" * depth}}}'.encode()
-        with nullcontext() if depth < hostile_json.MAX_DEPTH else pytest.raises(InvalidInputError, match="deep"):
+        with nullcontext() if depth < safe_json.MAX_DEPTH else pytest.raises(InvalidInputError, match="deep"):
             load_json(body)
 
 
@@ -222,7 +222,7 @@ def test_a_large_good_body_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> Non
     def walked(*_: object, **__: object) -> None:
         raise AssertionError("a second pass over a good body")
 
-    monkeypatch.setattr(hostile_json, "_check_value", walked)
+    monkeypatch.setattr(safe_json, "_check_value", walked)
     load_json(json.dumps({"prompt": "word " * 3_000_000, "max_tokens": 16}).encode())
     load_json(json.dumps({"prompt": list(range(100_000)) * 20}).encode())
 
@@ -233,12 +233,12 @@ def test_values_are_counted_as_a_parser_would_count_them(
     part: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commas and brackets in strings do not count, and it does not matter where a piece of the body ends."""
-    monkeypatch.setattr(hostile_json, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(safe_json, "_PIECE_BYTES", piece)
     body = f'["{"[,{" * 1000}", {", ".join([part] * 500)}]'.encode()
     values = [len(found) for found in _kinds(json.loads(body))]
     num_strings, num_others = values
-    assert not exceeds(body, num_others + len(json.loads(body)), num_strings)
-    assert exceeds(body, num_others // 2, num_strings) or exceeds(body, num_others, num_strings - 1)
+    assert not exceeds_limits(body, num_others + len(json.loads(body)), num_strings)
+    assert exceeds_limits(body, num_others // 2, num_strings) or exceeds_limits(body, num_others, num_strings - 1)
 
 
 def _kinds(value: Any) -> tuple[list[Any], list[Any]]:

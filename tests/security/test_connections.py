@@ -21,7 +21,7 @@ from starlette.types import Scope as ASGIScope
 
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.security.keys import Scope, create_key
-from swiftkv_platform.web.server import ConnectionLimits, server_options
+from swiftkv_platform.web.server import ConnectionLimits, make_server_options
 from tests.security.test_slow_clients import connect, wait_for_end
 from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import Start
@@ -58,7 +58,7 @@ def served() -> Iterator[ExitStack]:
 def begin(served: ExitStack, **limits: Any) -> str:
     """Start a small application with the product's own server options; return its address."""
     app = Starlette(routes=[Route("/endless", Endless())])
-    return served.enter_context(serving(app, **server_options(ConnectionLimits(**limits))))
+    return served.enter_context(serving(app, **make_server_options(ConnectionLimits(**limits))))
 
 
 ENDLESS = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -155,7 +155,7 @@ def test_long_answers_are_bounded_for_each_key_each_tenant_and_all(start: Start,
         assert [follow("al", jobs["al"]), follow("bob", jobs["bob"]), follow("cy", jobs["cy"])] == [200, 200, 429]
         on.close()
         deadline = time.monotonic() + PATIENCE_S
-        while app.state.streams.taken:
+        while app.state.streams.total_held:
             assert time.monotonic() < deadline, "a client that left still holds a stream"
             time.sleep(0.01)
         assert follow("ann", jobs["ann"]) == 200

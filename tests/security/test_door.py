@@ -19,8 +19,8 @@ from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import bodies
-from swiftkv_platform.web.bodies import Bodies, BodyRoute
-from swiftkv_platform.web.places import Places, Share
+from swiftkv_platform.web.bodies import BodyReader, BodyRoute
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 from tests.unit.control_plane.routes.conftest import Start, StillClock
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -47,8 +47,8 @@ class House:
 
     @property
     def held(self) -> int:
-        found: Bodies = self.app.state.bodies
-        return found.places.taken
+        found: BodyReader = self.app.state.bodies
+        return found.limiter.total_held
 
 
 @pytest.fixture(params=["control plane", "replica"])
@@ -170,7 +170,7 @@ async def test_a_body_that_does_not_come_is_given_up(house: House, monkeypatch: 
 
 
 def test_places_bound_each_key_each_tenant_and_all() -> None:
-    places = Places("streams", Share(of_key=2, of_tenant=3, of_all=4))
+    limiter = ConcurrencyLimiter("streams", ConcurrencyLimits(per_key=2, per_tenant=3, total=4))
     with ExitStack() as held:
         for tenant, key, refuses in (
             ("a", "1", None),
@@ -182,11 +182,14 @@ def test_places_bound_each_key_each_tenant_and_all() -> None:
             ("c", "1", "all callers"),
         ):
             if refuses is None:
-                held.enter_context(places.place(tenant, key))
+                held.enter_context(limiter.hold(tenant, key))
             else:
-                with pytest.raises(OverloadedError, match=refuses), places.place(tenant, key):
+                with pytest.raises(OverloadedError, match=refuses), limiter.hold(tenant, key):
                     pass
-        assert places.taken == 4
-    assert places.taken == 0
-    with Places("bytes", Share(1, 2, 100)).place("a", "1", 50) as place, pytest.raises(OverloadedError):
-        place.grow(1)  # the first is let in at any size, but no second one
+        assert limiter.total_held == 4
+    assert limiter.total_held == 0
+    with (
+        ConcurrencyLimiter("bytes", ConcurrencyLimits(1, 2, 100)).hold("a", "1", 50) as allocation,
+        pytest.raises(OverloadedError),
+    ):
+        allocation.grow(1)  # the first is let in at any size, but no second one

@@ -19,7 +19,7 @@ from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.model import load_dense
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 from tests.support import reference
 
 TIE = 1e-4

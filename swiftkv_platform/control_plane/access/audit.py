@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentR
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Principal
-from swiftkv_platform.web.places import RateLimit
+from swiftkv_platform.web.limiters import RateLimiter
 
 
 @dataclass(frozen=True)
@@ -225,16 +225,16 @@ class Floods:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._each = RateLimit(_PER_ADDRESS, self.clock, burst=_PER_ADDRESS_AT_ONCE, of="address")
-        self._all = RateLimit(_OF_ALL, self.clock, burst=_OF_ALL_AT_ONCE, of="address")
+        self._each = RateLimiter(_PER_ADDRESS, self.clock, burst=_PER_ADDRESS_AT_ONCE, caller_kind="address")
+        self._all = RateLimiter(_OF_ALL, self.clock, burst=_OF_ALL_AT_ONCE, caller_kind="address")
         self._lock = threading.Lock()
         self._left_out = 0
 
     def admit(self, address: str) -> int | None:
         """Return the number of refusals left out since the last recorded one; None if this one is left out too."""
         try:
-            self._each.take(address)
-            self._all.take("")
+            self._each.count_request(address)
+            self._all.count_request("")
         except RateLimitedError:
             with self._lock:
                 self._left_out += 1

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.clients import Kind, Turns
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
-from swiftkv_platform.web.places import Places, Sender
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, Sender
 
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
@@ -49,7 +49,7 @@ def identified(request: Request) -> Principal | None:
     if not hasattr(request.state, "principal"):
         key = request.state.principal = authenticator.authenticate(authorization(request))
         record.identify(request, key, name=key.name, tenant=key.tenant)
-        request.app.state.rate_limit.take(key.name)
+        request.app.state.rate_limit.count_request(key.name)
         request.app.state.key_uses.note(key)
     principal: Principal = request.state.principal
     return principal
@@ -60,7 +60,7 @@ async def admit(request: Request) -> Sender:
     if request.url.path == SIGN_IN_PATH:
         address = request.client.host if request.client else "unknown"
         if request.app.state.authenticator is not None:
-            request.app.state.sign_ins.take(address)
+            request.app.state.sign_ins.count_request(address)
         return Sender("", address)
     key = await run_in_threadpool(identified, request)
     caller = _LOCAL_CALLER if key is None else Caller(key.tenant, key.name)
@@ -89,11 +89,11 @@ async def hold_stream(request: Request, scopes: SecurityScopes, header: _Header)
     if not hasattr(request.state, "caller"):
         await run_in_threadpool(get_caller, request, scopes, header)
     caller: Caller = request.state.caller
-    streams: Places = request.app.state.streams
+    streams: ConcurrencyLimiter = request.app.state.streams
     if request.scope["route"].path.endswith("/events") and not wants_events(request):
         yield
         return
-    with streams.place(caller.tenant, caller.name):
+    with streams.hold(caller.tenant, caller.name):
         yield
 
 

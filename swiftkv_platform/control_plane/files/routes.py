@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.http.clients import Client, watched_client
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
-from swiftkv_platform.web.middleware import announced_bytes
+from swiftkv_platform.web.middleware import get_content_length
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
@@ -117,9 +117,9 @@ async def upload_file(request: Request, service: Service, parsers: TheUploadPars
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
-    at_least = announced_bytes(request.headers) - FORM_BYTES
+    at_least = get_content_length(request.headers) - FORM_BYTES
     # The caller is authenticated before the body is read; a parameter for the form would read it first.
-    with parsers.places.place(caller.tenant, caller.name):
+    with parsers.limiter.hold(caller.tenant, caller.name):
         await run_in_threadpool(service.check_room, caller, max(at_least, 0))
         try:
             async with (

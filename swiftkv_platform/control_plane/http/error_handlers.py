@@ -16,17 +16,17 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.errors import InvalidInputError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.web.hostile_json import Place, dotted
-from swiftkv_platform.web.middleware import ANSWER_HEADERS
+from swiftkv_platform.web.middleware import RESPONSE_HEADERS
 from swiftkv_platform.web.problems import (
     FieldProblem,
-    error_response,
+    join_messages,
+    make_json_problem,
     make_problem,
-    no_json,
-    response_to,
-    sentence_of,
-    short_value,
+    respond_with_error,
+    respond_with_problem,
+    value_if_short,
 )
+from swiftkv_platform.web.safe_json import JsonPath, format_path
 
 _CLIENT_CLOSED_REQUEST = 499
 _MOST_FIELDS = 20
@@ -59,7 +59,7 @@ def install(app: FastAPI) -> None:
 
 def _on_our_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SwiftKVError)
-    return response_to(error, request.url.path)
+    return respond_with_error(error, request.url.path)
 
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
@@ -68,7 +68,9 @@ def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     complaints = error.errors()[:_MOST_COMPLAINTS]
     found = most_telling([(place_of(item, body), item) for item in complaints])
     errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
-    return error_response(make_problem(request.url.path, 422, InvalidInputError.code, sentence_of(errors), errors))
+    return respond_with_problem(
+        make_problem(request.url.path, 422, InvalidInputError.code, join_messages(errors), errors)
+    )
 
 
 def _on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -76,7 +78,7 @@ def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     code, detail = HTTPStatus(error.status_code).name.lower(), str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND and request.url.path.startswith("/v1/"):
         detail = _OF_A_DEPLOYMENT
-    return error_response(make_problem(request.url.path, error.status_code, code, detail), error.headers)
+    return respond_with_problem(make_problem(request.url.path, error.status_code, code, detail), error.headers)
 
 
 def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -98,14 +100,14 @@ def _on_bug(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
     detail = "internal error of the control plane; its log says more"
     # This answer is sent outside of the middleware that adds headers to all others.
-    return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail), ANSWER_HEADERS)
+    return respond_with_problem(make_problem(request.url.path, 500, SwiftKVError.code, detail), RESPONSE_HEADERS)
 
 
-def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:
-    field, message = dotted(place), item["msg"].removeprefix("Value error, ")
+def _field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> FieldProblem:
+    field, message = format_path(place), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "json_invalid":
-            return no_json(item)
+            return make_json_problem(item)
         case "extra_forbidden":
             message = unknown_key(item, body)
         case "missing":
@@ -113,7 +115,7 @@ def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldPro
     # A rule over several fields names the one to change itself.
     context = item.get("ctx", {})
     field, value = context.get("field", field), context.get("value", item.get("input"))
-    return FieldProblem(field=field, value=short_value(value), message=message)
+    return FieldProblem(field=field, value=value_if_short(value), message=message)
 
 
 def _body_annotation(request: Request) -> Any:

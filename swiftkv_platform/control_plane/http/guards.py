@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.origins import foreign_host, foreign_page
-from swiftkv_platform.web.problems import error_response, make_problem
+from swiftkv_platform.web.origins import explain_foreign_host, explain_foreign_page
+from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
 _JSON = "application/json"
 _FORM = "multipart/form-data"
@@ -36,7 +36,7 @@ class PageGuard(Middleware):
         headers = Headers(scope=scope)
         # Signing in needs no key yet; another site's page must not sign a browser in either.
         asks = scope["method"] not in _LOOKING and "authorization" not in headers
-        detail = foreign_page(headers, scope["scheme"]) if asks else None
+        detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
         await (self._app if detail is None else _refused(scope, detail))(scope, receive, send)
 
 
@@ -54,11 +54,11 @@ class OriginGuard(Middleware):
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
-        detail = foreign_host(headers, self._allowed_hosts)
+        detail = explain_foreign_host(headers, self._allowed_hosts)
         if detail is not None:
             return _refused(scope, detail, "host_not_allowed")
         asks = scope["method"] not in _LOOKING or "origin" in headers  # a link on another site may lead here
-        detail = foreign_page(headers, scope["scheme"]) if asks else None
+        detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
         if detail is not None:
             return _refused(scope, detail)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -66,9 +66,9 @@ class OriginGuard(Middleware):
         wanted = _FORM if path in self._forms else _JSON
         if has_body and kind != wanted:
             detail = f"Content-Type is {kind or 'missing'!r}; only {wanted} is accepted"
-            return error_response(make_problem(path, 415, "content_type_not_allowed", detail))
+            return respond_with_problem(make_problem(path, 415, "content_type_not_allowed", detail))
         return None
 
 
 def _refused(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
-    return error_response(make_problem(scope["path"], 403, code, detail))
+    return respond_with_problem(make_problem(scope["path"], 403, code, detail))

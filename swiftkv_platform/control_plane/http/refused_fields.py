@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swiftkv_platform.errors import did_you_mean
-from swiftkv_platform.web.hostile_json import Place
+from swiftkv_platform.web.safe_json import JsonPath
 
 _DEEPEST = 3
 """Depth of nested objects down to which the place of a misplaced key is searched."""
@@ -23,7 +23,7 @@ _KEY = "[key]"
 """Label of an error about a key rather than about its value."""
 
 
-def place_of(item: Mapping[str, Any], body: Any) -> Place:
+def place_of(item: Mapping[str, Any], body: Any) -> JsonPath:
     """Return the place of an error, as the caller wrote it. `item`: one of `ValidationError.errors()`; the first part
     of its location says where the value came from. `body`: annotation of the endpoint's body."""
     source, *location = item["loc"]
@@ -67,7 +67,7 @@ def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
     return sorted({name for model in _models(annotation) for name in _fields(model)})
 
 
-def most_telling(found: Sequence[tuple[Place, Mapping[str, Any]]]) -> list[tuple[Place, Mapping[str, Any]]]:
+def most_telling(found: Sequence[tuple[JsonPath, Mapping[str, Any]]]) -> list[tuple[JsonPath, Mapping[str, Any]]]:
     """Return the errors without those that another one explains better.
 
     A container causes an error as well when its items do, and each member of a union says that a value is not of its

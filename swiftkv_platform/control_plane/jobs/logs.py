@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.logs import SavedLog
-from swiftkv_platform.web.places import Places, Share
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
 ReadEvents = Callable[[str, Page], Slice[Event]]
 """(job id, page) -> its events."""
@@ -224,10 +224,10 @@ def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = 
 class LogFollowers:
     """Followers of logs in this process. Belongs to one event loop."""
 
-    def __init__(self, parts: Components, share: Share, turns: Turns) -> None:
+    def __init__(self, parts: Components, limits: ConcurrencyLimits, turns: Turns) -> None:
         self._parts = parts
         self._turns = turns
-        self.places = Places("followed logs", share)
+        self.limiter = ConcurrencyLimiter("followed logs", limits)
         """Limit of followers; each holds a connection to Ray."""
 
     def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:

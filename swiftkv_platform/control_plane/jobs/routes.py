@@ -310,7 +310,7 @@ async def _hold_follower(
     sent. Raises `OverloadedError` if none is free."""
     followers: LogFollowers = request.app.state.log_followers
     caller: Caller = request.state.caller
-    with followers.places.place(caller.tenant, caller.name) if follow else nullcontext():
+    with followers.limiter.hold(caller.tenant, caller.name) if follow else nullcontext():
         yield follow
 
 

@@ -89,7 +89,7 @@ def import_model(
     lineage and report. The request lasts as long as the copy, which ends if the client leaves.
     """
     imports = ModelImports(parts, settings, client, parsers)
-    with parsers.places.place(caller.tenant, caller.name):
+    with parsers.limiter.hold(caller.tenant, caller.name):
         return ModelAnswer.of(imports.add(body.source, body.name, caller))
 
 

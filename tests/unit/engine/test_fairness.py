@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swiftkv_platform.engine.fairness import FairOrder, FairThreads, FairTurns, exceeded_share
 from swiftkv_platform.errors import EngineDeadError
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 EVE, AL, ANN = Sender("t", "eve"), Sender("t", "al"), Sender("other", "ann")
 SENDERS = [Sender(tenant, key) for tenant in "abc" for key in "xyz"]

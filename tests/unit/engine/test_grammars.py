@@ -14,7 +14,7 @@ from swiftkv_platform.engine import grammars as grammars_module
 from swiftkv_platform.engine.grammars import MAX_COMPILING, Constraint
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 from tests.support.fakes.tokenizers import EOS, byte_tokenizer
 
 pytestmark = pytest.mark.slow("compiles grammars until they are ended")

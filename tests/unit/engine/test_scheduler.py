@@ -16,7 +16,7 @@ from swiftkv_platform.engine.drafting import Draft
 from swiftkv_platform.engine.grammars import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, GrammarTurns, ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
-from swiftkv_platform.web.places import Sender
+from swiftkv_platform.web.limiters import Sender
 
 BLOCK = 4
 

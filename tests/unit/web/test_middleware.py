@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, PatientRefusals
+from swiftkv_platform.web.middleware import LARGE_BODY_BYTES, RefusalBackoff
 
 
 async def test_who_sends_many_waits_for_each_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ async def test_who_sends_many_waits_for_each_and_nobody_else(monkeypatch: pytest
         return Response(status_code=int(request.path_params["status"]))
 
     app = Starlette(routes=[Route("/{status}", answer)])
-    app.add_middleware(PatientRefusals, statuses=(413, 429))
+    app.add_middleware(RefusalBackoff, statuses=(413, 429))
     monkeypatch.setattr("swiftkv_platform.web.middleware.asyncio.sleep", wait)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
 

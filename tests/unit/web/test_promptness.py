@@ -9,7 +9,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.web.server import SWITCH_INTERVAL_S, answer_promptly, answering_promptly
+from swiftkv_platform.web.server import SWITCH_INTERVAL_S, tune_interpreter, tune_on_startup
 
 pytestmark = pytest.mark.slow("loads an application")
 
@@ -31,12 +31,12 @@ def test_what_was_loaded_is_no_collections_work_until_it_is_replaced() -> None:
     one, other = Node(), Node()
     one.other, other.other = other, one
     gone = weakref.ref(one)
-    answer_promptly()
+    tune_interpreter()
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     del one, other
     gc.collect()
     assert gone() is not None, "what was loaded is not looked at"
-    answer_promptly()
+    tune_interpreter()
     assert gone() is None
 
 
@@ -45,6 +45,6 @@ def test_the_first_request_leaves_little_to_collect() -> None:
     for number in range(300):
         router.add_api_route(f"/{number}", lambda: None)
     app.include_router(router)
-    with TestClient(answering_promptly(app)) as client:
+    with TestClient(tune_on_startup(app)) as client:
         assert client.get("/299").status_code == 200
         assert len(gc.get_objects()) < 3000, "building the routes in the request leaves some 10,000"

@@ -175,11 +175,11 @@ def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Serv
 
 def test_uploads_at_a_time_are_limited(server: Server) -> None:
     app: Any = server.client.app  # type: ignore[attr-defined]
-    places = app.state.upload_parsers.places
+    limiter = app.state.upload_parsers.limiter
     for held in (["default"] * 2, [f"tenant{number}" for number in range(8)]):
         with ExitStack() as stack:
             for number, tenant in enumerate(held):
-                stack.enter_context(places.place(tenant, f"key{number}"))
+                stack.enter_context(limiter.hold(tenant, f"key{number}"))
             refused = upload(server.client)
             assert (refused.status_code, float(refused.headers["Retry-After"]) > 1) == (429, True), refused.text
         assert upload(server.client).status_code == 200

@@ -260,8 +260,8 @@ def test_a_copy_ends_soon_after_its_connection(start: Start, parts: Components, 
 
 
 def test_few_imports_run_at_a_time(server: Server, tmp_path: Path) -> None:
-    places = server.client.app.state.import_parsers.places  # type: ignore[attr-defined]
-    with places.place("default", "local"), places.place("default", "local"):
+    limiter = server.client.app.state.import_parsers.limiter  # type: ignore[attr-defined]
+    with limiter.hold("default", "local"), limiter.hold("default", "local"):
         response = server.client.post("/models/import", json={"source": str(student(tmp_path))})
     assert response.status_code == 429
     assert "Retry-After" in response.headers

@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, status_event, transition
-from swiftkv_platform.control_plane.jobs.rows import _columns
+from swiftkv_platform.control_plane.jobs.repository import _columns
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.control_plane import health
+from swiftkv_platform.control_plane.access import quota
 from swiftkv_platform.control_plane.access import routes as access
 from swiftkv_platform.control_plane.access.audit import Audit
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
@@ -18,7 +19,7 @@ from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard
-from swiftkv_platform.control_plane.jobs import fine_tuning, quota
+from swiftkv_platform.control_plane.jobs import fine_tuning
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.wiring import running

@@ -14,15 +14,15 @@ from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.jobs.parents import Parents
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
+from swiftkv_platform.control_plane.models.parents import Parents
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
+from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.settings import Settings

@@ -42,12 +42,12 @@ from swiftkv_platform.control_plane.database.tables import (
     SessionRow,
     UseRow,
 )
-from swiftkv_platform.control_plane.deployments.rows import deployments_turn
+from swiftkv_platform.control_plane.deployments.repository import deployments_turn
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.model import IMPORTED, Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
+from swiftkv_platform.control_plane.references import live_users
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings

@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
@@ -31,12 +31,12 @@ from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhoo
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
 from swiftkv_platform.control_plane.jobs.queue import nodes_of
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
+from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE

@@ -12,7 +12,7 @@ import httpx
 
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore

@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobRepository
+from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.retention import RetainedRows

@@ -15,9 +15,9 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
-from swiftkv_platform.control_plane.deployments import rows
+from swiftkv_platform.control_plane.deployments import repository
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
@@ -118,13 +118,13 @@ def test_a_round_parses_only_deployments_that_have_changed(
     own, read = many_deployments(database, registry, models[0]), list[str]()
     before = registry.all_deployments()
     assert len(before.items) == MANY + 1
-    original = rows.read_deployment
+    original = repository.read_deployment
 
     def reading(row: DeploymentRow) -> Deployment:
         read.append(row.id)
         return original(row)
 
-    monkeypatch.setattr(rows, "read_deployment", reading)
+    monkeypatch.setattr(repository, "read_deployment", reading)
     assert registry.all_deployments() == before
     assert read == []
     registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.RUNNING, replicas=1))

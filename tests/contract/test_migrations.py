@@ -33,7 +33,7 @@ from swiftkv_platform.control_plane.database.session import Database, alembic_co
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, UseRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError

@@ -21,9 +21,9 @@ from swiftkv_platform.control_plane.database.session import (
 )
 from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.rows import Claim, JobRepository
-from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
+from swiftkv_platform.control_plane.references import live_users
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.support.records import TENANT, make_job, snapshot_of, store
 from tests.support.threads import at_once

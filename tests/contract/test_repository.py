@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.rows import JobFilter, JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobFilter, JobRepository
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,

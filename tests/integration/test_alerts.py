@@ -20,7 +20,7 @@ import pytest
 
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
+from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.control_plane.wiring import build_components
 from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.settings import Settings

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.settings import Settings

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.jobs.answers import JobAnswer
+from swiftkv_platform.control_plane.jobs.responses import JobAnswer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.attempts import exceeded_limit
+from swiftkv_platform.control_plane.jobs.attempt_events import exceeded_limit
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
 from swiftkv_platform.data.opening import read_source

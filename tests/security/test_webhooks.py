@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.hooks import webhooks
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, WebhookRules, send_webhook
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.specs import JobSpec
 

@@ -7,7 +7,13 @@ from typing import Any
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
-from swiftkv_platform.control_plane.jobs.rows import PRIORITIES, Idempotency, JobRepository, QueueSnapshot, Waiting
+from swiftkv_platform.control_plane.jobs.repository import (
+    PRIORITIES,
+    Idempotency,
+    JobRepository,
+    QueueSnapshot,
+    Waiting,
+)
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
 

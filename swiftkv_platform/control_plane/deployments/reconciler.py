@@ -14,8 +14,8 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
     replica_needs,
 )
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.loops import Leadership
+from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
-from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.references import live_users
 from swiftkv_platform.data.checks import UploadedRows
 from swiftkv_platform.errors import ConflictError, InvalidInputError
 

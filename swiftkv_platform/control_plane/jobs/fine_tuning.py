@@ -17,8 +17,9 @@ from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Write
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import Components, Parts
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
-from swiftkv_platform.control_plane.jobs.answers import JobAnswer, JobError, checkpoint_id
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
+from swiftkv_platform.control_plane.jobs.repository import JobFilter
+from swiftkv_platform.control_plane.jobs.responses import JobAnswer, JobError, checkpoint_id
 from swiftkv_platform.control_plane.jobs.routes import (
     Presenter,
     Service,
@@ -26,7 +27,6 @@ from swiftkv_platform.control_plane.jobs.routes import (
     metadata_asked_for,
     page_of_checkpoints,
 )
-from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec

@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
 from swiftkv_platform.control_plane.components import Components, state_part
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.logs import SavedLog

@@ -21,11 +21,11 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_needs
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.jobs.attempts import has_used_its_slot
+from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
+from swiftkv_platform.control_plane.jobs.attempt_events import has_used_its_slot
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.rows import JobRepository, QueueSnapshot, Waiting
+from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueueSnapshot, Waiting
+from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.places import (
     Bundle,
     EmptyNodes,

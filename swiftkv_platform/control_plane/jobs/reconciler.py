@@ -32,7 +32,7 @@ from swiftkv_platform.contract.events import (
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import is_due
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.jobs.attempts import Reading, decide, exceeded_limit, read
+from swiftkv_platform.control_plane.jobs.attempt_events import Reading, decide, exceeded_limit, read
 from swiftkv_platform.control_plane.jobs.estimates import over_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
@@ -42,11 +42,11 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.parents import publish_targets
 from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, driver_needs
-from swiftkv_platform.control_plane.jobs.ray_jobs import ListedSubmission, Submission
-from swiftkv_platform.control_plane.jobs.rows import Placed
+from swiftkv_platform.control_plane.jobs.repository import Placed
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
+from swiftkv_platform.control_plane.models.parents import publish_targets
+from swiftkv_platform.control_plane.ray.jobs import ListedSubmission, Submission
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

@@ -33,7 +33,12 @@ from swiftkv_platform.control_plane.components import (
 )
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
-from swiftkv_platform.control_plane.jobs.answers import (
+from swiftkv_platform.control_plane.jobs.estimates import prices
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
+from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
+from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_needs, why_waiting
+from swiftkv_platform.control_plane.jobs.repository import JobFilter
+from swiftkv_platform.control_plane.jobs.responses import (
     ArtifactFileAnswer,
     CheckpointAnswer,
     EstimateAnswer,
@@ -46,11 +51,6 @@ from swiftkv_platform.control_plane.jobs.answers import (
     checkpoint_id,
     page_of,
 )
-from swiftkv_platform.control_plane.jobs.estimates import prices
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
-from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_needs, why_waiting
-from swiftkv_platform.control_plane.jobs.rows import JobFilter
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError

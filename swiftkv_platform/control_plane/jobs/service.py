@@ -17,7 +17,6 @@ from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.clients import Client
-from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
     check_spec,
@@ -28,9 +27,10 @@ from swiftkv_platform.control_plane.jobs.estimates import (
 )
 from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
-from swiftkv_platform.control_plane.jobs.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
-from swiftkv_platform.control_plane.jobs.rows import Idempotency, JobFilter
+from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobFilter
+from swiftkv_platform.control_plane.jobs.responses import JobAnswer
+from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError

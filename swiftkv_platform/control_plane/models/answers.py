@@ -10,7 +10,7 @@ from pydantic import Field
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.answers import Answer, fitting_answers
-from swiftkv_platform.control_plane.jobs.answers import AncestorAnswer
+from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel

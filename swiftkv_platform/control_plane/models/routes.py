@@ -14,8 +14,7 @@ from swiftkv_platform.control_plane.components import Deletions, Parts, TheImpor
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
 from swiftkv_platform.control_plane.http.clients import WaitingClient
-from swiftkv_platform.control_plane.jobs.answers import JobAnswer
-from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
+from swiftkv_platform.control_plane.jobs.responses import JobAnswer
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location
 from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
@@ -30,6 +29,7 @@ from swiftkv_platform.control_plane.models.answers import (
     compare,
 )
 from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.models.parents import copying_spec, publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute

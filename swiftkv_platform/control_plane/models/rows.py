@@ -22,7 +22,11 @@ from swiftkv_platform.control_plane.database.paging import (
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, changed
-from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
+from swiftkv_platform.control_plane.deployments.repository import (
+    DeploymentRepository,
+    read_deployment,
+    write_deployment,
+)
 from swiftkv_platform.control_plane.files.rows import take_turn
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.errors import StorageError

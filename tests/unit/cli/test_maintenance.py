@@ -13,7 +13,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus, transition
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.records import make_job, message, store

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint
+from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs import distill, driver
 from swiftkv_platform.jobs.distill import main

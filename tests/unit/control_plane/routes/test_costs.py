@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.estimates import PROCESS_MEMORY
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.logs import Followers, Watches
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from tests.support.records import make_job, store

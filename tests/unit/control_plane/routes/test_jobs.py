@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.support.fakes.attempt_store import FakeWorker

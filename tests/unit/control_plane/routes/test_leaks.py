@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.redaction import REDACTED, redact, secrets_of
 from swiftkv_platform.security.keys import Scope, create_key

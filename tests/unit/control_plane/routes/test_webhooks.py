@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.webhooks import verify
 from tests.support.fakes.scripted_server import Answer, Request, Script, serve

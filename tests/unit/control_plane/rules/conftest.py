@@ -12,11 +12,11 @@ from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
-from swiftkv_platform.control_plane.jobs.ray_jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.parsing import spec_parsers
+from swiftkv_platform.control_plane.ray.jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.traces import NO_SPANS

@@ -13,8 +13,8 @@ from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups, unclaimed_bundles
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
+from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup, Settings

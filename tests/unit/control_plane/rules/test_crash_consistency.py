@@ -14,8 +14,8 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from tests.support.parameters import WIDE
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 

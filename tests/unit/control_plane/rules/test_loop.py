@@ -11,10 +11,10 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
-from swiftkv_platform.control_plane.jobs.rows import Placed
+from swiftkv_platform.control_plane.jobs.repository import Placed
 from swiftkv_platform.control_plane.loops import LEASE_S, LONGEST_LEASE_S, ControlLoop, Leadership, Leases
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 

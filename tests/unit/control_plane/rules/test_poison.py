@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.errors import StorageError, UnreadableRowError
 from tests.unit.control_plane.rules.conftest import Plane
 

@@ -12,9 +12,9 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.ray_jobs import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.control_plane.retention import DAY_S, Counts, Kind, RetainedObjects, RetainedRows, Sweeper, Swept
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.settings import Settings

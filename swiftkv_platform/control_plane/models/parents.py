@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import Parent
-from swiftkv_platform.control_plane.jobs.answers import AncestorAnswer
 from swiftkv_platform.control_plane.jobs.job import Job
-from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository
+from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError

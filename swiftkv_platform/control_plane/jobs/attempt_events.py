@@ -42,8 +42,8 @@ from swiftkv_platform.control_plane.jobs.job import (
     requeue,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ray_jobs import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.models.model import Model, documents_fault
+from swiftkv_platform.control_plane.ray.jobs import Submission, SubmissionStatus
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest

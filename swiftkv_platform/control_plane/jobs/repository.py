@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.database.paging import (
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
-from swiftkv_platform.control_plane.deployments.rows import deployments_turn
+from swiftkv_platform.control_plane.deployments.repository import deployments_turn
 from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import (
     bytes_of_points,
@@ -54,9 +54,9 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     MetricPoint,
 )
-from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
 from swiftkv_platform.control_plane.loops import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.references import check_publication, uses_of
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     QuotaExceededError,

@@ -1,5 +1,5 @@
-"""Uses of uploaded files, models and other jobs' objects by jobs. They are stored with the job, so that finding the
-users of an object does not search specs."""
+"""References from jobs to uploaded files, models and other jobs' objects. They are stored with the job, so that finding
+the users of an object does not search specs."""
 
 from __future__ import annotations
 

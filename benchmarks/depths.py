@@ -40,10 +40,10 @@ from benchmarks.common import benchmark_parser, conditions, write_report
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import AnswerStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
-from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.fork import load_trained
-from swiftkv_platform.distillation.parallel import MeasuredStudent
-from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.model import load_trained_tensors
+from swiftkv_platform.distillation.partial_reads import CheckpointTensors
+from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.analysis import Needles
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
@@ -89,13 +89,13 @@ def one_worker(directory: Path) -> Iterator[None]:
 class _Notes:
     """Collects the trainer's notes of the run."""
 
-    notes: list[CourseNote] = field(default_factory=list)
+    notes: list[SteeringNote] = field(default_factory=list)
     tokens: int = 0
 
     def on_start(self, progress: Progress) -> None:
         """Do nothing: runs begin at step 0."""
 
-    def on_course(self, note: CourseNote) -> None:
+    def on_steering(self, note: SteeringNote) -> None:
         self.notes.append(note)
         print(f"  {note.message}", flush=True)
 
@@ -104,7 +104,7 @@ class _Notes:
         if metrics.held_out_kl is not None:
             print(f"  step {metrics.step}: held-out KL {metrics.held_out_kl:.4f}, lr {metrics.lr:.2e}", flush=True)
 
-    def stop_request(self) -> StopRequest:
+    def poll_stop_request(self) -> StopRequest:
         return StopRequest.NONE
 
 
@@ -120,7 +120,7 @@ class TrainedRun:
     """Trained tensors of the model that a job would publish."""
     tokens: int
     """Positions counted by the loss."""
-    notes: tuple[CourseNote, ...]
+    notes: tuple[SteeringNote, ...]
 
 
 class TrainingRuns:
@@ -151,15 +151,15 @@ class TrainingRuns:
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
         """Load a student with these tensors; it can also run as its teacher."""
         student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
-        load_trained(student, tensors)
+        load_trained_tensors(student, tensors)
         return student.to(task_device(spec)).eval()
 
     def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
         """Compare a student with these tensors with its teacher, on the held-out rows."""
         device = task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
-        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=device)
-        measured.start_from(tensors)
+        measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
+        measured.load_tensors(tensors)
         totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
         return totals
 
@@ -180,21 +180,21 @@ class TrainingRuns:
         directory: Path,
         notes: _Notes,
     ) -> Mapping[str, Tensor]:
-        parallel = spread_fork(spec, self.path, start, device=task_device(spec))
+        strategy = spread_fork(spec, self.path, start, device=task_device(spec))
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
         checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
         Trainer(
-            parallel,
+            strategy,
             self.data.train,
-            Checkpointer(parallel, checkpoints, local_rank=0),
+            Checkpointer(strategy, checkpoints, local_rank=0),
             spec,
             total_steps=total_steps,
             listener=notes,
-            held_out=self.data.steering if len(self.data.steering) else None,
+            validation_rows=self.data.steering if len(self.data.steering) else None,
         ).run()
         key = checkpoints.model()
         assert key is not None, "a run that ends has saved its last step"
-        return TrainedTensors(directory / key)
+        return CheckpointTensors(directory / key)
 
 
 class RunsByForm(dict[str, TrainingRuns]):

@@ -26,21 +26,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from swiftkv_platform.data.packing import Samples, pack
-from swiftkv_platform.distillation import fork as fork_module
-from swiftkv_platform.distillation.fork import Fork, compile_layers
-from swiftkv_platform.distillation.parallel import build_optimizer
+from swiftkv_platform.distillation import model as distillation_module
+from swiftkv_platform.distillation.model import DistillationModel, compile_layers
+from swiftkv_platform.distillation.strategy import build_adamw
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
 Batch = dict[str, torch.Tensor]
-Loss = Callable[[Fork, Batch], torch.Tensor]
+Loss = Callable[[DistillationModel, Batch], torch.Tensor]
 """Forward pass: the sum of the loss over the batch, ready for `backward`."""
 TEMPERATURE = 2.0
 
 
-def reference_loss(fork: Fork, batch: Batch) -> torch.Tensor:
+def reference_loss(distillation_model: DistillationModel, batch: Batch) -> torch.Tensor:
     """Two full forward passes, then KL over the logits of both, whole."""
-    student, mask = fork.student, batch["loss_mask"]
+    student, mask = distillation_model.student, batch["loss_mask"]
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     with torch.no_grad():
         teacher_logits = student.swiftkv(False)(**inputs).logits[mask]
@@ -55,12 +55,12 @@ def materialized_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) 
     return TEMPERATURE**2 * F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
 
-def our_loss(fork: Fork, batch: Batch) -> torch.Tensor:
-    sums = fork(**batch)
-    return sum(weight * sums[name] for name, weight in fork.loss_weights.items())
+def our_loss(distillation_model: DistillationModel, batch: Batch) -> torch.Tensor:
+    sums = distillation_model(**batch)
+    return sum(weight * sums[name] for name, weight in distillation_model.loss_weights.items())
 
 
-def our_loss_unfused(fork: Fork, batch: Batch) -> torch.Tensor:
+def our_loss_unfused(distillation_model: DistillationModel, batch: Batch) -> torch.Tensor:
     """The forked step with the loss over whole logits, to separate the fused loss's effect."""
 
     def kl(
@@ -68,8 +68,8 @@ def our_loss_unfused(fork: Fork, batch: Batch) -> torch.Tensor:
     ) -> Any:
         return materialized_kl(F.linear(student, head), F.linear(teacher, teacher_head).detach())
 
-    with mock.patch.object(fork_module, "logits_loss", kl):
-        return our_loss(fork, batch)
+    with mock.patch.object(distillation_module, "logits_loss", kl):
+        return our_loss(distillation_model, batch)
 
 
 class Variant:
@@ -81,15 +81,17 @@ class Variant:
         dtype = getattr(torch, args.dtype)
         spec = DistillationSpec(temperature=TEMPERATURE)
         student = random_student(random_llama(args, args.row_length), args)
-        self.fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=checkpointed)
+        self.distillation_model = DistillationModel(student, spec, dtype=dtype, gradient_checkpointing=checkpointed)
         if compiled:
-            compile_layers(self.fork)
+            compile_layers(self.distillation_model)
         self.loss, self.dtype = loss, dtype
-        self.optimizer = build_optimizer((p for p in self.fork.parameters() if p.requires_grad), OptimizerSpec())
+        self.optimizer = build_adamw(
+            (p for p in self.distillation_model.parameters() if p.requires_grad), OptimizerSpec()
+        )
 
     def step(self, batch: Batch) -> float:
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
-            loss = self.loss(self.fork, batch)
+            loss = self.loss(self.distillation_model, batch)
         (loss / batch["loss_mask"].sum()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

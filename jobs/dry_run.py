@@ -31,14 +31,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.course import Progress
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import MeasuredStudent
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.setup import compute_dtype
+from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.calibration import calibrate_streamed, heads
 from swiftkv_platform.model.families import make_student_config, student_classes
@@ -330,26 +330,26 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
 
 def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
     """Return memory and collectives of a step, and the numbers of all and of trained parameters."""
-    device, dtype = torch.device("cpu"), compute_dtype(spec)
-    fork = Fork.of_job(fakes.student(config), spec, device=device)
-    parallel = parallelize(fork, spec, dtype=dtype, device=device, weights=FakeWeights(fork.student, fakes))
+    device, dtype = torch.device("cpu"), get_compute_dtype(spec)
+    model = DistillationModel.from_spec(fakes.student(config), spec, device=device)
+    strategy = parallelize(model, spec, dtype=dtype, device=device, weights=FakeWeights(model.student, fakes))
     nothing = cast("Any", None)  # a single step neither saves nor reports
     assert spec.training.batch_size is not None, "resolved"
     rows = fakes.rows(spec.training.batch_size)
-    trainer = Trainer(parallel, rows, nothing, spec, total_steps=1, listener=nothing)
+    trainer = Trainer(strategy, rows, nothing, spec, total_steps=1, listener=nothing)
     counts = (
-        sum(parameter.numel() for parameter in parallel.module.parameters()),
-        sum(parameter.numel() for parameter in parallel.module.parameters() if parameter.requires_grad),
+        sum(parameter.numel() for parameter in strategy.module.parameters()),
+        sum(parameter.numel() for parameter in strategy.module.parameters() if parameter.requires_grad),
     )
     tracker, gradients = Tracker(), list[int]()
-    tracker.track_external(parallel.module)
+    tracker.track_external(strategy.module)
     parameters = tracker.alive
     with fakes.active(tracker):
-        parallel.state()  # creates the optimizer's state, as a worker does to look for a checkpoint
+        strategy.get_state()  # creates the optimizer's state, as a worker does to look for a checkpoint
         optimizer = tracker.alive - parameters
         # A worker with a GPU keeps the copy in host memory.
         remembers = training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
-        put_back = parallel.remember() if remembers else None
+        restore_weights = strategy.snapshot_weights() if remembers else None
         remembered = tracker.alive - parameters - optimizer
         tracker.restart()
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.append(_gradient_bytes(optimizer)))
@@ -357,7 +357,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
             trainer.train_step(Progress(0, 0))
         finally:
             hook.remove()
-        del put_back
+        del restore_weights
     memory = Memory(
         peak=tracker.peak,
         parameters=parameters,
@@ -370,7 +370,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
 
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
-    source, tracker = FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), Tracker()
+    source, tracker = FakeWeights(fakes.student(config).to(get_compute_dtype(spec)), fakes), Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
         for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
@@ -380,8 +380,8 @@ def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
 
 def _evaluate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
     """Memory of one of the workers that share the model, for the rows of a forward pass."""
-    weights = cast("Any", FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes))
-    model = MeasuredStudent(weights, spec.distillation, sharded=True, device=torch.device("cpu"))
+    weights = cast("Any", FakeWeights(fakes.student(config).to(get_compute_dtype(spec)), fakes))
+    model = EvaluationModel(weights, spec.distillation, sharded=True, device=torch.device("cpu"))
     tracker = Tracker()
     tracker.track_external(model)
     parameters = tracker.alive

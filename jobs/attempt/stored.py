@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptId, AttemptRequest, Manifest, ManifestFile, Parent
-from swiftkv_platform.distillation.course import Progress, chosen_step
+from swiftkv_platform.distillation.steering import Progress, choose_model_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
 from swiftkv_platform.logs import get_logger
@@ -163,25 +163,25 @@ class AttemptCheckpoints:
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         key = join_key(self._prefix, name)
-        course = progress.course
+        steering = progress.steering
         lineage: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
         if progress.held_out_kl is not None and math.isfinite(progress.held_out_kl):
             lineage[HELD_OUT_KL] = progress.held_out_kl
-        if course.is_measured:
-            lineage |= {CHOSEN_STEP: chosen_step(course, self._training), ENDED: bool(course.ended)}
-            lineage |= {"best_step": course.best_step, "best_kl": course.best_kl, "start_kl": course.start_kl}
+        if steering.is_measured:
+            lineage |= {CHOSEN_STEP: choose_model_step(steering, self._training), ENDED: bool(steering.ended)}
+            lineage |= {"best_step": steering.best_step, "best_kl": steering.best_kl, "start_kl": steering.start_kl}
         manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
         self._on_commit(key, manifest, progress)
-        self._prune(course.best_step)
+        self._prune(steering.best_step)
 
-    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
+    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
         self._on_failure(join_key(self._prefix, name), progress, error)
 
     def newest(self) -> str | None:
         """Return the key of this attempt's newest complete checkpoint, or else of the one to resume from."""
         return next(self._complete(), None) or self._resume_from
 
-    def candidates(self) -> list[str]:
+    def list_candidates(self) -> list[str]:
         """Return the newest checkpoint, then fallbacks in case it is damaged: older ones, then those of earlier
         attempts."""
         if self._resume_from is None:
@@ -190,7 +190,7 @@ class AttemptCheckpoints:
         older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
         return [*self._complete(), self._resume_from, *older]
 
-    def of_step(self, step: int) -> list[str]:
+    def find_by_step(self, step: int) -> list[str]:
         return list(checkpoints_of_step(self._store, self._attempt, step))
 
     def model(self) -> str | None:
@@ -314,9 +314,9 @@ def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches:
     with _there(parent):
         files = StoredDirectory(store, parent.key)
         if fetches and parent.kind == "checkpoint":
-            from swiftkv_platform.distillation.pieces import INDEX
+            from swiftkv_platform.distillation.partial_reads import INDEX_FILE
 
-            files.fetch(INDEX, directory)
+            files.fetch(INDEX_FILE, directory)
         return files
 
 
@@ -336,13 +336,13 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
     """Return the tensors of a parent by the student's names, each read on access. `files`: the result of `open_parent`
     to read from; None: the parent has been downloaded to `directory`."""
     if parent.kind == "checkpoint":
-        from swiftkv_platform.distillation.pieces import TrainedTensors
+        from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 
-        return TrainedTensors(directory, None if files is None else files.read)
+        return CheckpointTensors(directory, None if files is None else files.read)
     if files is not None:
-        from swiftkv_platform.distillation.pieces import RangedTensors
+        from swiftkv_platform.distillation.partial_reads import RangedSafetensors
 
-        return RangedTensors({name: file.size for name, file in files.manifest.files.items()}, files.read)
+        return RangedSafetensors({name: file.size for name, file in files.manifest.files.items()}, files.read)
     from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
     return Checkpoint.of_files(directory)

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest
-from swiftkv_platform.distillation.parallel import MeasuredStudent, parameter_bytes
-from swiftkv_platform.distillation.pieces import INDEX, TrainedTensors
+from swiftkv_platform.distillation.partial_reads import INDEX_FILE, CheckpointTensors
+from swiftkv_platform.distillation.strategy import EvaluationModel, count_parameter_bytes
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
@@ -155,7 +155,7 @@ class _Student:
     lazy: LazyStudent
     tokenizer: PreTrainedTokenizerBase
     workspace: Workspace
-    trained: TrainedTensors
+    trained: CheckpointTensors
     """Tensors read from the store on access, piece by piece."""
     licence: str | None
     """Licence of the teacher according to its own files."""
@@ -168,7 +168,7 @@ class _Student:
         path = teacher_path(spec.model, workspace.path, access=access, fetch=workspace.fetches)
         files = StoredDirectory(store, checkpoint)
         if workspace.fetches:
-            files.fetch(INDEX, workspace.path)
+            files.fetch(INDEX_FILE, workspace.path)
         workers.gather(None)  # the others wait
         progress = files.manifest.lineage
         return cls(
@@ -178,7 +178,7 @@ class _Student:
             lazy=open_lazy(spec, path, device=task_device(spec)),
             tokenizer=load_tokenizer(spec, path),
             workspace=workspace,
-            trained=TrainedTensors(workspace.path, files.read),
+            trained=CheckpointTensors(workspace.path, files.read),
             licence=licence_of(Path(path)),
             training=_training(progress),
             tokens_trained=int(progress["tokens"]),
@@ -204,7 +204,7 @@ class _Student:
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
         sharded = self._is_sharded()
-        model = MeasuredStudent(self.lazy, self.spec.distillation, sharded=sharded, device=task_device(self.spec))
+        model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=task_device(self.spec))
         workers, rows = Workers(in_step=sharded), prepared.data.held_out
 
         def compare(name: str) -> Totals:
@@ -215,9 +215,9 @@ class _Student:
 
         rewired, calibrated = compare("rewired"), None
         if prepared.calibrated is not None:
-            model.start_from(prepared.calibrated)
+            model.load_tensors(prepared.calibrated)
             calibrated = compare("calibrated")
-        model.start_from(self._bring_trained(sharded=sharded))
+        model.load_tensors(self._bring_trained(sharded=sharded))
         report: Report = model(
             lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).report(
                 self.tokenizer,
@@ -234,7 +234,7 @@ class _Student:
         """Whether some worker lacks the memory for the whole model. Collective."""
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
-        needed = parameter_bytes(self.lazy.model)
+        needed = count_parameter_bytes(self.lazy.model)
         fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workspace.num_local)
         return not all(self.workers.gather(fits))
 

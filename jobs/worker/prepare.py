@@ -21,8 +21,8 @@ from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
-from swiftkv_platform.distillation.sequence_parallel import check_heads
+from swiftkv_platform.distillation.model import find_hidden_loss_index, select_trained_parameters
+from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
@@ -90,9 +90,9 @@ def prepare(
             check_can_be_base(lazy.base, "publish.adapter")
         context_length = getattr(student.config, "max_position_embeddings", None)
         spec = resolve_defaults(spec, context_length=context_length, hidden_size=student.config.hidden_size)
-        check_heads(student.config, spec.sharding.sequence_parallel_size)
+        check_head_counts(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
-            hidden_loss_index(student.config, spec.distillation)
+            find_hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)
         # Fails now rather than after training.
         tasks = workspace / "tasks"
@@ -124,7 +124,7 @@ def prepare(
             num_epochs=spec.training.num_epochs,
             max_steps=spec.training.max_steps,
         ),
-        num_trained_parameters=sum(p.numel() for p in trained_parameters(student, spec.distillation).values()),
+        num_trained_parameters=sum(p.numel() for p in select_trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
         messages=(*data.statistics.messages(), *_slow_products(spec)),
         flops_per_token=training_flops_per_token(spec, student.config, data.train),

@@ -29,9 +29,9 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.calibration_text import calibration_batches
-from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
-from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.calibration_text import iter_calibration_batches
+from swiftkv_platform.distillation.model import DistillationModel, compile_layers, load_trained_tensors
+from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
@@ -212,14 +212,14 @@ def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def compute_dtype(spec: JobSpec) -> torch.dtype:
+def get_compute_dtype(spec: JobSpec) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, spec.model.dtype)
     return dtype
 
 
 def load_student(spec: JobSpec, path: str) -> Any:
     """The student with copied projections, in the spec's dtype."""
-    return make_student(path, spec.swiftkv.request, dtype=compute_dtype(spec), revision=spec.model.revision)
+    return make_student(path, spec.swiftkv.request, dtype=get_compute_dtype(spec), revision=spec.model.revision)
 
 
 def open_lazy(
@@ -235,25 +235,25 @@ def open_lazy(
         path,
         spec.swiftkv.request,
         start or {},
-        dtype=compute_dtype(spec),
+        dtype=get_compute_dtype(spec),
         device=device,
         revision=spec.model.revision,
     )
 
 
-def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Parallel:
+def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Strategy:
     """Spread the fork over the workers of the default process group. If parameters are sharded, a worker reads only its
     shards, module by module. `start`: initial values of the student's own tensors; None: copied from the teacher."""
     lazy = open_lazy(spec, path, start) if spec.sharding.shards_parameters else None
     student = lazy.model if lazy else load_student(spec, path)
-    fork = Fork.of_job(student, spec, device=device)
+    fork = DistillationModel.from_spec(student, spec, device=device)
     if lazy is not None:
         lazy.attach(fork)
     elif start is not None:
-        load_trained(student, start)
+        load_trained_tensors(student, start)
     if spec.training.compile:
         compile_layers(fork)
-    return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=lazy)
+    return parallelize(fork, spec, dtype=get_compute_dtype(spec), device=device, weights=lazy)
 
 
 def find_start(
@@ -299,7 +299,7 @@ def calibrate(
         progress: called on the first worker with the finished layers and their total.
     """
     workers = Workers()
-    batches = calibration_batches(
+    batches = iter_calibration_batches(
         rows, spec.swiftkv.calibration_tokens, seed=spec.training.seed, share=workers.rank, num_shares=workers.size
     )
     source = open_lazy(spec, path, device=device)

@@ -22,9 +22,14 @@ import torch
 import torch.distributed as dist
 
 from swiftkv_platform.contract.attempts import Manifest, Parent, StopRequest
-from swiftkv_platform.distillation.checkpoint import Checkpointer, from_rank_0, load_whole_state, on_all_workers
-from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.checkpoint import (
+    Checkpointer,
+    broadcast_from_rank_0,
+    load_training_state,
+    run_on_all_workers,
+)
+from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.jobs.attempt.events import (
@@ -96,21 +101,21 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     spec = worker.request.spec
     stored: StoredPreparation = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
-    parent = worker.request.parent if from_rank_0(lambda: not checkpoints.candidates()) else None
+    parent = worker.request.parent if broadcast_from_rank_0(lambda: not checkpoints.list_candidates()) else None
     with _on_this_machine(worker, stored, local_rank) as (path, rows):
         _fetch_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
-        parallel = spread_fork(spec, path, prepared.calibrated, device=ray.train.torch.get_device())
+        strategy = spread_fork(spec, path, prepared.calibrated, device=ray.train.torch.get_device())
         if parent is not None:
-            _start_from_parent(parallel, worker, parent, rows.with_name("parent"), local_rank)
+            _start_from_parent(strategy, worker, parent, rows.with_name("parent"), local_rank)
     return Trainer(
-        parallel,
+        strategy,
         prepared.data.train,
-        Checkpointer(parallel, checkpoints, local_rank=local_rank),
+        Checkpointer(strategy, checkpoints, local_rank=local_rank),
         spec,
         total_steps=worker.total_steps,
         listener=listener,
-        held_out=prepared.data.steering if len(prepared.data.steering) else None,
+        validation_rows=prepared.data.steering if len(prepared.data.steering) else None,
     )
 
 
@@ -127,30 +132,30 @@ def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, row
 
 
 def _start_from_parent(
-    parallel: Parallel, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
+    strategy: Strategy, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
 ) -> None:
     """Start from the job's parent: load its values, and its optimizer state if the spec asks for it. Workers that need
     all of it read a copy on their machine, others read their parts from the store."""
     store, first = open_store(worker.store_uri), local_rank == 0
 
     def bring() -> StoredDirectory | None:
-        if parallel.loads_parts:
+        if strategy.reads_own_shards:
             return open_parent(store, parent, directory, fetches=first)
         if first:
             fetch_parent(store, parent, directory)
         return None
 
-    files = on_all_workers(bring)
+    files = run_on_all_workers(bring)
     if worker.request.spec.training.load_optimizer_state:
-        load_whole_state(parallel, directory, None if files is None else files.read)
+        load_training_state(strategy, directory, None if files is None else files.read)
     else:
-        check_all_there(parent, parallel.load_trained(trained_tensors(parent, directory, files)))
+        check_all_there(parent, strategy.load_trained_tensors(trained_tensors(parent, directory, files)))
 
 
 @contextmanager
 def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank: int) -> Iterator[tuple[str, Path]]:
     """Yield the paths of the teacher and the prepared rows; one worker of each machine downloads them for all."""
-    workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"train-{uuid4().hex}")
+    workspace = Path(tempfile.gettempdir()) / broadcast_from_rank_0(lambda: f"train-{uuid4().hex}")
     if local_rank == 0:
         workspace.mkdir(mode=0o700)
     try:
@@ -173,7 +178,7 @@ class _Listener:
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
-    def stop_request(self) -> StopRequest:
+    def poll_stop_request(self) -> StopRequest:
         """Tell if this worker got SIGTERM, and once if Ray Train knows that a machine of the workers is about to go.
         Collective."""
         own = StopRequest.LEAVE if told_to_leave.is_set() else StopRequest.NONE
@@ -186,7 +191,7 @@ class _Listener:
 
     def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def on_course(self, note: CourseNote) -> None: ...
+    def on_steering(self, note: SteeringNote) -> None: ...
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
 
@@ -211,8 +216,8 @@ class _RankZero(_Listener):
         self._request = request
         self._training_since: float | None = None
 
-    def stop_request(self) -> StopRequest:
-        return max(super().stop_request(), self._control.stop_request)
+    def poll_stop_request(self) -> StopRequest:
+        return max(super().poll_stop_request(), self._control.stop_request)
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)
@@ -225,12 +230,12 @@ class _RankZero(_Listener):
         if self._training_since is not None:
             self._trace_first_step(self._training_since)
             self._training_since = None
-        point = metrics.point() | self._telemetry.point(metrics)
+        point = metrics.to_point() | self._telemetry.point(metrics)
         self._metrics.add(point)
         self._curve.add(point)
         self._run.log(point, metrics.step)
 
-    def on_course(self, note: CourseNote) -> None:
+    def on_steering(self, note: SteeringNote) -> None:
         get_logger().info("course", told=note.message)
         with suppress(StorageError):  # like metrics: training goes on while the store is away
             self._reporter.course(note.message, note.data)

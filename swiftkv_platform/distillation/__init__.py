@@ -1,3 +1,3 @@
-"""Distillation of a SwiftKV student from its teacher: data, losses, the training step, checkpoints. Imports no cluster,
-object store or tracker code; `jobs` passes those in through protocols.
+"""Distillation of a SwiftKV student from its teacher: losses, training loop, checkpoints. Independent of Ray, the
+object store and trackers, which `jobs` passes in through protocols.
 """

@@ -1,4 +1,4 @@
-"""Text as batches for the calibrated start. Reads data sources and rows; of the model it needs only the tokenizer."""
+"""Batches of text for the calibrated start of a student. Needs only the tokenizer of the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _MAX_LENGTH = 1024
 def read_calibration_text(
     model: str, text: Sequence[str], num_tokens: int, *, train_on: Literal["assistant", "all"] = "all"
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of about `num_tokens` tokens from `text`, data sources as in a job's `data.sources`. Nothing is
-    read before the first batch is asked for. Raises `ModelError` if the model has no tokenizer, `DataError` if text is
-    missing or empty.
+    """Yield batches of about `num_tokens` tokens in total from `text`, data sources as in a job's `data.sources`.
+    Raises `ModelError` if the model has no tokenizer, `DataError` if text is missing or empty.
 
     Args:
-        train_on: which tokens of chats the rows' `loss_mask` counts, as in a job's `data`.
+        train_on: tokens of chats in the rows' `loss_mask`, as in a job's `data`.
     """
     config = read_config(model, field="model")
     tokenizer = load_tokenizer(model, config.vocab_size, field="model")
@@ -37,25 +36,25 @@ def read_calibration_text(
     spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0, train_on=train_on)
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
         rows = prepare_data(spec, tokenizer, Path(directory), seed=0).train
-        yield from calibration_batches(rows, num_tokens, seed=0)
+        yield from iter_calibration_batches(rows, num_tokens, seed=0)
 
 
-def calibration_batches(
+def iter_calibration_batches(
     rows: PackedRows, num_tokens: int, *, seed: int, share: int = 0, num_shares: int = 1
 ) -> Iterator[dict[str, Tensor]]:
-    """Rows of the first epoch without their padding, one at a time, until `num_tokens` tokens; of these, every
-    `num_shares`-th one from `share` on, so that workers look at different ones."""
-    for index, length in _chosen(rows, num_tokens, seed)[share::num_shares]:
+    """Yield one row of the first epoch at a time, without padding, until `num_tokens` tokens. Of these rows, a worker
+    yields every `num_shares`-th one, starting at its `share`."""
+    for index, length in _select_rows(rows, num_tokens, seed)[share::num_shares]:
         yield {name: tensor[:, :length] for name, tensor in to_tensors(rows.batch([index])).items()}
 
 
-def _chosen(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
-    """Return index and number of tokens of each row used for calibration."""
-    lengths, chosen = rows.samples.lengths, []
+def _select_rows(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
+    """Return index and number of tokens of each row."""
+    lengths, selected = rows.samples.lengths, []
     for index in batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
         length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())
-        chosen.append((int(index), length))
+        selected.append((int(index), length))
         num_tokens -= length
         if num_tokens <= 0:
             break
-    return chosen
+    return selected

@@ -1,9 +1,8 @@
-"""Sharded training state: trained parameters, optimizer state and the run's progress. Uploads run while training goes
-on, through a protocol that hides where the files are stored.
+"""Sharded checkpoints: trained parameters, optimizer state and the run's progress, uploaded in the background.
 
-No other state is needed to resume: the learning rate depends on the step and the run's course, the rows of a batch on
-the step alone, and a step draws no random numbers. A checkpoint can be loaded by another number of workers and by
-another sharding strategy.
+Resuming needs no other state: the learning rate depends on the step and the steering state, the rows of a batch depend
+on the step alone, and a step draws no random numbers. Any number of workers and any sharding strategy can load a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.attempts import ManifestFile
-from swiftkv_platform.distillation.course import Course, Progress
-from swiftkv_platform.distillation.parallel import Parallel, State
-from swiftkv_platform.distillation.pieces import INDEX, RangeReader, ReadRange
+from swiftkv_platform.distillation.partial_reads import INDEX_FILE, RangeReader, ReadRange
+from swiftkv_platform.distillation.steering import Progress, SteeringState
+from swiftkv_platform.distillation.strategy import Strategy, TrainingState
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 
 T = TypeVar("T")
-# Torch logs this at every checkpoint of a single worker, see `_is_alone`.
+# Torch logs this at every checkpoint of a single worker, see `_is_single_worker`.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-_LONGEST_UPLOAD = timedelta(hours=4)
+_UPLOAD_TIMEOUT = timedelta(hours=4)
 
 
 class CheckpointFiles(Protocol):
-    """Files of a complete checkpoint. Each has the size that the manifest gives."""
+    """Files of a complete checkpoint, with the sizes in its manifest."""
 
     def fetch(self, name: str, destination: Path) -> None:
         """Download file `name` into the directory `destination`."""
@@ -51,177 +50,179 @@ class CheckpointFiles(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Store of checkpoints; each is complete or invisible. `upload`, `commit` and `failed` run on an upload thread."""
+    """Store of checkpoints, which are complete or invisible. `upload`, `commit` and `report_failure` run on an upload
+    thread."""
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        """Add one worker's files to checkpoint `name`. May be called again after a failure to upload the rest."""
+        """Add one worker's files to checkpoint `name`. After a failure, another call uploads the rest."""
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         """Mark checkpoint `name` as complete; all `files` are stored. Delete older checkpoints except the newest few
         and the best one according to `progress`."""
 
-    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
-        """Report that checkpoint `name` stays incomplete; training goes on."""
+    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
+        """Report that checkpoint `name` could not be stored; training continues."""
 
-    def candidates(self) -> list[str]:
-        """Return the keys of complete checkpoints, the one to resume from first."""
+    def list_candidates(self) -> list[str]:
+        """Return the keys of complete checkpoints, in the order to try them when resuming."""
 
-    def of_step(self, step: int) -> list[str]:
-        """Keys of complete checkpoints of that step, the one to take first."""
+    def find_by_step(self, step: int) -> list[str]:
+        """Return the keys of complete checkpoints of a step, in the order to try them."""
 
     def fetch(self, key: str, directory: Path) -> None:
         """Download a complete checkpoint to `directory`, which does not exist yet."""
 
     def open(self, key: str) -> CheckpointFiles:
-        """A complete checkpoint, to read parts of."""
+        """Open a complete checkpoint to read parts of its files."""
 
 
 @dataclass(frozen=True)
-class Retries:
-    """Retry policy of an upload: number of tries, and first wait, which doubles with every try."""
+class RetryPolicy:
+    """Exponential backoff of an upload: the wait doubles with every attempt."""
 
-    tries: int = 5
-    first_wait_s: float = 1.0
+    max_attempts: int = 5
+    initial_backoff_s: float = 1.0
 
-    def __call__(self, function: Callable[[], T]) -> T:
-        for wait in range(self.tries - 1):
+    def call(self, function: Callable[[], T]) -> T:
+        for attempt in range(self.max_attempts - 1):
             try:
                 return function()
             except StorageError:
-                time.sleep(self.first_wait_s * 2**wait)
+                time.sleep(self.initial_backoff_s * 2**attempt)
         return function()
 
 
 class Checkpointer:
-    """Saves and restores one run. Its methods are collective: every worker calls them at the same time.
+    """Saves and restores the state of a run. Its methods are collective: every worker calls them at the same time.
 
     Args:
-        parallel: the fork, spread over the workers, and its optimizer.
-        local_rank: this worker's rank on its machine; the first of a machine downloads for all of it.
+        local_rank: this worker's rank on its machine; rank 0 downloads for all of them.
     """
 
     def __init__(
-        self, parallel: Parallel, store: CheckpointStore, *, local_rank: int, retries: Retries | None = None
+        self, strategy: Strategy, store: CheckpointStore, *, local_rank: int, retry_policy: RetryPolicy | None = None
     ) -> None:
-        self._parallel = parallel
+        self._strategy = strategy
         self._store = store
         self._local_rank = local_rank
-        self._uploader = Uploader(store, retries or Retries())
+        self._uploader = Uploader(store, retry_policy or RetryPolicy())
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint to local disk and upload it while training goes on.
+        """Write a checkpoint to local disk and upload it in the background.
 
-        A failed upload is reported; the previous checkpoint then stays the newest.
+        After a failed upload, which is reported, the previous checkpoint remains the newest.
         """
-        # A run that died before it could complete a checkpoint saves the same step again: the names must differ.
-        name = from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
+        # A run that died before its checkpoint was complete saves the same step again, so names must be unique.
+        name = broadcast_from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        numbers = progress.course.numbers()
-        progressed = {
+        steering = progress.steering.to_floats()
+        counters = {
             "step": torch.tensor(progress.step),
             "tokens": torch.tensor(progress.tokens),
-            "course": {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()},
+            "course": {key: torch.tensor(value, dtype=torch.float64) for key, value in steering.items()},
         }
         try:
-            state = {**self._parallel.state(), "progress": progressed}
-            save(state, storage_writer=FileSystemWriter(directory), no_dist=_is_alone())
-        except BaseException:  # such as a full disk: the files left on it would keep it full
+            state = {**self._strategy.get_state(), "progress": counters}
+            save(state, storage_writer=FileSystemWriter(directory), no_dist=_is_single_worker())
+        except BaseException:  # e.g. a full disk, which these files would keep full
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._uploader.start(directory, name, progress)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is in the store. Raises `StorageError` if it cannot be stored."""
+        """Wait until the last checkpoint is stored. Raises `StorageError` if that fails."""
         self._uploader.finish()
 
     def restore(self) -> Progress:
-        """Load the newest complete checkpoint that is not damaged; a fresh `Progress` if there are none. Raises
-        `StorageError` if there are some but none can be read."""
-        keys = from_rank_0(self._store.candidates)
+        """Load the newest intact checkpoint; return a new `Progress` if there are no checkpoints. Raises `StorageError`
+        if none of the existing ones can be read."""
+        keys = broadcast_from_rank_0(self._store.list_candidates)
         if not keys:
             return Progress()
-        progress = self._load(keys)
-        course = progress.course
-        if course.is_measured and not from_rank_0(lambda: self._store.of_step(course.best_step)):
-            get_logger().warning("best_checkpoint_lost", step=course.best_step)
-            return replace(progress, course=course.without_best())
+        progress = self._load_first_intact(keys)
+        state = progress.steering
+        if state.is_measured and not broadcast_from_rank_0(lambda: self._store.find_by_step(state.best_step)):
+            get_logger().warning("best_checkpoint_lost", step=state.best_step)
+            return replace(progress, steering=state.without_best())
         return progress
 
-    def go_back(self, step: int) -> None:
-        """Load the state saved after `step`, once its upload has ended. Raises `StorageError` if it is missing or
+    def roll_back(self, step: int) -> None:
+        """Load the checkpoint of `step`, after its upload has ended. Raises `StorageError` if it is missing or
         unreadable; a later attempt resumes from the newest checkpoint."""
         self._uploader.wait()
-        keys = from_rank_0(lambda: self._store.of_step(step))
+        keys = broadcast_from_rank_0(lambda: self._store.find_by_step(step))
         if not keys:
             raise StorageError(
-                f"training must go back to step {step}, but the checkpoint of that step could not be stored"
+                f"training cannot roll back to step {step}: the checkpoint of that step could not be "
+                "stored; resume the job to continue from its newest checkpoint"
             )
-        self._load(keys)
+        self._load_first_intact(keys)
 
-    def _load(self, keys: Sequence[str]) -> Progress:
+    def _load_first_intact(self, keys: Sequence[str]) -> Progress:
         for key in keys[:-1]:
             try:
-                return self._load_one(key)
+                return self._load_checkpoint(key)
             except (ArtifactCorruptError, ObjectNotFoundError) as error:  # the same on every worker
                 get_logger().warning("checkpoint_damaged", key=key, error=error.message)
-        return self._load_one(keys[-1])
+        return self._load_checkpoint(keys[-1])
 
-    def _load_one(self, key: str) -> Progress:
-        workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
+    def _load_checkpoint(self, key: str) -> Progress:
+        workspace = Path(tempfile.gettempdir()) / broadcast_from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
         if self._local_rank == 0:
             workspace.mkdir(mode=0o700)
         try:
-            reader = on_all_workers(lambda: self._open(key, workspace / "state"))
+            reader = run_on_all_workers(lambda: self._open_reader(key, workspace / "state"))
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
             _load_state({"progress": {"step": step, "tokens": tokens}}, reader)
-            course = _load_course(reader)
-            self._parallel.load_state(lambda state: _load_state(state, reader))
+            steering = _load_steering_state(reader)
+            self._strategy.load_state(lambda state: _load_state(state, reader))
             dist.barrier()
         finally:
             if self._local_rank == 0:
                 shutil.rmtree(workspace, ignore_errors=True)
-        return Progress(int(step), int(tokens), course)
+        return Progress(int(step), int(tokens), steering)
 
-    def _open(self, key: str, directory: Path) -> FileSystemReader:
-        """Fetch a checkpoint once per machine: all of it if every worker needs all, otherwise the index only."""
-        if not self._parallel.loads_parts:
+    def _open_reader(self, key: str, directory: Path) -> FileSystemReader:
+        """Open a checkpoint. Rank 0 of a machine downloads the whole checkpoint, or only the index if workers read
+        shards."""
+        if not self._strategy.reads_own_shards:
             if self._local_rank == 0:
                 self._store.fetch(key, directory)
             return FileSystemReader(directory)
         files = self._store.open(key)
         if self._local_rank == 0:
-            files.fetch(INDEX, directory)
+            files.fetch(INDEX_FILE, directory)
         return RangeReader(directory, files.read)
 
 
-def _load_course(reader: FileSystemReader) -> Course:
-    """Load the course of a checkpoint. Older versions of this package stored none, or fewer of its numbers."""
+def _load_steering_state(reader: FileSystemReader) -> SteeringState:
+    """Load the steering state of a checkpoint. Older versions of this package stored none, or fewer fields."""
     stored = reader.read_metadata().state_dict_metadata
-    numbers = {
+    values = {
         name: torch.tensor(value, dtype=torch.float64)
-        for name, value in Course().numbers().items()
+        for name, value in SteeringState().to_floats().items()
         if f"progress.course.{name}" in stored
     }
-    if numbers:
-        _load_state({"progress": {"course": numbers}}, reader)
-    return Course.of({name: float(value) for name, value in numbers.items()})
+    if values:
+        _load_state({"progress": {"course": values}}, reader)
+    return SteeringState.from_floats({name: float(value) for name, value in values.items()})
 
 
-def load_whole_state(parallel: Parallel, directory: Path, read_range: ReadRange | None = None) -> None:
+def load_training_state(strategy: Strategy, directory: Path, read_range: ReadRange | None = None) -> None:
     """Load trained parameters and optimizer state from a checkpoint. Collective.
 
     Args:
-        directory: has the checkpoint's index, `INDEX`.
-        read_range: reads the other files; None: they are in `directory` as well.
+        directory: directory of the checkpoint's `INDEX_FILE`.
+        read_range: reads the other files; None: they are in `directory` too.
     """
     reader = FileSystemReader(directory) if read_range is None else RangeReader(directory, read_range)
-    parallel.load_state(lambda state: _load_state(state, reader))
+    strategy.load_state(lambda state: _load_state(state, reader))
 
 
-def _load_state(state: State, reader: FileSystemReader) -> None:
-    """Overwrite the tensors of `state`. Collective; a failure of the store at any worker is raised on all of them."""
+def _load_state(state: TrainingState, reader: FileSystemReader) -> None:
+    """Overwrite the tensors of `state`. Collective: a storage error of any worker is raised on all of them."""
     try:
-        load(state, storage_reader=reader, no_dist=_is_alone())
+        load(state, storage_reader=reader, no_dist=_is_single_worker())
     except CheckpointException as error:
         failures = (failure for failure, _ in error.failures.values())
         failure = next((each for each in failures if isinstance(each, StorageError)), None)
@@ -230,9 +231,9 @@ def _load_state(state: State, reader: FileSystemReader) -> None:
         raise failure from error
 
 
-def _is_alone() -> bool:
-    """Whether there is one worker, which needs no object collectives. For large objects gloo's threads make copies, and
-    OpenMP gives each thread a team; with more such threads than cores, OpenMP puts all to sleep between operators."""
+def _is_single_worker() -> bool:
+    """Whether there is one worker, which skips object collectives. Gloo's threads copy large objects, and OpenMP gives
+    each thread a team; with more threads than cores, OpenMP puts all of them to sleep between operators."""
     return dist.get_world_size() == 1
 
 
@@ -240,19 +241,19 @@ class Uploader:
     """Uploads one checkpoint at a time, on a thread of every worker. Rank 0 commits it once all workers have uploaded
     their files.
 
-    Created by all workers at the same time. The threads talk to each other over a process group of their own.
+    Created by all workers at the same time. The threads communicate over their own process group.
     """
 
-    def __init__(self, store: CheckpointStore, retries: Retries) -> None:
+    def __init__(self, store: CheckpointStore, retry_policy: RetryPolicy) -> None:
         self._store = store
-        self._retries = retries
-        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD)
+        self._retry_policy = retry_policy
+        self._group = dist.new_group(backend="gloo", timeout=_UPLOAD_TIMEOUT)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, directory: Path, name: str, progress: Progress) -> None:
-        """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint and drops its error,
-        which has been reported."""
+        """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint first; its error has been
+        reported already."""
         self.wait()
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
@@ -265,7 +266,7 @@ class Uploader:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the last checkpoint, complete or reported as lost."""
+        """Wait until the last checkpoint is complete or reported as failed."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None and not isinstance(self._error, StorageError):
@@ -280,34 +281,35 @@ class Uploader:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _upload(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
-        """Upload and return the error that left the checkpoint incomplete, if any, the same on every worker."""
-        mine: dict[str, ManifestFile] | StorageError
+        """Upload this worker's files. Returns the error of the checkpoint, if any, the same on every worker."""
+        own_files: dict[str, ManifestFile] | StorageError
         try:
-            mine = self._retries(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}
+            own_files = (
+                self._retry_policy.call(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}
+            )
         except StorageError as error:
-            mine = error
+            own_files = error
         parts: list[dict[str, ManifestFile] | StorageError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine, group=self._group)
+        dist.all_gather_object(parts, own_files, group=self._group)
         result = [next((part for part in parts if isinstance(part, StorageError)), None)]
         if dist.get_rank() == 0:
             files = {path: file for part in parts if isinstance(part, dict) for path, file in part.items()}
             result = [result[0] or self._commit(name, files, progress)]
             if result[0] is not None:
-                self._store.failed(name, progress, result[0])
+                self._store.report_failure(name, progress, result[0])
         dist.broadcast_object_list(result, group=self._group)
         return result[0]
 
     def _commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress) -> StorageError | None:
         try:
-            self._retries(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
+            self._retry_policy.call(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
         except StorageError as error:
             return error
         return None
 
 
-def on_all_workers(function: Callable[[], T]) -> T:
-    """Call `function` on every worker and return this worker's result. Collective: a `SwiftKVError` on any worker is
-    raised on all of them."""
+def run_on_all_workers(function: Callable[[], T]) -> T:
+    """Return this worker's `function()`. Collective: a `SwiftKVError` on any worker is raised on all of them."""
     failure: SwiftKVError | None = None
     try:
         result = function()
@@ -321,8 +323,8 @@ def on_all_workers(function: Callable[[], T]) -> T:
     return result
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """Return on every worker what `make` returns on rank 0."""
+def broadcast_from_rank_0(make: Callable[[], T]) -> T:
+    """Return rank 0's `make()` on every worker."""
     values: list[T | None] = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values)
     return cast("T", values[0])

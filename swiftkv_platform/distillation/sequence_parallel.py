@@ -1,11 +1,10 @@
-"""Sequence parallelism: the workers of a group hold the same rows, each a run of their tokens. Around every attention
-they swap tokens for heads, so that each attends with its share of the heads to whole rows (Ulysses, arXiv 2309.14509).
+"""Sequence parallelism: each worker of a group holds a slice of the tokens of the same rows. Around every attention an
+all-to-all exchanges tokens for heads, so that each worker attends to whole rows with its share of the heads (Ulysses,
+arXiv 2309.14509).
 
 DeepSpeed's Ulysses drops masks, and so the borders of packed samples, except for flash and flex attention, and takes
-one number of heads, while a student's may differ from its teacher's. PyTorch's context parallelism takes no masks. Here
-the arguments of transformers' attention functions are exchanged, so every family is supported.
-
-Needs attention's tensors and a process group only.
+one number of heads, while a student's may differ from its teacher's. PyTorch's context parallelism takes no masks. This
+module exchanges the arguments of transformers' attention functions, so it supports every family.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.context import DecoderContext
 from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples
 
-ATTENTION = "sequence_parallel"
-"""The attention implementation's name in a model's configuration."""
-_GROUP = "sequence_group"
-"""Keyword argument by which attention gets its group."""
+ATTENTION_IMPLEMENTATION = "sequence_parallel"
+"""Name of the attention implementation in a model's configuration."""
+_GROUP_ARGUMENT = "sequence_group"
+"""Keyword argument that passes the group to attention."""
 
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The workers that hold the same rows, with consecutive ranks, and this worker's rank in the group."""
+    """Workers with consecutive ranks that split the same rows, and this worker's rank among them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -45,38 +44,39 @@ class SequenceGroup:
         mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "sequence"))
         return cls(mesh.get_group("sequence"), mesh.get_local_rank("sequence"), size)
 
-    def own(self, num_tokens: int) -> slice:
-        """Return the positions of a row that belong to this worker."""
+    def get_own_positions(self, num_tokens: int) -> slice:
+        """Return this worker's positions in a row."""
         count = num_tokens // self.size
         return slice(self.rank * count, (self.rank + 1) * count)
 
     def shard(self, context: DecoderContext) -> DecoderContext:
-        """The context of this worker's tokens. The samples stay whole: its heads attend over whole ones."""
-        own = self.own(context.num_tokens)
+        """Return the context of this worker's tokens. Samples stay whole, because its heads attend over whole
+        samples."""
+        own = self.get_own_positions(context.num_tokens)
         rotation = context.rotation
         return replace(
             context,
             hidden=context.hidden[:, own].clone(),  # so that the whole rows can be freed
             position_ids=context.position_ids[:, own],
             rotation=tuple(part[:, own] for part in rotation) if isinstance(rotation, tuple) else rotation[:, own],
-            layer_arguments={**context.layer_arguments, _GROUP: self},
+            layer_arguments={**context.layer_arguments, _GROUP_ARGUMENT: self},
         )
 
-    def union(self, mask: Tensor) -> Tensor:
-        """Return the positions that any worker of the group marks in its mask of whole rows. Collective."""
+    def union_masks(self, mask: Tensor) -> Tensor:
+        """Return the union of all workers' masks of whole rows. Collective."""
         marked = mask.to(torch.int32)
         dist.all_reduce(marked, group=self.group)
         return marked > 0
 
-    def swap(self, tensor: Tensor) -> Tensor:
-        """Split axis 1 over the group and gather axis 2: [batch, n, m / size, dim] -> [batch, n / size, m, dim]. The
-        axes are heads and tokens, in either order. Collective."""
-        parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one part for each worker
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Split axis 1 over the group and gather axis 2: [batch, n, m / size, dim] -> [batch, n / size, m, dim].
+        Exchanges heads for tokens, or tokens for heads. Collective."""
+        parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one part per worker
         received = cast("Tensor", _AllToAll.apply(parts, self.group))  # type: ignore[no-untyped-call]
         return torch.cat(received.unbind(0), dim=2)
 
 
-def check_heads(config: Any, size: int) -> None:
+def check_head_counts(config: Any, size: int) -> None:
     """Raise `InvalidInputError` if `sharding.sequence_parallel_size` does not divide the query heads and the key-value
     heads of teacher and student."""
     heads = {
@@ -88,12 +88,12 @@ def check_heads(config: Any, size: int) -> None:
     for name, count in heads.items():
         if count is not None and count % size:
             raise InvalidInputError.for_field(
-                "sharding.sequence_parallel_size", size, f", which must divide {name} = {count}"
+                "sharding.sequence_parallel_size", size, f"; it must divide {name} = {count}"
             )
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends part i, along the first axis, to worker i. This is its own inverse, so backward does the same."""
+    """Sends part i, along the first axis, to worker i. It is its own inverse, so backward does the same."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -116,18 +116,18 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Attend over whole samples with this worker's heads; inputs and outputs are of this worker's tokens, as in
-    transformers."""
-    group: SequenceGroup = arguments[_GROUP]
+    """Attend over whole samples with this worker's heads. Inputs and output are those of this worker's tokens."""
+    group: SequenceGroup = arguments[_GROUP_ARGUMENT]
     samples: PackedSamples = arguments[SAMPLES]
-    # Keys and values made from x may be followed by as many of the tokens' own.
+    # K and V projected from x may be followed by the same number of K and V of the tokens themselves.
     key, value = (
-        torch.cat([group.swap(part) for part in tensor.split(query.shape[2], dim=2)], dim=2) for tensor in (key, value)
+        torch.cat([group.exchange(part) for part in tensor.split(query.shape[2], dim=2)], dim=2)
+        for tensor in (key, value)
     )
-    query = group.swap(query)
+    query = group.exchange(query)
     output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
-    return group.swap(output), None
+    return group.exchange(output), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, sdpa_mask)

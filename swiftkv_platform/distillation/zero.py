@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import (
-    STUDENT,
-    Parallel,
-    Read,
-    State,
-    Weights,
-    build_optimizer,
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.strategy import (
+    STUDENT_PREFIX,
+    StateReader,
+    Strategy,
+    TrainingState,
+    WeightSource,
+    build_adamw,
     set_learning_rate,
 )
 from swiftkv_platform.logs import get_logger
@@ -42,52 +42,58 @@ from deepspeed.utils import (  # noqa: E402
     safe_set_local_optimizer_state,
 )
 
-LONGEST_BUILD_S = 600.0
-"""Seconds after which a build lock counts as left behind by a process that died; a build takes a minute or two."""
+MAX_BUILD_SECONDS = 600.0
+"""Age after which a build lock is stale; a build takes a minute or two."""
 
 
-def remove_abandoned_locks() -> None:
-    """Remove the locks of interrupted builds, on which every later process on the machine would wait forever."""
+def remove_stale_build_locks() -> None:
+    """Remove the locks of interrupted builds, for which later processes on the machine would wait forever."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.glob("**/lock"):
         try:
-            abandoned = time.time() - lock.stat().st_mtime > LONGEST_BUILD_S
-        except FileNotFoundError:  # its build has just ended
+            is_stale = time.time() - lock.stat().st_mtime > MAX_BUILD_SECONDS
+        except FileNotFoundError:  # the build has just ended
             continue
-        if abandoned:
+        if is_stale:
             lock.unlink(missing_ok=True)
-            get_logger().warning("abandoned_build_lock_removed", path=str(lock))
+            get_logger().warning("stale_build_lock_removed", path=str(lock))
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeRO(Parallel):
-    """Stage 1 shards optimizer state, 2 gradients too, 3 parameters too, frozen ones included.
+class DeepSpeedStrategy(Strategy):
+    """ZeRO stage 1 shards optimizer state, 2 also gradients, 3 also parameters, including frozen ones.
 
-    Stage 3 gives a fork on the meta device its `weights` unit by unit as each is sharded.
+    Stage 3 reads the `weights` of a model on the meta device unit by unit.
     """
 
     def __init__(
-        self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: DistillationModel,
+        spec: JobSpec,
+        weights: WeightSource | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        super().__init__(fork, device=device)
+        super().__init__(model, device=device)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed requires it; launchers set it
-        remove_abandoned_locks()
+        remove_stale_build_locks()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
-        settings = _settings(spec, dtype, device)
+        settings = _build_deepspeed_config(spec, dtype, device)
         self._stage = spec.sharding.zero_stage
-        for parameter in fork.parameters():  # with bfloat16, ZeRO keeps the float32 masters
+        for parameter in model.parameters():  # with bfloat16, ZeRO keeps the float32 masters
             parameter.data = parameter.data.to(dtype)
         if self._stage == 3:
-            _partition(fork, weights, settings)
-        trained = [parameter for parameter in fork.parameters() if parameter.requires_grad]
+            _partition_weights(model, weights, settings)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
-            model=fork, optimizer=build_optimizer(trained, spec.optimizer), config=settings, dist_init_required=False
+            model=model, optimizer=build_adamw(trained, spec.optimizer), config=settings, dist_init_required=False
         )
         self.module: nn.Module = self._engine
         self._optimizer = self._engine.optimizer
-        self._trained = {name: p for name, p in fork.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._create_moments()
 
     @contextmanager
@@ -98,82 +104,82 @@ class ZeRO(Parallel):
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def update(self, learning_rate: float) -> float:
+    def step_optimizer(self, learning_rate: float) -> float:
         set_learning_rate([self._optimizer], learning_rate)
         self._engine.step()  # clips; skips the update if the norm is not finite
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.nan
 
-    def remember(self) -> Callable[[], None]:
-        kept = {name: safe_get_full_fp32_param(p).detach().to("cpu", copy=True) for name, p in self._trained.items()}
+    def snapshot_weights(self) -> Callable[[], None]:
+        saved = {name: safe_get_full_fp32_param(p).detach().to("cpu", copy=True) for name, p in self._trained.items()}
 
-        def put_back() -> None:
+        def restore_weights() -> None:
             for name, parameter in self._trained.items():
-                whole = kept[name].view(_shape(parameter))
-                self._set(parameter, whole)
+                whole = saved[name].view(_get_full_shape(parameter))
+                self._set_parameter(parameter, whole)
                 self._set_moments(parameter, [torch.zeros_like(whole) for _ in _MOMENTS])
-            self._finish_setting(torch.zeros(()))
+            self._set_step_count(torch.zeros(()))
 
-        return put_back
+        return restore_weights
 
-    def matrices(self) -> Iterator[Tensor]:
+    def gather_matrices(self) -> Iterator[Tensor]:
         for parameter in self._trained.values():
             whole = safe_get_full_fp32_param(parameter)  # collective, so called for vectors too
-            if len(_shape(parameter)) >= 2:
-                yield whole.detach().view(_shape(parameter))
+            if len(_get_full_shape(parameter)) >= 2:
+                yield whole.detach().view(_get_full_shape(parameter))
 
-    def state(self) -> State:
-        """Return whole tensors, gathered one at a time, in host memory of rank 0; other workers get none."""
-        first = self.rank == 0
+    def get_state(self) -> TrainingState:
+        """Return whole tensors in host memory of rank 0, gathered one at a time; other workers return none."""
         model, optimizer = {}, {}
-        step = self._moments()[0]["step"]
+        step = self._list_moments()[0]["step"]
         for name, parameter in self._trained.items():
             tensors = [safe_get_full_fp32_param(parameter)]
             tensors += [safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS]
-            if first:
-                whole, *moments = (tensor.detach().cpu().clone().view(_shape(parameter)) for tensor in tensors)
+            if self.rank == 0:
+                whole, *moments = (tensor.detach().cpu().clone().view(_get_full_shape(parameter)) for tensor in tensors)
                 model[name] = whole
                 optimizer[name] = {**dict(zip(_MOMENTS, moments, strict=True)), "step": step.clone()}
         return {"model": model, "optimizer": optimizer}
 
-    def load_state(self, read: Read) -> None:
-        """One parameter at a time, so that no worker holds more than one that is whole."""
+    def load_state(self, read: StateReader) -> None:
+        """Load one parameter at a time, so that no worker holds several whole ones."""
         step = torch.zeros(())
         for name, parameter in self._trained.items():
-            whole, *moments = (torch.empty(_shape(parameter)) for _ in range(3))
+            whole, *moments = (torch.empty(_get_full_shape(parameter)) for _ in range(3))
             read(
                 {
                     "model": {name: whole},
                     "optimizer": {name: {**dict(zip(_MOMENTS, moments, strict=True)), "step": step}},
                 }
             )
-            self._set(parameter, whole)
+            self._set_parameter(parameter, whole)
             self._set_moments(parameter, moments)
-        self._finish_setting(step)
+        self._set_step_count(step)
 
-    def _finish_setting(self, step: Tensor) -> None:
-        for state in self._moments():
+    def _set_step_count(self, step: Tensor) -> None:
+        for state in self._list_moments():
             state["step"].copy_(step)
         if self._stage < 3:
             self._optimizer.update_lp_params()
 
-    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def load_trained_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
         missing = []
         for name, parameter in self._trained.items():
-            if (own := name.removeprefix(STUDENT)) in tensors:
-                self._set(parameter, tensors[own].float())
+            if (own := name.removeprefix(STUDENT_PREFIX)) in tensors:
+                self._set_parameter(parameter, tensors[own].float())
             else:
                 missing.append(own)
         if self._stage < 3:
             self._optimizer.update_lp_params()
         return missing
 
-    def _moments(self) -> list[dict[str, Tensor]]:
-        """AdamW's state of each flat partition."""
+    def _list_moments(self) -> list[dict[str, Tensor]]:
+        """Return AdamW's state of each flat partition."""
         return list(self._optimizer.optimizer.state.values())
 
     def _create_moments(self) -> None:
-        """Create the moments before AdamW's first step. DeepSpeed looks for them after the first group's step."""
+        """Create the moments before AdamW's first step, because DeepSpeed needs all of them after the first group's
+        step."""
         adam = self._optimizer.optimizer
         sharded = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
         flats = sharded or [flat for group in adam.param_groups for flat in group["params"]]
@@ -182,51 +188,51 @@ class ZeRO(Parallel):
         if sharded is None:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _set(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Parameter and its float32 master."""
+    def _set_parameter(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Set a parameter and its float32 master."""
         if self._stage < 3:
             safe_set_full_fp32_param(parameter, whole.to(self.device))
             return
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole)
-        safe_set_local_fp32_param(parameter, self._local(parameter, whole))
+        safe_set_local_fp32_param(parameter, self._cut_own_shard(parameter, whole))
 
     def _set_moments(self, parameter: nn.Parameter, moments: list[Tensor]) -> None:
         for key, tensor in zip(_MOMENTS, moments, strict=True):
             if self._stage < 3:
                 safe_set_full_optimizer_state(parameter, tensor.to(self.device), key)
             else:
-                safe_set_local_optimizer_state(parameter, self._local(parameter, tensor), key)
+                safe_set_local_optimizer_state(parameter, self._cut_own_shard(parameter, tensor), key)
 
-    def _local(self, parameter: Any, whole: Tensor) -> Tensor:
-        """Cut this worker's piece of stage 3 out of a whole tensor, padded as DeepSpeed pads."""
+    def _cut_own_shard(self, parameter: Any, whole: Tensor) -> Tensor:
+        """Return this worker's stage 3 shard of a whole tensor, padded as DeepSpeed pads."""
         size = parameter.ds_tensor.numel()
         flat = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
         return flat[self.rank * size : (self.rank + 1) * size]
 
 
-def _shape(parameter: Any) -> torch.Size:
-    """Return the shape of the whole parameter: stage 3 leaves an empty one between uses."""
+def _get_full_shape(parameter: Any) -> torch.Size:
+    """Return the shape of the whole parameter; stage 3 frees its values between uses."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
-def _partition(fork: Fork, weights: Weights | None, settings: dict[str, Any]) -> None:
-    for unit in [*fork.units(), fork]:
+def _partition_weights(model: DistillationModel, weights: WeightSource | None, settings: dict[str, Any]) -> None:
+    for unit in [*model.iter_sharding_units(), model]:
         for module in unit if isinstance(unit, list) else [unit]:
             if weights is not None:
                 weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed broadcasts rank 0's values
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
-    # The losses use the heads' weights outside the heads' forward.
-    for head in fork.heads():
-        deepspeed.zero.register_external_parameter(fork, head.weight)
+    # The losses use the heads' weights without calling the heads.
+    for head in model.get_heads():
+        deepspeed.zero.register_external_parameter(model, head.weight)
 
 
-def _settings(spec: JobSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return DeepSpeed's configuration. Our code cuts micro batches and tells DeepSpeed which is the last of a step."""
+def _build_deepspeed_config(spec: JobSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return DeepSpeed's configuration. The trainer splits micro batches and marks the last one of a step."""
     sharding = spec.sharding
     zero: dict[str, Any] = {"stage": sharding.zero_stage}
-    # On a CPU everything is in host memory already; the setting is honoured anyway.
+    # On a CPU everything is in host memory already; the setting applies anyway.
     if sharding.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type != "cpu"}
         if sharding.zero_stage == 3:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.checkpoint import Checkpointer, load_whole_state
-from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.checkpoint import Checkpointer, load_training_state
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.partial_reads import CheckpointTensors
+from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.model import convert
@@ -98,7 +98,7 @@ class Outcome:
     steps: list[StepMetrics]
     trained: dict[str, Tensor]
     """Trained parameters, whole, by the student's names."""
-    notes: list[CourseNote]
+    notes: list[SteeringNote]
     frozen_changed: list[str]
     """Names of frozen parameters whose values changed."""
     largest_share: float = 1.0
@@ -130,7 +130,7 @@ class Recorder:
 
     def __init__(self, stop_after: int | None = None, stop_requests: dict[int, StopRequest] | None = None) -> None:
         self.steps: list[StepMetrics] = []
-        self.notes: list[CourseNote] = []
+        self.notes: list[SteeringNote] = []
         self._stop_after, self._stop_requests = stop_after, stop_requests or {}
 
     def on_start(self, progress: Progress) -> None:
@@ -141,10 +141,10 @@ class Recorder:
         if metrics.step == self._stop_after:
             raise _KilledError
 
-    def on_course(self, note: CourseNote) -> None:
+    def on_steering(self, note: SteeringNote) -> None:
         self.notes.append(note)
 
-    def stop_request(self) -> StopRequest:
+    def poll_stop_request(self) -> StopRequest:
         return self._stop_requests.get(self.steps[-1].step, StopRequest.NONE)
 
 
@@ -169,21 +169,25 @@ def run(scenario: Run) -> Outcome:
             lazy = LazyStudent.open(scenario.teacher, ShapeRequest(**shape), {}, dtype=dtype)
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
-    fork = Fork.of_job(student, spec, device=torch.device("cpu"))
+    distillation_model = DistillationModel.from_spec(student, spec, device=torch.device("cpu"))
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
-    weights = None if lazy is None else _Watched(lazy, fork)
+    weights = None if lazy is None else _Watched(lazy, distillation_model)
     with counted_reads() as sizes:
-        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
+        strategy = parallelize(distillation_model, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
     if scenario.parent is not None:
-        _continue(parallel, scenario.parent, with_optimizer=spec.training.load_optimizer_state)
+        _continue(strategy, scenario.parent, with_optimizer=spec.training.load_optimizer_state)
     request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
-    checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
+    checkpointer = Checkpointer(strategy, store, local_rank=dist.get_rank())
     told = scenario.stop_requests if dist.get_rank() == dist.get_world_size() - 1 else {}
     recorder = Recorder(scenario.stop_after, told)
-    held_out = tiny_rows(9, seed=1) if scenario.held_out else None
-    options: Any = {"total_steps": spec.training.max_steps or 0, "listener": recorder, "held_out": held_out}
-    trainer = Trainer(parallel, tiny_rows(), checkpointer, spec, **options)
+    validation_rows = tiny_rows(9, seed=1) if scenario.held_out else None
+    options: Any = {
+        "total_steps": spec.training.max_steps or 0,
+        "listener": recorder,
+        "validation_rows": validation_rows,
+    }
+    trainer = Trainer(strategy, tiny_rows(), checkpointer, spec, **options)
     with suppress(_KilledError):
         trainer.run()
     after = {name: _whole(p) for name, p in student.named_parameters()}
@@ -197,20 +201,20 @@ def run(scenario: Run) -> Outcome:
     )
 
 
-def _continue(parallel: Parallel, pattern: str, *, with_optimizer: bool) -> None:
+def _continue(strategy: Strategy, pattern: str, *, with_optimizer: bool) -> None:
     (directory,) = Path("/").glob(pattern.removeprefix("/"))
     if with_optimizer:
-        load_whole_state(parallel, directory)
+        load_training_state(strategy, directory)
     else:
-        assert parallel.load_trained(TrainedTensors(directory)) == []
+        assert strategy.load_trained_tensors(CheckpointTensors(directory)) == []
 
 
 class _Watched:
     """Weights of a lazy student; records the share of the model that is held after each read."""
 
-    def __init__(self, lazy: LazyStudent, fork: Fork) -> None:
-        lazy.attach(fork)
-        self._lazy, self._fork = lazy, fork
+    def __init__(self, lazy: LazyStudent, distillation_model: DistillationModel) -> None:
+        lazy.attach(distillation_model)
+        self._lazy, self._fork = lazy, distillation_model
         self.held: list[float] = []
 
     def fill(self, module: torch.nn.Module, *, read: bool = True) -> None:
@@ -236,9 +240,9 @@ def counted_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-def _share_held(fork: Fork) -> float:
+def _share_held(distillation_model: DistillationModel) -> float:
     local = total = 0
-    for parameter in fork.parameters():
+    for parameter in distillation_model.parameters():
         total += getattr(parameter, "ds_numel", parameter.numel())
         if hasattr(parameter, "ds_tensor"):
             local += parameter.ds_tensor.numel()

@@ -23,8 +23,8 @@ from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import MeasuredStudent
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
@@ -34,7 +34,7 @@ from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, Prepared, S
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
-    compute_dtype,
+    get_compute_dtype,
     load_tokenizer,
     open_lazy,
     set_up_process,
@@ -169,12 +169,12 @@ def run_training(case: Case) -> Outcome:
 def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
     spec = case.request.spec
     lazy = open_lazy(spec, case.teacher, Checkpoint.of_files(start))
-    fork = Fork(lazy.model, spec.distillation, dtype=compute_dtype(spec))
-    lazy.attach(fork)
-    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=CPU, weights=lazy)
+    distillation_model = DistillationModel(lazy.model, spec.distillation, dtype=get_compute_dtype(spec))
+    lazy.attach(distillation_model)
+    strategy = parallelize(distillation_model, spec, dtype=get_compute_dtype(spec), device=CPU, weights=lazy)
     listener = Recorder()
-    checkpointer = Checkpointer(parallel, checkpoints, local_rank=dist.get_rank())
-    Trainer(parallel, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
+    checkpointer = Checkpointer(strategy, checkpoints, local_rank=dist.get_rank())
+    Trainer(strategy, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
     return listener.steps
 
 
@@ -209,7 +209,7 @@ def run_evaluation(case: Case) -> Outcome:
 def count_flops(case: Case) -> list[int]:
     """Return each worker's FLOPs for the evaluation's text, continuations and tasks, with the whole model on each."""
     spec, workers, rows = case.request.spec, Workers(), tiny_rows(case.num_samples)
-    measured = MeasuredStudent(open_lazy(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
+    measured = EvaluationModel(open_lazy(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
     settings = spec.evaluation
     counter = FlopCounterMode(display=False)
     with counter:

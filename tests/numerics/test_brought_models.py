@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from swiftkv_platform.configs import CONFIGS
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
-from swiftkv_platform.distillation.parallel import MeasuredStudent
+from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
@@ -234,7 +234,7 @@ def open_filled(directory: Path) -> Any:
 def measured(directory: Path) -> Any:
     """The model as FSDP2 shards it."""
     spec = spec_of(directory)
-    return MeasuredStudent(open_lazy(spec, str(directory)), spec.distillation, sharded=True, device=CPU)
+    return EvaluationModel(open_lazy(spec, str(directory)), spec.distillation, sharded=True, device=CPU)
 
 
 def saved(directory: Path) -> Any:
@@ -285,7 +285,7 @@ TOKENIZING: dict[str, Callable[[Path], Any]] = {
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    if isinstance(model, MeasuredStudent):
+    if isinstance(model, EvaluationModel):
         gathered: torch.Tensor = model(logits_of)
         return gathered
     with torch.no_grad():

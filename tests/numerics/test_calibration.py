@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from swiftkv_platform.distillation.fork import load_trained
+from swiftkv_platform.distillation.model import load_trained_tensors
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate_streamed
@@ -348,7 +348,7 @@ def test_layer_by_layer_from_files_as_in_memory(
     ids = batches[0]["input_ids"]
     with torch.no_grad():
         expected = student(ids).logits, student.exit_head.weight.clone()
-        load_trained(student, found)
+        load_trained_tensors(student, found)
         for ours, theirs in zip((student(ids).logits, student.exit_head.weight), expected, strict=True):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import build_optimizers
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.strategy import build_optimizers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.families import student_classes
@@ -46,14 +46,16 @@ def packed_batch(multiple: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(("dtype", "objective"), in_turn([torch.float32, torch.bfloat16], ["lm", "logits"]))
 def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -> None:
     spec = DistillationSpec.model_validate({"objective": objective, "hidden_loss_weight": 1.0})
-    fork = Fork(make_student(dtype), spec, dtype=dtype)
-    trained = [(name, parameter) for name, parameter in fork.named_parameters() if parameter.requires_grad]
+    distillation_model = DistillationModel(make_student(dtype), spec, dtype=dtype)
+    trained = [
+        (name, parameter) for name, parameter in distillation_model.named_parameters() if parameter.requires_grad
+    ]
     optimizers = build_optimizers(trained, OptimizerSpec())
     batch = packed_batch()
     log.clear()
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        sums = fork(**batch)
-    loss = torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum()
+        sums = distillation_model(**batch)
+    loss = torch.stack([weight * sums[name] for name, weight in distillation_model.loss_weights.items()]).sum()
     assert loss.requires_grad
     if HAS_GPU:
         loss.backward()
@@ -77,11 +79,11 @@ def test_span_indices_go_to_the_device_once(attention: Any, log: DeviceLog) -> N
     copies, shape = [], {"swiftkv_decode_key_value": "own", "key_value_group_size": 1}
     for num_layers in (1, 2):
         student = make_student(torch.bfloat16, **shape | {"num_key_value_layers": 4 - num_layers})
-        fork = Fork(student, DistillationSpec(), dtype=torch.bfloat16, attention=attention)
+        distillation_model = DistillationModel(student, DistillationSpec(), dtype=torch.bfloat16, attention=attention)
         batch = packed_batch()
         log.clear()
         with torch.autocast("cuda", torch.bfloat16):
-            fork(**batch)
+            distillation_model(**batch)
         copies.append((log.copies, len([wait for wait in log.waits if "to cuda" in wait])))
     assert copies[0] == copies[1]
     assert copies[0][1] == 0, log.waits
@@ -91,21 +93,23 @@ def test_span_indices_go_to_the_device_once(attention: Any, log: DeviceLog) -> N
 def test_every_kind_of_attention_takes_the_operator(family: str, log: DeviceLog) -> None:
     """Sliding windows, grouped heads, and values narrower than keys."""
     model = model_of(family, student=True)
-    fork = Fork(model, DistillationSpec(), dtype=torch.bfloat16, attention="varlen_attn")
+    distillation_model = DistillationModel(model, DistillationSpec(), dtype=torch.bfloat16, attention="varlen_attn")
     batch = packed_batch(multiple=8)
     log.clear()
     with torch.autocast("cuda", torch.bfloat16):
-        fork(**batch)
+        distillation_model(**batch)
     num_layers, first = model.config.num_hidden_layers, model.config.num_key_value_layers
     assert log.kernels["torch_attn._varlen_attn"] == 2 * num_layers - first
     assert not [wait for wait in log.waits if "host" in wait or "to cpu" in wait], log.waits
 
 
 def test_a_gpu_without_flash_attention_is_named(log: DeviceLog) -> None:
-    fork = Fork(make_student(torch.float32), DistillationSpec(), dtype=torch.float32, attention="varlen_attn")
+    distillation_model = DistillationModel(
+        make_student(torch.float32), DistillationSpec(), dtype=torch.float32, attention="varlen_attn"
+    )
     batch = packed_batch()
     with pytest.raises(InvalidInputError, match=r"attn_implementation is varlen_attn, but .*float32") as error:
-        fork(**batch)
+        distillation_model(**batch)
     assert error.value.field == "training.attn_implementation"
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import InvalidInputError, ModelError
@@ -179,8 +179,8 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
     layer_map, way = step
     student = make_student(name, layer_map, early_exit=True)
     rows = packed_rows()
-    fork = Fork(student, DistillationSpec(), dtype=torch.float32)
-    fork.keeps_shapes = way == "all tokens"
+    distillation_model = DistillationModel(student, DistillationSpec(), dtype=torch.float32)
+    distillation_model.uses_static_shapes = way == "all tokens"
     parameters = student.swiftkv_parameters()
     expected = reference_losses(student, rows)
     wanted = torch.autograd.grad(sum(expected), list(parameters.values()), allow_unused=True)
@@ -192,7 +192,7 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
 
     chosen = operator if way == "operator" else None
     with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=chosen):
-        sums = fork(**to_tensors(batch), sample_lengths=lengths)
+        sums = distillation_model(**to_tensors(batch), sample_lengths=lengths)
     torch.testing.assert_close(sums["logits_loss"], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums["exit_loss"], expected[1], rtol=1e-4, atol=1e-4)
     found = torch.autograd.grad(sum(sums.values()), list(parameters.values()), allow_unused=True)

@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempts import AttemptId, StopRequest
-from swiftkv_platform.distillation import parallel
-from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
-from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation import strategy
+from swiftkv_platform.distillation.model import (
+    DistillationModel,
+    find_hidden_loss_index,
+    load_trained_tensors,
+    select_trained_parameters,
+)
+from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
@@ -28,8 +33,8 @@ from tests.numerics.distillation_worker import (
 from tests.support.parameters import pairwise
 
 
-def _gradients(fork: Fork) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in fork.student.named_parameters() if p.grad is not None}
+def _gradients(distillation_model: DistillationModel) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in distillation_model.student.named_parameters() if p.grad is not None}
 
 
 def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: float) -> dict[str, torch.Tensor]:
@@ -59,19 +64,19 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     """Losses and gradients match. Rows are packed, so attention and positions must respect the samples' borders."""
     student = tiny_student(group_size=group_size, early_exit=True)
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
-    fork = Fork(student, spec, dtype=torch.float32)
+    distillation_model = DistillationModel(student, spec, dtype=torch.float32)
     batch = to_tensors(tiny_rows().batch([0, 1, 2]))
-    sums = fork(**batch)
-    sum(weight * sums[name] for name, weight in fork.loss_weights.items()).backward()
-    actual = _gradients(fork)
-    fork.zero_grad()
+    sums = distillation_model(**batch)
+    sum(weight * sums[name] for name, weight in distillation_model.loss_weights.items()).backward()
+    actual = _gradients(distillation_model)
+    distillation_model.zero_grad()
     expected_sums = _naive_losses(student, batch, spec.temperature)
-    sum(weight * expected_sums[name] for name, weight in fork.loss_weights.items()).backward()
-    expected = _gradients(fork)
-    assert sums.keys() == fork.loss_weights.keys()
+    sum(weight * expected_sums[name] for name, weight in distillation_model.loss_weights.items()).backward()
+    expected = _gradients(distillation_model)
+    assert sums.keys() == distillation_model.loss_weights.keys()
     for name in sums:
         torch.testing.assert_close(sums[name], expected_sums[name], rtol=1e-5, atol=1e-5)
-    assert actual.keys() == expected.keys() == trained_parameters(student, spec).keys()
+    assert actual.keys() == expected.keys() == select_trained_parameters(student, spec).keys()
     for name in actual:
         scale = expected[name].abs().max()
         assert scale > 0, name
@@ -80,10 +85,10 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
 
 def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
     student = tiny_student()
-    fork = Fork(student, DistillationSpec(), dtype=torch.float32)
+    distillation_model = DistillationModel(student, DistillationSpec(), dtype=torch.float32)
     outputs: list[torch.Tensor] = []
     student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    fork(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
+    distillation_model(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
     assert len(outputs) == 1
     assert not outputs[0].requires_grad
     assert all(p.grad is None for layer in student.model.layers[:NUM_KEY_VALUE_LAYERS] for p in layer.parameters())
@@ -94,7 +99,7 @@ def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     student = tiny_student()
     spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
     batch = to_tensors(tiny_rows().batch([0, 1]))
-    actual = Fork(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
+    actual = DistillationModel(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
     states = []
     for enabled in (True, False):
         output = student.swiftkv(enabled)(
@@ -107,18 +112,22 @@ def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
 def test_a_hidden_layer_below_the_fork_is_refused() -> None:
     for layer in (-4, 2, 6):
         with pytest.raises(InvalidInputError, match=r"hidden_loss_layer.*-3\.\.-1"):
-            hidden_loss_index(tiny_student().config, DistillationSpec(hidden_loss_layer=layer))
+            find_hidden_loss_index(tiny_student().config, DistillationSpec(hidden_loss_layer=layer))
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
     batch = to_tensors(tiny_rows().batch([0, 1]))
     gradients = []
     for checkpointing in (False, True):
-        fork = Fork(tiny_student(), DistillationSpec(), dtype=torch.float32, gradient_checkpointing=checkpointing)
+        distillation_model = DistillationModel(
+            tiny_student(), DistillationSpec(), dtype=torch.float32, gradient_checkpointing=checkpointing
+        )
         calls: list[object] = []
-        fork.student.model.layers[-1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
-        fork(**batch)["logits_loss"].backward()
-        gradients.append(_gradients(fork))
+        distillation_model.student.model.layers[-1].mlp.register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(None)
+        )
+        distillation_model(**batch)["logits_loss"].backward()
+        gradients.append(_gradients(distillation_model))
         assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and recomputation in the backward pass
     for name in gradients[0]:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
@@ -128,13 +137,13 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
 def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     """The layers >= l are trained, or all layers, while the teacher that they are compared with stays unchanged."""
     student = tiny_student()
-    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
+    distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     batch = to_tensors(tiny_rows().batch([0, 1]))
     with torch.no_grad():
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         teacher = student.swiftkv(False)(**inputs, use_cache=False).logits
         student.swiftkv(True)
-    fork(**batch)["logits_loss"].backward()
+    distillation_model(**batch)["logits_loss"].backward()
     upper = student.model.layers[NUM_KEY_VALUE_LAYERS]
     assert upper.mlp.down_proj.weight.grad is not None
     assert upper.self_attn.o_proj.weight.grad is not None
@@ -142,10 +151,10 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     assert (lower is not None) == (trainable == "all")
     assert student.model.embed_tokens.weight.grad is None
     with torch.no_grad():
-        for parameter in fork.parameters():
+        for parameter in distillation_model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
-        kept = fork.kept_teacher
+        kept = distillation_model.teacher_copy
         context = student.model.make_context(**inputs)
         hidden = kept.run_teacher_upper(kept.run_lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
@@ -154,7 +163,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
 def test_buffers_stay_on_the_device_that_computes() -> None:
     """CPU offload keeps parameters elsewhere; here the meta device plays the part of host memory."""
     module = torch.nn.BatchNorm1d(3)
-    parallel.materialize(module, torch.device("meta"))
+    strategy.materialize(module, torch.device("meta"))
     assert module.weight.is_meta
     assert module.running_var is not None
     assert module.running_var.equal(torch.ones(3))
@@ -218,7 +227,7 @@ def test_a_worker_alone_uses_no_threads_of_gloo(
         def __init__(self, *_args: Any, **_options: Any) -> None:
             raise AssertionError("one worker has no others to reduce gradients with, or to tell its plans")
 
-    monkeypatch.setattr(parallel, "DistributedDataParallel", Forbidden)
+    monkeypatch.setattr(strategy, "DistributedDataParallel", Forbidden)
     for name in ("gather_object", "scatter_object_list"):
         monkeypatch.setattr(torch.distributed, name, Forbidden)
     train(tmp_path, stop_after=3)
@@ -246,10 +255,10 @@ def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(tm
     outcome = train(tmp_path, spec=spec)
     directories = sorted((tmp_path / "s" / CHECKPOINTS).iterdir())
     assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
-    tensors = dict(TrainedTensors(directories[-1]))
+    tensors = dict(CheckpointTensors(directories[-1]))
     assert tensors.keys() == outcome.trained.keys()
     student = tiny_student().float()
-    load_trained(student, tensors)
+    load_trained_tensors(student, tensors)
     for name, tensor in outcome.trained.items():
         assert student.get_parameter(name).equal(tensor), name
     again = train(tmp_path, spec=spec, attempt=2, resume_from=f"{CHECKPOINTS}/{directories[-1].name}")

@@ -12,7 +12,7 @@ import torch
 from lm_eval.api.instance import Instance
 from transformers import GenerationConfig
 
-from swiftkv_platform.distillation.fork import keep_teacher
+from swiftkv_platform.distillation.model import copy_teacher
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.harness import shared
 from swiftkv_platform.evaluation.harness.shared import Prompt, SharedModel, read_settings
@@ -129,7 +129,7 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
 def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
     """Once the student's layers were trained, the teacher runs on the copies that were kept."""
     student = student_of("qwen3")
-    kept = keep_teacher(student.model, DistillationSpec(trainable=trainable))
+    kept = copy_teacher(student.model, DistillationSpec(trainable=trainable))
     student.model.run_teacher_upper = kept.run_teacher_upper
     if trainable == "all":
         student.model.run_teacher_lower = kept.run_lower

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation import fork as fork_module
-from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation import model as distillation_module
+from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
@@ -50,13 +50,15 @@ def step(
     student: Any, rows: PackedRows, *, all_tokens: bool = False, multiple: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return losses and gradients of one step over all rows, divided by the number of counted positions."""
-    fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=dtype)
-    fork.keeps_shapes = all_tokens
-    fork.zero_grad()
+    distillation_model = DistillationModel(student, DistillationSpec(hidden_loss_weight=1.0), dtype=dtype)
+    distillation_model.uses_static_shapes = all_tokens
+    distillation_model.zero_grad()
     batch, lengths = rows.end_to_end(range(len(rows)), multiple=multiple)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        sums = fork(**to_tensors(batch), sample_lengths=lengths)
-    sum(weight * sums[name] / rows.num_counted_tokens for name, weight in fork.loss_weights.items()).backward()
+        sums = distillation_model(**to_tensors(batch), sample_lengths=lengths)
+    sum(
+        weight * sums[name] / rows.num_counted_tokens for name, weight in distillation_model.loss_weights.items()
+    ).backward()
     gradients = {name: p.grad.clone() for name, p in student.swiftkv_parameters().items() if p.grad is not None}
     return {name: float(total.detach()) / rows.num_counted_tokens for name, total in sums.items()}, gradients
 
@@ -107,7 +109,7 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
     entered: list[int] = []
     norm = student.model.layers[-1].post_attention_layernorm
     handle = norm.register_forward_hook(lambda _module, inputs, _output: entered.append(inputs[0].shape[1]))
-    with patch.object(fork_module, "TOKENS_MULTIPLE", 16):
+    with patch.object(distillation_module, "TOKENS_MULTIPLE", 16):
         actual = step(student, rows)
     handle.remove()
     assert rows.num_counted_tokens == 74
@@ -189,7 +191,7 @@ def test_nothing_is_as_large_as_a_row_by_a_row(name: str) -> None:
 
 
 def count_flops(student: Any, rows: PackedRows) -> int:
-    no_filling = patch.object(fork_module, "TOKENS_MULTIPLE", 1)
+    no_filling = patch.object(distillation_module, "TOKENS_MULTIPLE", 1)
     with no_filling, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         step(student, rows)
     return int(counter.get_total_flops())

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
@@ -123,7 +123,7 @@ def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_
     assert dense_parameters(model) == sum(p.numel() for p in teacher.parameters())
     shape: dict[str, Any] = {"early_exit": True, "own_output_projection": own_output_projection}
     student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, **shape)
-    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
+    distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
     planned = student_parameters(model, student.config.layer_map, trainable)
-    trained = sum(p.numel() for p in fork.parameters() if p.requires_grad)
-    assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in fork.parameters()))
+    trained = sum(p.numel() for p in distillation_model.parameters() if p.requires_grad)
+    assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in distillation_model.parameters()))

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftkv_platform.contract.attempts import MANIFEST, AttemptId, AttemptRequest, Parent
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Retries, load_whole_state
-from swiftkv_platform.distillation.course import Progress
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.pieces import INDEX
+from swiftkv_platform.distillation.checkpoint import Checkpointer, RetryPolicy, load_training_state
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.partial_reads import INDEX_FILE
+from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, open_parent, trained_tensors
@@ -63,7 +63,9 @@ class Restored:
 
     @property
     def read_of_pieces(self) -> list[int]:
-        return [sum(size for name, size in read.items() if not name.endswith((INDEX, MANIFEST))) for read in self.read]
+        return [
+            sum(size for name, size in read.items() if not name.endswith((INDEX_FILE, MANIFEST))) for read in self.read
+        ]
 
 
 class CountingStore:
@@ -90,33 +92,33 @@ def _student() -> Any:
     return convert(teacher, num_key_value_layers=2, key_value_group_size=2)
 
 
-def _build(case: Case) -> tuple[Parallel, CountingStore, Checkpointer]:
+def _build(case: Case) -> tuple[Strategy, CountingStore, Checkpointer]:
     os.environ.update(case.environment)
     spec = job_spec({"sharding": {"strategy": case.strategy}, "distillation": {"trainable": "tail"}})
-    fork = Fork(_student(), spec.distillation, dtype=torch.float32)
-    parallel = parallelize(fork, spec, dtype=torch.float32, device=torch.device("cpu"))
+    distillation_model = DistillationModel(_student(), spec.distillation, dtype=torch.float32)
+    strategy = parallelize(distillation_model, spec, dtype=torch.float32, device=torch.device("cpu"))
     request, store = AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r"), CountingStore(open_store(case.uri))
     checkpoints = AttemptCheckpoints(store, request, keep=9)  # type: ignore[arg-type]
-    retries = Retries(tries=1)
-    return parallel, store, Checkpointer(parallel, checkpoints, local_rank=dist.get_rank(), retries=retries)
+    retries = RetryPolicy(max_attempts=1)
+    return strategy, store, Checkpointer(strategy, checkpoints, local_rank=dist.get_rank(), retries=retries)
 
 
 def save_two(case: Case) -> Restored:
     """Save two checkpoints one step apart, and return the digests of the second."""
-    parallel, _, checkpointer = _build(case)
+    strategy, _, checkpointer = _build(case)
     for step in (1, 2):
-        for parameter in parallel.module.parameters():
+        for parameter in strategy.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = parameter.detach().clone()
-        parallel.update(1e-3)
+        strategy.step_optimizer(1e-3)
         checkpointer.save(Progress(step, 10 * step))
     checkpointer.finish()
-    return Restored(_digests(parallel), [])
+    return Restored(_digests(strategy), [])
 
 
 def restore(case: Case) -> Restored:
     """Restore the newest checkpoint."""
-    parallel, store, checkpointer = _build(case)
+    strategy, store, checkpointer = _build(case)
     step = error = None
     try:
         step = checkpointer.restore().step
@@ -124,27 +126,27 @@ def restore(case: Case) -> Restored:
         error = failure.message
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    return Restored(_digests(parallel), _gathered(store), step, errors)
+    return Restored(_digests(strategy), _gathered(store), step, errors)
 
 
 def go_back(case: Case) -> Restored:
     """Roll back to the first checkpoint."""
-    parallel, store, checkpointer = _build(case)
+    strategy, store, checkpointer = _build(case)
     checkpointer.go_back(1)
-    return Restored(_digests(parallel), _gathered(store))
+    return Restored(_digests(strategy), _gathered(store))
 
 
 def start_from_parent(case: Case) -> Restored:
     """Start from a parent, as the train loop does when workers load parts."""
-    parallel, store, _ = _build(case)
+    strategy, store, _ = _build(case)
     directory = Path(case.directory) / str(dist.get_world_size())
     files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
     dist.barrier()
     if case.with_optimizer:
-        load_whole_state(parallel, directory, files.read)
+        load_training_state(strategy, directory, files.read)
     else:
-        assert parallel.load_trained(trained_tensors(case.parent, directory, files)) == []
-    return Restored(_digests(parallel), _gathered(store))
+        assert strategy.load_trained_tensors(trained_tensors(case.parent, directory, files)) == []
+    return Restored(_digests(strategy), _gathered(store))
 
 
 def _gathered(store: CountingStore) -> list[dict[str, int]]:
@@ -153,7 +155,7 @@ def _gathered(store: CountingStore) -> list[dict[str, int]]:
     return read
 
 
-def _digests(parallel: Parallel) -> dict[str, str]:
+def _digests(strategy: Strategy) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def add(name: str, value: Any) -> None:
@@ -164,7 +166,7 @@ def _digests(parallel: Parallel) -> dict[str, str]:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             found[name] = hashlib.sha256(whole.detach().contiguous().numpy().tobytes()).hexdigest()
 
-    add("", parallel.state())
+    add("", strategy.get_state())
     return found
 
 
@@ -207,7 +209,9 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
     assert restored.step == 2
     assert restored.digests == saved.digests
     assert max(restored.read_of_pieces) < 1.2 * saved.size / world_size
-    assert [any(name.endswith(INDEX) for name in read) for read in restored.read] == [True] + [False] * (world_size - 1)
+    assert [any(name.endswith(INDEX_FILE) for name in read) for read in restored.read] == [True] + [False] * (
+        world_size - 1
+    )
 
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:

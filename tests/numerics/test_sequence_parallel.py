@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import DeepseekV2Config, LlamaConfig
 
-from swiftkv_platform.distillation.sequence_parallel import check_heads
+from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned
@@ -93,8 +93,8 @@ def test_attention_that_the_device_cannot_run_is_refused() -> None:
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
-    check_heads(LlamaConfig(num_attention_heads=8, num_key_value_heads=4), 4)
-    check_heads(DeepseekV2Config(num_attention_heads=8, num_key_value_heads=1), 4)
+    check_head_counts(LlamaConfig(num_attention_heads=8, num_key_value_heads=4), 4)
+    check_head_counts(DeepseekV2Config(num_attention_heads=8, num_key_value_heads=1), 4)
     with pytest.raises(InvalidInputError, match="must divide num_key_value_heads = 2") as raised:
-        check_heads(LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4)
+        check_head_counts(LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4)
     assert raised.value.field == "sharding.sequence_parallel_size"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 from tests.numerics.distillation_worker import (
     CHECKPOINTS,
     NUM_KEY_VALUE_LAYERS,
@@ -25,7 +25,7 @@ from tests.numerics.distillation_worker import (
     run_spawned,
     tiny_teacher,
 )
-from tests.numerics.test_course import EVERY_STEP, RUINOUS, SEARCHED, actions, kls
+from tests.numerics.test_validation_set import EVERY_STEP, RUINOUS, SEARCHED, actions, kls
 
 SOAK = "SWIFTKV_SOAK" in os.environ
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow("every strategy is trained once, before the first test")]
@@ -200,7 +200,7 @@ def test_another_strategy_takes_over(outcomes: dict[str, Outcome], began: str, a
 
 
 @pytest.mark.parametrize("sharding", some(["fsdp2"], ("fsdp2", "zero1", "zero2", "zero3")))
-def test_bfloat16_follows_the_same_course(outcomes: dict[str, Outcome], sharding: str) -> None:
+def test_bfloat16_is_steered_alike(outcomes: dict[str, Outcome], sharding: str) -> None:
     """Compare a run with gradient checkpointing to DDP without it."""
     outcome, reference = outcomes[f"{sharding}-bfloat16"], outcomes["ddp-bfloat16"]
     for mine, other in zip(outcome.steps, reference.steps, strict=True):
@@ -246,7 +246,7 @@ def test_a_resumed_muon_run_equals_an_uninterrupted_one(outcomes: dict[str, Outc
 @pytest.mark.parametrize("sharding", some(STRATEGIES[:2], SHARDINGS))
 def test_a_run_starts_from_the_weights_of_its_parent(outcomes: dict[str, Outcome], path: Path, sharding: str) -> None:
     (directory,) = path.glob(f"ddp-{WORKERS}-{MICRO_BATCH}/{IN_THE_MIDDLE}")
-    expected, started = TrainedTensors(directory), outcomes[f"{sharding}-fresh-0"]
+    expected, started = CheckpointTensors(directory), outcomes[f"{sharding}-fresh-0"]
     assert started.steps == []
     assert started.trained.keys() == expected.keys()
     for name, tensor in started.trained.items():

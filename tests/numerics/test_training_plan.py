@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from swiftkv_platform.distillation import fork as fork_module
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import build_optimizer
+from swiftkv_platform.distillation import model as distillation_module
+from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.strategy import build_adamw
 from swiftkv_platform.engine.kv_cache import bytes_per_block
 from swiftkv_platform.engine.memory import layer_shapes, storage_format
 from swiftkv_platform.model import convert
@@ -61,10 +61,10 @@ def two_rows(
     return batch, TrainingSetup(**rows, **learnt, hidden_loss=spec.hidden_loss_weight > 0)
 
 
-def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
+def count_step(distillation_model: DistillationModel, batch: dict[str, torch.Tensor]) -> int:
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
-        sum(fork(**batch).values()).backward()
+        sum(distillation_model(**batch).values()).backward()
     return counter.get_total_flops()
 
 
@@ -72,7 +72,7 @@ def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
 def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count attention as plain matrix products do, over the whole square of a sample, and add no padding tokens, which
     are few in real rows."""
-    monkeypatch.setattr(fork_module, "TOKENS_MULTIPLE", 1)
+    monkeypatch.setattr(distillation_module, "TOKENS_MULTIPLE", 1)
     monkeypatch.setattr(training, "attention_pairs", lambda length, past, _window: length * (past + length))
 
 
@@ -82,7 +82,7 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3, early_exit=early_exit)
     batch, setup = two_rows(student.config.vocab_size, spec, counted_share)
-    counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
+    counted = count_step(DistillationModel(student, spec, dtype=torch.float32), batch)
     planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
     assert counted == pytest.approx(48 * planned, rel=1e-12)
 
@@ -105,11 +105,11 @@ def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any]
     batch = make_batch(258, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
     rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
-    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
+    distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     planned = plan_training(student.config.to_dict(), TrainingSetup(**rows, trainable=trainable))
-    assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
-    assert planned.trained_parameters == sum(p.numel() for p in fork.parameters() if p.requires_grad)
-    assert planned.parameters == sum(p.numel() for p in fork.parameters())
+    assert count_step(distillation_model, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
+    assert planned.trained_parameters == sum(p.numel() for p in distillation_model.parameters() if p.requires_grad)
+    assert planned.parameters == sum(p.numel() for p in distillation_model.parameters())
 
 
 @pytest.mark.usefixtures("squares")
@@ -117,19 +117,23 @@ def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any]
 def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
     setup = TrainingSetup(sequence_length=20, samples=sample_counts(20), dtype="float32")
-    counted = count_step(Fork(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True))
+    counted = count_step(
+        DistillationModel(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True)
+    )
     planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
     assert counted == pytest.approx(20 * planned, rel=1e-12)
 
 
-def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int) -> int:
+def measure_step(
+    distillation_model: DistillationModel, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int
+) -> int:
     """Return the peak of live bytes in a step: parameters, optimizer state, and allocations that the profiler sees."""
-    optimizer = build_optimizer([p for p in fork.parameters() if p.requires_grad], OptimizerSpec())
+    optimizer = build_adamw([p for p in distillation_model.parameters() if p.requires_grad], OptimizerSpec())
 
     def step() -> None:
         for _ in range(num_micro_batches):
             with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-                sums = fork(**batch)
+                sums = distillation_model(**batch)
                 sum(sums.values()).backward()
         del sums
         optimizer.step()
@@ -145,7 +149,7 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
             most = max(most, now)
     assert now == 0, "the step left memory allocated"
     state = [tensor for tensors in optimizer.state.values() for tensor in tensors.values()]
-    return most + sum(tensor.nbytes for tensor in (*fork.parameters(), *state))
+    return most + sum(tensor.nbytes for tensor in (*distillation_model.parameters(), *state))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +192,14 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
     student = convert(random_teacher(**shape), **student_shape)
     spec = DistillationSpec(trainable=setup.trainable)
-    fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing)
+    distillation_model = DistillationModel(
+        student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing
+    )
     batch = make_batch(1024, 2, setup.sequence_length, packed=packed)
-    measured = measure_step(fork, batch, dtype, num_micro_batches)
+    measured = measure_step(distillation_model, batch, dtype, num_micro_batches)
     planned = plan_training(student.config.to_dict(), setup).memory
     buckets = planned.gradients // 2
-    assert planned.frozen + planned.trained == sum(p.nbytes for p in fork.parameters())
+    assert planned.frozen + planned.trained == sum(p.nbytes for p in distillation_model.parameters())
     # The plan has buckets where gradients peak; a single process has none.
     assert planned.peak - buckets < 1.1 * measured
     assert planned.peak > 0.9 * measured

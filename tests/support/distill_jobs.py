@@ -13,7 +13,7 @@ import torch
 
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.partial_reads import TrainedTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore

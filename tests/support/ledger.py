@@ -24,9 +24,9 @@ import ray
 import ray.train
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.distillation.checkpoint import from_rank_0
-from swiftkv_platform.distillation.course import Progress
-from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.checkpoint import broadcast_from_rank_0
+from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs import distill, driver, ray_train
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
@@ -111,11 +111,11 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     """Call the train loop of `swiftkv_platform.jobs.worker.train`, and write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()
-    rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)
+    rank, world_size, began = context.get_world_rank(), context.get_world_size(), broadcast_from_rank_0(time.time)
     seen: list[list[int]] = []
-    call, step = Parallel.__call__, Trainer.train_step
+    call, step = Strategy.__call__, Trainer.train_step
 
-    def recorded_call(self: Parallel, batch: Any, sample_lengths: Any) -> Any:
+    def recorded_call(self: Strategy, batch: Any, sample_lengths: Any) -> Any:
         padding = batch["input_ids"].shape[1] - sum(sample_lengths)
         token_ids, counts = (batch[name][0].split([*sample_lengths, padding]) for name in ("input_ids", "loss_mask"))
         seen.extend(ids.tolist() for ids, counted in zip(token_ids, counts, strict=True) if counted.any())
@@ -129,7 +129,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
         ledger.write(Entry(began, metrics.step, rank, world_size, seen))
         return metrics
 
-    with patch.object(Parallel, "__call__", recorded_call), patch.object(Trainer, "train_step", recorded_step):
+    with patch.object(Strategy, "__call__", recorded_call), patch.object(Trainer, "train_step", recorded_step):
         return train.train_loop_per_worker(config)
 
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer
-from swiftkv_platform.distillation.course import Progress
-from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
-from swiftkv_platform.distillation.parallel import MeasuredStudent, Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, micro_batches, parallelize
+from swiftkv_platform.distillation.model import DistillationModel, compile_layers, load_trained_tensors
+from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.strategy import EvaluationModel, Strategy
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, build_micro_batches, parallelize
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
@@ -31,7 +31,7 @@ from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
     compute_deterministically,
-    compute_dtype,
+    get_compute_dtype,
     load_student,
     open_lazy,
     spread_fork,
@@ -135,17 +135,19 @@ def step(
         training=training | {"gradient_checkpointing": checkpointing},
         swiftkv={"key_value_group_size": size, "decode_key_value": form},
     )
-    fork = Fork.of_job(disturbed(spec, teacher(family)[1]), spec, device=device)
+    distillation_model = DistillationModel.from_spec(disturbed(spec, teacher(family)[1]), spec, device=device)
     if compiled:
-        compile_layers(fork)
-    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=device)
-    [(batch, lengths)] = micro_batches(parallel, rows(), range(len(rows())), spec.training)
+        compile_layers(distillation_model)
+    strategy = parallelize(distillation_model, spec, dtype=get_compute_dtype(spec), device=device)
+    [(batch, lengths)] = build_micro_batches(strategy, rows(), range(len(rows())), spec.training)
     operator = patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=on_cpu)
-    with operator if fakes else nullcontext(), parallel.micro_batch(last=True):
-        sums = parallel(batch, lengths)
-        parallel.backward(torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum())
-    gradients = {name: p.grad for name, p in fork.named_parameters() if p.grad is not None}
-    assert len(gradients) == sum(p.requires_grad for p in fork.parameters())
+    with operator if fakes else nullcontext(), strategy.micro_batch(last=True):
+        sums = strategy(batch, lengths)
+        strategy.backward(
+            torch.stack([weight * sums[name] for name, weight in distillation_model.loss_weights.items()]).sum()
+        )
+    gradients = {name: p.grad for name, p in distillation_model.named_parameters() if p.grad is not None}
+    assert len(gradients) == sum(p.requires_grad for p in distillation_model.parameters())
     return {name: tensor.detach().double().cpu() for name, tensor in (sums | gradients).items()}
 
 
@@ -204,7 +206,7 @@ class Killed(Exception):  # noqa: N818
 class Recorder:
     """Records the losses of a run's steps, and the state after each of them."""
 
-    parallel: Parallel
+    strategy: Strategy
     killed_after: int
     losses: list[float] = field(default_factory=list)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -221,14 +223,14 @@ class Recorder:
         if metrics.step == self.killed_after:
             raise Killed
 
-    def on_course(self, note: Any) -> None:
+    def on_steering(self, note: Any) -> None:
         """Ignore notes: the losses say the same."""
 
-    def stop_request(self) -> StopRequest:
+    def poll_stop_request(self) -> StopRequest:
         return StopRequest.NONE
 
     def _keep(self, step: int) -> None:
-        state = self.parallel.state()
+        state = self.strategy.get_state()
         state["model"] |= {f"{name} {key}": v for name, of in state["optimizer"].items() for key, v in of.items()}
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state["model"].items()}
         self.states[step] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()}
@@ -255,17 +257,17 @@ def run(name: str, which: str, *, deterministic: bool = False) -> Recorder:
     sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
     sections["optimizer"] = {"learning_rate": 5e-3, "warmup_ratio": 0.0} | sections["optimizer"]
     spec, path = job_spec("bfloat16", **sections), teacher("llama")[1]
-    parallel = spread_fork(spec, path, None, device=DEVICE)
-    assert {buffer.device for buffer in parallel.module.buffers()} == {DEVICE}
+    strategy = spread_fork(spec, path, None, device=DEVICE)
+    assert {buffer.device for buffer in strategy.module.buffers()} == {DEVICE}
     job_id = f"{name}-{deterministic}-{which.replace('resumed', 'killed')}"
     request = AttemptRequest(job_id=job_id, attempt=1, spec=spec, run_id="r")
     checkpoints = AttemptCheckpoints(open_store(stores().name), request, keep=3)
-    recorder = Recorder(parallel, KILLED_AFTER if which == "killed" else 0)
+    recorder = Recorder(strategy, KILLED_AFTER if which == "killed" else 0)
     options: Any = {"total_steps": NUM_STEPS, "listener": recorder}
     options["held_out"] = rows(5, seed=1) if name.endswith("steered") else None
     compute_deterministically(deterministic)
     with suppress(Killed):
-        Trainer(parallel, rows(), Checkpointer(parallel, checkpoints, local_rank=0), spec, **options).run()
+        Trainer(strategy, rows(), Checkpointer(strategy, checkpoints, local_rank=0), spec, **options).run()
     compute_deterministically(False)
     return recorder
 
@@ -324,7 +326,7 @@ def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
         calibrate(spec, path, rows(60), tmp_path / directory, device=device)
         student, start = disturbed(spec, path), Checkpoint.of_files(tmp_path / directory)
         assert set(start) == student.swiftkv_parameters().keys()
-        load_trained(student, start)
+        load_trained_tensors(student, start)
         ids = torch.from_numpy(rows().batch([0])["input_ids"])
         return {"logits": student(ids).logits, "exit head": student.exit_head.weight}
 
@@ -337,8 +339,8 @@ def measured(
     """Return the evaluation's sums for a disturbed student."""
     path = teacher("llama")[1]
     spec = job_spec(dtype, distillation={"trainable": trainable}, swiftkv={"decode_key_value": form})
-    model = MeasuredStudent(open_lazy(spec, path, device=device), spec.distillation, sharded=sharded, device=device)
-    model.start_from({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
+    model = EvaluationModel(open_lazy(spec, path, device=device), spec.distillation, sharded=sharded, device=device)
+    model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
     totals: Totals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare("student"))
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)
     sums = {name: getattr(totals, name) for name in ("teacher_nll", "student_nll", "kl", "agreements")}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.distillation.zero import LONGEST_BUILD_S, remove_abandoned_locks
+from swiftkv_platform.distillation.zero import MAX_BUILD_SECONDS, remove_stale_build_locks
 
 
 def test_only_locks_of_builds_that_were_cut_off_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,8 +15,8 @@ def test_only_locks_of_builds_that_were_cut_off_are_removed(tmp_path: Path, monk
     for lock in (abandoned, held):
         lock.parent.mkdir(parents=True)
         lock.touch()
-    long_ago = time.time() - LONGEST_BUILD_S - 1.0
+    long_ago = time.time() - MAX_BUILD_SECONDS - 1.0
     os.utime(abandoned, (long_ago, long_ago))
-    remove_abandoned_locks()
+    remove_stale_build_locks()
     assert [lock.exists() for lock in (abandoned, held)] == [False, True]
-    remove_abandoned_locks()
+    remove_stale_build_locks()

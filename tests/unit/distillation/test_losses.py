@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from swiftkv_platform.distillation.fork import hidden_loss, lm_loss, logits_loss
+from swiftkv_platform.distillation.model import hidden_loss, lm_loss, logits_loss
 from tests.support.parameters import pairwise
 
 pytestmark = pytest.mark.slow("measures memory")

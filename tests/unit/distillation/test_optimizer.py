@@ -5,8 +5,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from swiftkv_platform.distillation.course import learning_rate
-from swiftkv_platform.distillation.parallel import build_optimizer, build_optimizers, set_learning_rate
+from swiftkv_platform.distillation.steering import learning_rate
+from swiftkv_platform.distillation.strategy import build_adamw, build_optimizers, set_learning_rate
 from swiftkv_platform.specs import JobSpec, OptimizerSpec
 
 TOTAL = 100
@@ -38,12 +38,12 @@ def test_schedules_fall_towards_zero_without_reaching_it(schedule: str) -> None:
 
 def test_weight_decay_spares_norms_and_biases_and_the_rate_set_is_used() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=True), nn.RMSNorm(4))
-    optimizer = build_optimizer(module.parameters(), OptimizerSpec(weight_decay=0.1))
+    optimizer = build_adamw(module.parameters(), OptimizerSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     expected = {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
     assert {name: decay[id(p)] for name, p in module.named_parameters()} == expected
     parameter = nn.Parameter(torch.ones(2, 2))
-    optimizer = build_optimizer([parameter], OptimizerSpec(weight_decay=0.0))
+    optimizer = build_adamw([parameter], OptimizerSpec(weight_decay=0.0))
     set_learning_rate([optimizer], 0.25)
     parameter.grad = torch.ones(2, 2)
     optimizer.step()

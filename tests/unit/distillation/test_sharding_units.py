@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from swiftkv_platform.distillation.fork import sharding_units
+from swiftkv_platform.distillation.model import iter_sharding_units
 from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.parameters import student_parameters
@@ -43,7 +43,7 @@ def sizes(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[int]:
 
 def split(decoder: Any) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
     """Return the units of what groups of layers share, and the units of the layers."""
-    units = [unit if isinstance(unit, list) else [unit] for unit in sharding_units(decoder)]
+    units = [unit if isinstance(unit, list) else [unit] for unit in iter_sharding_units(decoder)]
     return units[:-DEEP], units[-DEEP:]
 
 

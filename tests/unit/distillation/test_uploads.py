@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
-from swiftkv_platform.distillation.checkpoint import Retries, Uploader
-from swiftkv_platform.distillation.course import Progress
+from swiftkv_platform.distillation.checkpoint import RetryPolicy, Uploader
+from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.planning.steering import RunSchedule
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one
 
-AT_ONCE = Retries(tries=3, first_wait_s=0.0)
+AT_ONCE = RetryPolicy(max_attempts=3, initial_backoff_s=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ class Store:
         self.committed.append(name)
         self.kls[name] = progress.held_out_kl
 
-    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
+    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
         self.lost.append(name)
 
 
@@ -123,7 +123,7 @@ class _Trainer(Trainer):
     def __init__(self, store: Store, tmp_path: Path, *, diverges: bool) -> None:
         spec = JobSpec.model_validate({"name": "n", "checkpoint": {"every_steps": 1}})
         # A worker and listener that is alone and never asked to stop.
-        alone: Any = Mock(agree=lambda request: request, stop_request=lambda: StopRequest.NONE)
+        alone: Any = Mock(all_reduce_max=lambda request: request, poll_stop_request=lambda: StopRequest.NONE)
         checkpointer: Any = _Checkpointer(store, tmp_path)
         super().__init__(alone, cast("Any", ()), checkpointer, spec, total_steps=2, listener=alone)
         self._diverges = diverges
@@ -152,13 +152,13 @@ class _Measured:
     """Held-out rows that give these KLs, one a measurement."""
 
     def __init__(self, *kls: float) -> None:
-        self.measure = iter(kls).__next__
+        self.measure_kl = iter(kls).__next__
 
 
 def test_a_checkpoint_has_the_held_out_kl_of_its_own_state_after_going_back_too(tmp_path: Path) -> None:
     store = Store()
     trainer: Any = _Trainer(store, tmp_path, diverges=False)
-    trainer._held_out, trainer._checkpointer.go_back = _Measured(0.5, 0.3, 0.9), lambda step: None
+    trainer._validation, trainer._checkpointer.roll_back = _Measured(0.5, 0.3, 0.9), lambda step: None
     trainer._schedule = RunSchedule(total_steps=2, every_steps=1, measured_every=1, best_every=1)
     trainer.run()
     assert store.kls == {"step-0": 0.5, "step-1": 0.3, "step-2": 0.3}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId, Manifest
-from swiftkv_platform.distillation.course import Course, Progress
+from swiftkv_platform.distillation.steering import Progress, SteeringState
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, finished_before
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -28,8 +28,12 @@ class Checkpoints(AttemptCheckpoints):
     def save(self, step: int, *, world_size: int = 2, best_step: int | None = None, ended: int = 0) -> str:
         """Store a checkpoint and return its key. With a `best_step`, the run is one that is measured."""
         name = f"step-{step:08d}-w{world_size}-a"
-        course = Course() if best_step is None else Course(start_kl=0.5, best_kl=0.1, best_step=best_step, ended=ended)
-        self.commit(name, self.upload(self.shard, name), Progress(step, 10 * step, course), world_size=world_size)
+        steering = (
+            SteeringState()
+            if best_step is None
+            else SteeringState(start_kl=0.5, best_kl=0.1, best_step=best_step, ended=ended)
+        )
+        self.commit(name, self.upload(self.shard, name), Progress(step, 10 * step, steering), world_size=world_size)
         return f"{self.prefix}/{name}"
 
     def kept(self) -> list[int]:
@@ -56,9 +60,9 @@ def test_an_attempt_goes_on_from_the_newest_and_never_from_a_newer_one_than_told
     before = Checkpoints(store, shard, 1, keep=9)
     three, six, _nine = (before.save(step) for step in (3, 6, 9))
     checkpoints = Checkpoints(store, shard, resume_from=six)
-    assert (checkpoints.newest(), checkpoints.candidates()) == (six, [six, three])
+    assert (checkpoints.newest(), checkpoints.list_candidates()) == (six, [six, three])
     eight = checkpoints.save(8)
-    assert (checkpoints.newest(), checkpoints.candidates()) == (eight, [eight, six, three])
+    assert (checkpoints.newest(), checkpoints.list_candidates()) == (eight, [eight, six, three])
 
 
 def test_an_attempt_that_another_has_superseded_deletes_nothing(store: ObjectStore, shard: Path) -> None:
@@ -83,7 +87,7 @@ def test_the_best_state_stays_beside_the_newest_until_another_is_better(store: O
     checkpoints = Checkpoints(store, shard)
     saved = {step: checkpoints.save(step, best_step=min(step, 3)) for step in (0, 3, 6, 9)}
     assert checkpoints.kept() == [3, 9]
-    assert (checkpoints.of_step(3), checkpoints.of_step(6)) == ([saved[3]], [])
+    assert (checkpoints.find_by_step(3), checkpoints.find_by_step(6)) == ([saved[3]], [])
     checkpoints.save(12, best_step=12)
     assert checkpoints.kept() == [12]
 

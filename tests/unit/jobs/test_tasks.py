@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId
-from swiftkv_platform.distillation.fork import trained_parameters
+from swiftkv_platform.distillation.model import select_trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.jobs.attempt.stored import Prepared
@@ -56,7 +56,7 @@ def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, 
     Args:
         state: the optimizer's state.
     """
-    trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
+    trained = select_trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
     torch.manual_seed(0)
     model = {f"student.{name}": p.detach() + noise * torch.randn(p.shape) for name, p in trained.items()}
     dist.init_process_group("gloo", init_method=f"file://{job.directory}/group", rank=0, world_size=1)
@@ -145,7 +145,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
     monkeypatch.setattr(LocalObjectStore, "stream", counted)
     monkeypatch.setattr(AttemptStore, "read_events", lambda *_, **__: pytest.fail("events are read"))
     metrics = evaluate_job(job, spec, checkpoint, prepared).metrics
-    trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
+    trained = select_trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
     trained_bytes = sum(4 * parameter.numel() for parameter in trained.values())
     pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
     assert 2 * trained_bytes < pieces < 2 * trained_bytes + (1 << 20), "once to measure, once to publish"

@@ -14,7 +14,7 @@ import torch
 
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.course import CourseNote, Progress
+from swiftkv_platform.distillation.steering import Progress, SteeringNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
 from swiftkv_platform.jobs.worker.prepare import training_flops_per_token
@@ -92,7 +92,7 @@ def test_a_step_back_is_a_warning_with_its_reason(monkeypatch: pytest.MonkeyPatc
     store = InMemoryObjectStore()
     data = {"action": "rollback", "code": CourseCode.HELD_OUT_KL_ABOVE_START, "step": 5}
     with rank_zero(store, monkeypatch) as listener:
-        listener.on_course(CourseNote("back to step 3", data))
+        listener.on_steering(SteeringNote("back to step 3", data))
     (event,) = said(store, "course")
     assert (event.level, event.message) == ("warn", "back to step 3")
     assert event.data == {**data, "code": "held_out_kl_above_start"}

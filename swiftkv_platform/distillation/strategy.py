@@ -1,5 +1,6 @@
-"""Ways to spread a fork over workers: their common interface, the optimizers, and PyTorch's DDP and FSDP2 (DeepSpeed is
-in `zero`). For measurements, student and teacher are whole on every worker, or sharded and gathered layer by layer.
+"""Strategies that distribute student and teacher over workers: their common interface, optimizers, and PyTorch's DDP
+and FSDP2 (DeepSpeed is in `zero`). For evaluation, the models are whole on every worker, or sharded and gathered by
+layer.
 """
 
 from __future__ import annotations
@@ -26,23 +27,30 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
-from swiftkv_platform.distillation.fork import Fork, first_trained_layer, keep_teacher, load_trained, sharding_units
+from swiftkv_platform.distillation.model import (
+    DistillationModel,
+    copy_teacher,
+    find_first_trained_layer,
+    iter_sharding_units,
+    load_trained_tensors,
+)
 from swiftkv_platform.model.weights.checkpoint import read_rows
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, own_rows
 from swiftkv_platform.specs import DistillationSpec, JobSpec, OptimizerSpec
 
-State = dict[str, Any]
-"""`model`: trained tensors by the fork's names; `optimizer`: for each of them AdamW's `exp_avg`, `exp_avg_sq` and
-`step`, or Muon's `momentum_buffer`. Names and global shapes are the same for every strategy and number of workers."""
-STUDENT = "student."
-"""Prefix of the student's parameters in the fork's names."""
-Read = Callable[[State], None]
-"""Overwrites every tensor of a state, or of a part of one, with the saved values."""
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+TrainingState = dict[str, Any]
+"""`model`: trained tensors by their names in `DistillationModel`; `optimizer`: for each of them AdamW's `exp_avg`,
+`exp_avg_sq` and `step`, or Muon's `momentum_buffer`. Names and global shapes are the same for every strategy and number
+of workers."""
+STUDENT_PREFIX = "student."
+"""Prefix of the student's parameters in a `DistillationModel`."""
+StateReader = Callable[[TrainingState], None]
+"""Overwrites the tensors of a state, or of a part of it, with the saved values."""
+_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-class Weights(Protocol):
-    """Values of a fork that is on the meta device."""
+class WeightSource(Protocol):
+    """Source of the values of a model on the meta device."""
 
     def fill(self, module: nn.Module, *, read: bool = True) -> None:
         """Give storage to the parameters of `module` and its submodules that are on the meta device and, with `read`,
@@ -52,8 +60,9 @@ class Weights(Protocol):
         """Fill this worker's shards of the parameters of `root` after FSDP2 has sharded it."""
 
 
-class Parallel(ABC):
-    """A fork and its optimizer on every worker of the default process group, which must exist (a group of one is fine).
+class Strategy(ABC):
+    """A `DistillationModel` and its optimizer on every worker of the default process group, which must exist, even for
+    a single worker.
 
     Gradients are averaged over the workers: a caller that wants their sum multiplies its loss by `world_size`. Trained
     weights, optimizer state and the reduction of gradients are float32, whatever the compute dtype.
@@ -64,38 +73,38 @@ class Parallel(ABC):
     """
 
     module: nn.Module
-    loads_parts = False
-    """Whether a worker loads only its own part of a state."""
+    reads_own_shards = False
+    """Whether a worker reads only its own shards of a checkpoint."""
 
-    def __init__(self, fork: Fork, *, device: torch.device) -> None:
+    def __init__(self, model: DistillationModel, *, device: torch.device) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
-        self.loss_weights = fork.loss_weights
-        self._sequence = fork.sequence
-        self.sequence_parallel_size = share = 1 if fork.sequence is None else fork.sequence.size
+        self.loss_weights = model.loss_weights
+        self._sequence = model.sequence
+        self.sequence_parallel_size = share = 1 if model.sequence is None else model.sequence.size
         self.data_rank = self.rank // share
-        """Index of this worker's share of a batch's rows, out of `data_size` equal shares. Workers that divide the
-        tokens of the same rows have the same index."""
+        """Index of this worker's share of a batch's rows, out of `data_size` equal shares. Workers that split the same
+        rows have the same index."""
         self.data_size = self.world_size // share
 
     def __call__(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """The fork's sums over this worker's `batch`, see `Fork.forward`."""
+        """Return the sums of the losses over this worker's `batch`, see `DistillationModel.forward`."""
         tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
         sums: dict[str, Tensor] = self.module(**tensors, sample_lengths=sample_lengths)
         return sums
 
-    def own_positions(self, mask: Tensor) -> Tensor:
-        """`mask` [batch, num_tokens] where this worker computes the loss, False elsewhere."""
+    def mask_own_positions(self, mask: Tensor) -> Tensor:
+        """Set `mask` [batch, num_tokens] to False outside the positions of which this worker computes the loss."""
         if self._sequence is None:
             return mask
-        own, kept = self._sequence.own(mask.shape[1]), torch.zeros_like(mask)
-        kept[:, own] = mask[:, own]
-        return kept
+        own, masked = self._sequence.get_own_positions(mask.shape[1]), torch.zeros_like(mask)
+        masked[:, own] = mask[:, own]
+        return masked
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Enclose forward and backward of one micro batch; gradients are reduced with the `last` one of a step."""
+        """Context of forward and backward of a micro batch. Gradients are reduced with the `last` one of a step."""
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -106,65 +115,65 @@ class Parallel(ABC):
         dist.all_reduce(total)
         return total
 
-    def agree(self, value: int) -> int:
-        """The largest `value` of all workers."""
-        largest = torch.tensor(value, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+    def all_reduce_max(self, value: int) -> int:
+        """Return the maximum of all workers' values."""
+        maximum = torch.tensor(value, device=self.device)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+        return int(maximum)
 
     @torch.no_grad()
-    def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the fork's `held_out` sum over this worker's `batch`, see `Fork.forward`."""
+    def sum_held_out(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the sum `held_out` over this worker's `batch`, see `DistillationModel.forward`."""
         tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
         with self.micro_batch(last=False):
-            measured: Tensor = self.module(**tensors, sample_lengths=sample_lengths, measures=True)["held_out"]
-        return measured
+            total: Tensor = self.module(**tensors, sample_lengths=sample_lengths, held_out_only=True)["held_out"]
+        return total
 
     @abstractmethod
-    def remember(self) -> Callable[[], None]:
+    def snapshot_weights(self) -> Callable[[], None]:
         """Copy the trained weights to host memory, before the first update. The returned function restores them and
         resets the optimizer. Both calls are collective."""
 
     @abstractmethod
-    def matrices(self) -> Iterator[Tensor]:
-        """Yield the trained matrices, each whole. Collective."""
+    def gather_matrices(self) -> Iterator[Tensor]:
+        """Yield the trained matrices, gathered one at a time. Collective."""
 
     @abstractmethod
-    def update(self, learning_rate: float) -> float:
-        """Clip the step's gradients, move the weights, forget the gradients.
+    def step_optimizer(self, learning_rate: float) -> float:
+        """Clip the gradients, update the weights, reset the gradients.
 
-        Returns the joint norm before clipping; if it is not finite, the weights stay as they are.
+        Returns the total norm before clipping. If it is not finite, the weights do not change.
         """
 
     @abstractmethod
-    def state(self) -> State:
+    def get_state(self) -> TrainingState:
         """Return the state that a checkpoint stores. Collective."""
 
     @abstractmethod
-    def load_state(self, read: Read) -> None:
-        """Load the state that `read` fills in. Collective."""
+    def load_state(self, read: StateReader) -> None:
+        """Load the state whose tensors `read` overwrites. Collective."""
 
     @abstractmethod
-    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def load_trained_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Set trained parameters to the values in `tensors`, whole tensors by the student's names. Other parameters and
-        the optimizer stay as they are. Collective.
+        the optimizer do not change. Collective.
 
         Returns the names of trained parameters that `tensors` lacks.
         """
 
 
-class _Native(Parallel):
-    """Clipping, optimizer and state, which DDP and FSDP2 share."""
+class _TorchStrategy(Strategy):
+    """Base of DDP and FSDP2: clipping, optimizers and state."""
 
-    def __init__(self, fork: Fork, module: nn.Module, spec: JobSpec, *, device: torch.device) -> None:
-        super().__init__(fork, device=device)
+    def __init__(self, model: DistillationModel, module: nn.Module, spec: JobSpec, *, device: torch.device) -> None:
+        super().__init__(model, device=device)
         self.module = module
         self._max_grad_norm = spec.optimizer.max_grad_norm
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._trained = [parameter for _, parameter in named]
         self._optimizers = build_optimizers(named, spec.optimizer)
 
-    def update(self, learning_rate: float) -> float:
+    def step_optimizer(self, learning_rate: float) -> float:
         norm: Tensor = nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(grad_norm):
@@ -175,54 +184,54 @@ class _Native(Parallel):
             optimizer.zero_grad()
         return grad_norm
 
-    def remember(self) -> Callable[[], None]:
-        kept = [_local(parameter).detach().to("cpu", copy=True) for parameter in self._trained]
+    def snapshot_weights(self) -> Callable[[], None]:
+        saved = [_get_local_tensor(parameter).detach().to("cpu", copy=True) for parameter in self._trained]
 
         @torch.no_grad()
-        def put_back() -> None:
-            for parameter, values in zip(self._trained, kept, strict=True):
-                _local(parameter).copy_(values)
+        def restore_weights() -> None:
+            for parameter, values in zip(self._trained, saved, strict=True):
+                _get_local_tensor(parameter).copy_(values)
             for optimizer in self._optimizers:
                 optimizer.state.clear()
 
-        return put_back
+        return restore_weights
 
-    def matrices(self) -> Iterator[Tensor]:
+    def gather_matrices(self) -> Iterator[Tensor]:
         for parameter in self._trained:
             if parameter.ndim >= 2:
                 yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
-    def state(self) -> State:
+    def get_state(self) -> TrainingState:
         self._create_moments()
-        optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)
-        return {"model": self._trained_tensors(), "optimizer": optimizer["state"]}
+        optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)
+        return {"model": self._collect_trained(), "optimizer": optimizer["state"]}
 
-    def load_state(self, read: Read) -> None:
+    def load_state(self, read: StateReader) -> None:
         self._create_moments()
-        groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)["param_groups"]
-        state = self.state()
+        groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)["param_groups"]
+        state = self.get_state()
         read(state)
-        set_model_state_dict(self.module, state["model"], options=_TRAINED)
+        set_model_state_dict(self.module, state["model"], options=_TRAINED_ONLY)
         optimizer = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED)
+        set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED_ONLY)
 
     def _create_moments(self) -> None:
-        """Create the optimizers' state before the first update. Torch does so by an update that changes no weights but
-        counts as a step; the count is reset."""
+        """Create the optimizers' state before the first step. Torch does so by a step that changes no weights; its step
+        count is reset."""
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         if not fresh:
             return
-        get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)
+        get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)
         for optimizer in fresh:
             for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].zero_()
 
     @torch.no_grad()
-    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def load_trained_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
         missing = []
         for name, parameter in self.module.named_parameters():
-            own = name.removeprefix("module.").removeprefix(STUDENT)
+            own = name.removeprefix("module.").removeprefix(STUDENT_PREFIX)
             if not parameter.requires_grad:
                 continue
             if own not in tensors:
@@ -233,25 +242,25 @@ class _Native(Parallel):
                 parameter.to_local().copy_(read_rows(tensors, own, rows))
         return missing
 
-    def _trained_tensors(self) -> State:
-        """Return trained tensors by name. Torch leaves out frozen parameters, except the second name of a tied one and
-        the kept teacher's names of parameters shared with the student."""
+    def _collect_trained(self) -> TrainingState:
+        """Return trained tensors by name. Torch does not omit the second name of a tied frozen parameter, nor the
+        teacher copy's names of parameters shared with the student."""
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
-        state = get_model_state_dict(self.module, options=_TRAINED)
+        state = get_model_state_dict(self.module, options=_TRAINED_ONLY)
         return {name: state[name] for name in state if name not in frozen and not name.startswith("kept_teacher.")}
 
 
-class DataParallel(_Native):
-    """DDP: every worker holds everything. A single worker runs without it: gloo's threads, which would copy the
-    gradients, outnumber the cores, and OpenMP then puts its own threads to sleep between operators."""
+class DDPStrategy(_TorchStrategy):
+    """DDP: every worker holds all weights. A single worker does without torch's DDP: gloo's threads, which would copy
+    the gradients, outnumber the cores, and OpenMP then puts its own threads to sleep between operators."""
 
-    def __init__(self, fork: Fork, spec: JobSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: DistillationModel, spec: JobSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._autocast = dtype if dtype != torch.float32 else None
-        module: nn.Module = fork.to(device)
+        module: nn.Module = model.to(device)
         if dist.get_world_size() > 1:
             module = DistributedDataParallel(module, forward_sync_buffers=False, init_sync=False)
-        super().__init__(fork, module, spec, device=device)
+        super().__init__(model, module, spec, device=device)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -262,17 +271,22 @@ class DataParallel(_Native):
             yield
 
 
-class FullySharded(_Native):
-    """FSDP2: every layer is gathered when it runs; the rest (embeddings, norms, heads) belongs to the root.
+class FSDP2Strategy(_TorchStrategy):
+    """FSDP2: every layer is gathered when it runs; embeddings, norms and heads belong to the root.
 
-    A fork without weights (on the meta device) is sharded first, and each worker reads only its own rows of each
-    parameter.
+    A model on the meta device is sharded first, and then each worker reads only its own rows of each parameter.
     """
 
-    loads_parts = True
+    reads_own_shards = True
 
     def __init__(
-        self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: DistillationModel,
+        spec: JobSpec,
+        weights: WeightSource | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         param_dtype = None if dtype == torch.float32 else dtype
@@ -280,40 +294,40 @@ class FullySharded(_Native):
         # On a CPU everything is in host memory already.
         offloads = spec.sharding.cpu_offload and device.type != "cpu"
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
-        for unit in [*fork.units(), fork]:
+        for unit in [*model.iter_sharding_units(), model]:
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         if weights is not None:
-            materialize(fork, torch.device("cpu") if offloads else device)
-            weights.fill_shards(fork)
-        super().__init__(fork, fork, spec, device=device)
+            materialize(model, torch.device("cpu") if offloads else device)
+            weights.fill_shards(model)
+        super().__init__(model, model, spec, device=device)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
 
-    def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
-        measured = super().measure(batch, sample_lengths)
+    def sum_held_out(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
+        total = super().sum_held_out(batch, sample_lengths)
         cast("FSDPModule", self.module).reshard()  # the root would wait for a backward pass, which does not come
-        return measured
+        return total
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """This worker's part of a parameter."""
+def _get_local_tensor(parameter: Tensor) -> Tensor:
+    """Return this worker's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def materialize(sharded: nn.Module, device: torch.device) -> None:
-    """Give a sharded model on the meta device storage for this worker's rows; its buffers stay as they are, on the
-    device that computes, to which FSDP2 has moved them."""
+    """Allocate this worker's shards of a model on the meta device. Its buffers do not change: FSDP2 has moved them to
+    the compute device."""
     buffers = [(module, dict(module._buffers)) for module in sharded.modules()]
     sharded.to_empty(device=device)
-    for module, kept in buffers:
-        module._buffers.update(kept)
+    for module, saved in buffers:
+        module._buffers.update(saved)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:
-    """AdamW over the trained parameters; weight decay spares vectors (norms and biases)."""
+def build_adamw(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:
+    """Build AdamW over the trained parameters, without weight decay for vectors (norms and biases)."""
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for parameter in parameters:
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO stage 3 leaves an empty vector in its place
@@ -326,10 +340,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
 
 
 def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
-    """Build the optimizers that `spec.name` asks for: AdamW for everything, or Muon for the matrices and AdamW for the
-    rest.
+    """Build AdamW for all parameters, or with `name: muon` Muon for the matrices and AdamW for the rest.
 
-    Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
+    Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
     to the root mean square of Adam's (Liu et al., 2025), so both take one learning rate. The exit head is left to
     AdamW, as heads and embeddings are.
 
@@ -337,18 +350,18 @@ def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerS
         named: trained parameters by name; with Muon whole matrices or `DTensor`s, no flat shards.
     """
     if spec.name == "adamw":
-        return [build_optimizer((parameter for _, parameter in named), spec)]
+        return [build_adamw((parameter for _, parameter in named), spec)]
     matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in named:
         (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
     muon = Muon(
         matrices, lr=0.0, weight_decay=spec.weight_decay, momentum=spec.momentum, adjust_lr_fn="match_rms_adamw"
     )
-    return [muon, build_optimizer(rest, spec)] if rest else [muon]
+    return [muon, build_adamw(rest, spec)] if rest else [muon]
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Use `rate` for the next step of every group."""
+    """Set the rate of every parameter group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -357,28 +370,28 @@ def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
 T = TypeVar("T")
 
 
-class MeasuredStudent(nn.Module):
-    """A student made from its lazy weights, with the copied start. If layers of its own are trained, the teacher keeps
-    the untrained ones.
+class EvaluationModel(nn.Module):
+    """A student to evaluate, opened from lazy weights with the copied start. The teacher has its own copy of the layers
+    that are trained.
 
     Args:
-        sharded: whether each worker of the default process group holds only its rows of every parameter.
+        sharded: whether each worker of the default process group holds only a shard of every parameter.
     """
 
     def __init__(self, lazy: LazyStudent, spec: DistillationSpec, *, sharded: bool, device: torch.device) -> None:
         super().__init__()
         self.student = lazy.model
-        self.kept_teacher: Any = None
+        self.teacher_copy: Any = None
         self.sharded = sharded
         self._lazy = lazy
         decoder = self.student.model
-        units = list(sharding_units(decoder))
+        units = list(iter_sharding_units(decoder))
         if spec.trainable != "qkv":
-            self.kept_teacher = keep_teacher(decoder, spec)
-            units += list(self.kept_teacher.layers[first_trained_layer(self.student.config, spec) :])
-            decoder.run_teacher_upper = self.kept_teacher.run_teacher_upper
+            self.teacher_copy = copy_teacher(decoder, spec)
+            units += list(self.teacher_copy.layers[find_first_trained_layer(self.student.config, spec) :])
+            decoder.run_teacher_upper = self.teacher_copy.run_teacher_upper
             if spec.trainable == "all":
-                decoder.run_teacher_lower = self.kept_teacher.run_lower
+                decoder.run_teacher_lower = self.teacher_copy.run_lower
         self.requires_grad_(False)
         lazy.attach(self)
         if not sharded:
@@ -390,19 +403,19 @@ class MeasuredStudent(nn.Module):
         materialize(self, device)
         lazy.fill_shards(self)
 
-    def start_from(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if self.sharded:
             self._lazy.started_from(tensors)
             self._lazy.fill_shards(self, only=tensors)
         else:
-            load_trained(self.student, tensors)
+            load_trained_tensors(self.student, tensors)
 
     @torch.no_grad()
-    def forward(self, work: Callable[[Any], T]) -> T:
-        """Return `work(student)`. Collective if sharded, since its forward passes are."""
-        return work(self.student)
+    def forward(self, function: Callable[[Any], T]) -> T:
+        """Return `function(student)`. Collective if sharded."""
+        return function(self.student)
 
 
-def parameter_bytes(model: nn.Module) -> int:
+def count_parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters on any device."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

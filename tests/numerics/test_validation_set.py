@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.trainer import HeldOut
+from swiftkv_platform.distillation.trainer import ValidationSet
 from tests.numerics.distillation_worker import CHECKPOINTS, Outcome, Run, assert_equal_weights, run
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
@@ -105,7 +105,7 @@ def test_bests_are_saved_as_often_as_the_spec_allows(
     training, spec = {"max_steps": 6}, {"checkpoint": {"keep": 9, **checkpoint}}
     kls = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.31]
     figures = iter(kls)
-    monkeypatch.setattr(HeldOut, "measure", lambda _: next(figures))
+    monkeypatch.setattr(ValidationSet, "measure_kl", lambda _: next(figures))
     outcome = _run(tmp_path, "s", training=training, spec=spec)
     assert [int(path.name[5:13]) for path in _checkpoints(tmp_path, "s")] == saved
     assert outcome.notes[-1].data["chosen_step"] == chosen

@@ -29,11 +29,11 @@ from swiftkv_platform.contract.attempts import (
     AttemptId,
     AttemptRequest,
     Manifest,
-    refusal,
+    describe_protocol_mismatch,
 )
-from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
-from swiftkv_platform.contract.verdicts import undecided
+from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter, following
 from swiftkv_platform.jobs.driver import (
@@ -54,7 +54,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from swiftkv_platform.traces import spans_of_jobs
+from swiftkv_platform.traces import get_job_spans
 
 _RAY_TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than with the default of 2 s
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store, attempt = open_store(options.store), AttemptId(options.job_id, options.attempt)
     try:
         if options.protocol > PROTOCOL:
-            message = refusal(workers=PROTOCOL, control_plane=options.protocol)
+            message = describe_protocol_mismatch(workers=PROTOCOL, control_plane=options.protocol)
             raise ProtocolError(message, value=options.protocol)
         request = AttemptStore(store).read_request(attempt)
     except SwiftKVError as error:
@@ -126,7 +126,7 @@ def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
 
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     """Run the phases of an attempt. Returns the manifest of the model, None for a job that only publishes one."""
-    spans = spans_of_jobs()
+    spans = get_job_spans()
     try:
         with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
             return _distill(store, request.model_copy(update={"traceparent": context}))
@@ -150,7 +150,7 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
         manifest = measure(store, request, reporter, checkpoint, prepared)
-    if open_gates := undecided(manifest.metrics):
+    if open_gates := describe_undecided_gates(manifest.metrics):
         reporter.message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
     if open_gates and request.spec.publish.publication is not None:
         reporter.message("not published: a gate is undecided; `swiftkv models publish` publishes it", level="warn")
@@ -252,7 +252,7 @@ def _local_ray(spec: JobSpec) -> Iterator[None]:
     # Ray's sockets are deep below, and the path of a unix socket is limited to some 100 characters.
     parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
-        os.environ.update(HIDE_UNRESERVED)
+        os.environ.update(HIDE_UNRESERVED_GPUS)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine is slow to start

@@ -43,7 +43,7 @@ from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
-from swiftkv_platform.traces import spans_of_jobs
+from swiftkv_platform.traces import get_job_spans
 
 if TYPE_CHECKING:
     from swiftkv_platform.jobs.attempt.stored import Prepared
@@ -354,7 +354,7 @@ def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[N
     if rank != 0:
         yield
         return
-    spans = spans_of_jobs()
+    spans = get_job_spans()
     try:
         with spans.span(phase, request.traceparent, job_id=request.job_id, attempt=request.attempt):
             yield

@@ -15,16 +15,23 @@ import ray
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, Manifest, StopRequest, trials_prefix
 from swiftkv_platform.contract.events import (
     AttemptEvent,
-    CourseEvent,
     MessageEvent,
     MetricsEvent,
     PlacementEvent,
     ProgressEvent,
     ReasonCode,
+    SteeringEvent,
     TrackingEvent,
 )
-from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, SweepReport, Trial, expand, point, summarise
-from swiftkv_platform.contract.verdicts import verdict_of
+from swiftkv_platform.contract.sweeps import (
+    GROUP_SIZE_FIELD,
+    SweepReport,
+    Trial,
+    expand_sweep,
+    make_trial_result,
+    summarize_trials,
+)
+from swiftkv_platform.contract.verdicts import read_gate_verdict
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, following, look
 from swiftkv_platform.jobs.driver import as_task, measure, publish_trial, train, wait_for
@@ -53,18 +60,21 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
         StoppedError: the job is to pause, or its machines are taken away; running trials have saved checkpoints.
         QualityGateError: every trial fails a gate; the attempt's `sweep.json` has the results.
     """
-    trials = expand(request.spec)
+    trials = expand_sweep(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
     ended = ((trial, outcomes[trial.name]) for trial in trials)
-    report = summarise(
-        [point(trial, report=one.manifest.metrics if one.manifest else None, error=one.error) for trial, one in ended]
+    report = summarize_trials(
+        [
+            make_trial_result(trial, report=one.manifest.metrics if one.manifest else None, error=one.error)
+            for trial, one in ended
+        ]
     )
     files = {"sweep.json": report.model_dump_json(indent=2) + "\n", "sweep.html": sweep_page(request.spec.name, report)}
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
-    within = report.chosen is not None and report.chosen.within_budget
+    within = report.recommended_result is not None and report.recommended_result.is_within_budget
     why = "the cheapest one within the budget" if within else "the lowest KL of those that fail no gate"
     reporter.message(f"trial {trial.name} was chosen: {why}")
     reporter.status("evaluating")
@@ -94,7 +104,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
         }
     )
     attempts.write_request(own)
-    num_trials = len(expand(request.spec))
+    num_trials = len(expand_sweep(request.spec))
 
     def forward(event: AttemptEvent) -> None:
         match event:
@@ -107,7 +117,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                 reporter.metrics(points, num_trials * total)
             case PlacementEvent():
                 reporter.placement(event.data)
-            case CourseEvent():
+            case SteeringEvent():
                 reporter.course(f"[{trial.name}] {event.message}", event.data)
             case ProgressEvent():
                 told = event.data
@@ -194,7 +204,7 @@ def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> O
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
     """Return the trial's outcome from any attempt that finished it; None if there is none."""
     trial_store = _trial_store(store, request, trial)
-    for attempt in reversed(request.attempt_id.so_far()):
+    for attempt in reversed(request.attempt_id.list_until_this()):
         manifest = AttemptStore(trial_store).artifact_manifest(attempt)
         if manifest is not None:
             return Outcome(manifest)
@@ -209,7 +219,7 @@ def _failure_key(attempt: AttemptId) -> str:
 
 
 def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
-    chosen = report.chosen
+    chosen = report.recommended_result
     if chosen is not None:
         return next(trial for trial in trials if trial.name == chosen.name)
     measured = [candidate for candidate in report.points if candidate.report is not None]
@@ -217,9 +227,9 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
         raise TrainingError(
             f"every trial of the sweep failed; the first error: {report.points[0].error}", field="sweep"
         )
-    best = min(measured, key=lambda candidate: candidate.cost[-1])
+    best = min(measured, key=lambda candidate: candidate.ranking_key[-1])
     assert best.report is not None
-    failed = next(gate for gate in best.report["gates"] if verdict_of(gate) == "failed")
+    failed = next(gate for gate in best.report["gates"] if read_gate_verdict(gate) == "failed")
     raise QualityGateError(
         f"every trial of the sweep fails a gate; for {best.name}, which has the lowest KL, {failed['subject']} is "
         f"{failed['value']:.4g}, and {failed['field']} is {failed['limit']:g}; try more training or a larger l",
@@ -234,8 +244,11 @@ def _table(report: SweepReport) -> list[dict[str, object]]:
     for candidate in report.points:
         row: dict[str, object] = {"trial": candidate.name, "error": candidate.error}
         if candidate.report is not None:
-            prefill, cache, kl = candidate.cost
+            prefill, cache, kl = candidate.ranking_key
             row |= {"prefill_flops_ratio": prefill, "kv_bytes_ratio": cache, "kl": kl}
-            row |= {"perplexity_ratio": candidate.report["perplexity_ratio"], "within_budget": candidate.within_budget}
+            row |= {
+                "perplexity_ratio": candidate.report["perplexity_ratio"],
+                "within_budget": candidate.is_within_budget,
+            }
         rows.append(row)
     return rows

@@ -18,9 +18,9 @@ from ray.serve.config import RequestRouterConfig
 from swiftkv_platform.contract.autoscaling import (
     KV_CACHE_USAGE,
     WAITING_STEPS,
-    autoscaling_config,
-    hide_unreserved,
-    replica_resources,
+    compute_replica_resources,
+    hide_unreserved_gpus,
+    make_autoscaling_config,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
@@ -64,7 +64,7 @@ def build_app(args: dict[str, Any]) -> Any:
         Replica,
         name="Replica",
         ray_actor_options=_resources(parsed),
-        autoscaling_config=autoscaling_config(parsed),
+        autoscaling_config=make_autoscaling_config(parsed),
         user_config=None if served is None else served.model_dump(mode="json"),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
@@ -78,7 +78,7 @@ def build_app(args: dict[str, Any]) -> Any:
 def _resources(args: ServeArgs) -> dict[str, float]:
     """Return the resources that Ray reserves for a replica: as given, else what its engine needs."""
     named = {"num_cpus": args.num_cpus, "num_gpus": args.num_gpus}
-    needed = replica_resources(args.engine.model_dump())
+    needed = compute_replica_resources(args.engine.model_dump())
     return {name: needed[name] if amount is None else amount for name, amount in named.items()}
 
 
@@ -87,7 +87,7 @@ class Replica:
     """Replica that Ray Serve starts, configures, health-checks and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        hide_unreserved()
+        hide_unreserved_gpus()
         self._args = ReplicaArgs.model_validate(args)
         configure_logging(deployment=self._args.id)
         replica = ray_serve.get_replica_context().replica_id.unique_id

@@ -58,7 +58,7 @@ def about_messages() -> Iterator[None]:
     try:
         yield
     except ContextLengthError as error:
-        raise error.renamed("messages") from error
+        raise error.with_field("messages") from error
 
 
 def render_chat(

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, SPARED_REFUSALS
+from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, UNDELAYED_REFUSALS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
     AnswerHeaders,
@@ -115,7 +115,7 @@ def create_http_app(
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
-    app.add_middleware(RefusalBackoff, statuses=(413, 429), undelayed_per_minute=SPARED_REFUSALS.default)
+    app.add_middleware(RefusalBackoff, statuses=(413, 429), undelayed_per_minute=UNDELAYED_REFUSALS.default)
     app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))

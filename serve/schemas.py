@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, model_validator
 
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
-from swiftkv_platform.errors import InvalidInputError, lone_surrogate
+from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.base import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -68,7 +68,7 @@ def checked_kind(part: Mapping[str, Any], needs: Mapping[str, Sequence[str]], de
 def encodable(value: Any) -> Any:
     """Return the value. Raises `ValueError` if a text in it has a lone surrogate, which no tokenizer accepts."""
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and (place := lone_surrogate(text)) is not None:
+        if isinstance(text, str) and (place := find_lone_surrogate(text)) is not None:
             raise ValueError(f"is not valid text: a lone surrogate at character {place}")
     return value
 

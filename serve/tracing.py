@@ -18,7 +18,7 @@ from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.answers import Answers
 from swiftkv_platform.serve.current import ModelCard, Observer
 from swiftkv_platform.serve.schemas import Timings, Usage
-from swiftkv_platform.traces import configured_provider
+from swiftkv_platform.traces import open_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -59,7 +59,7 @@ class RequestLog:
 
 def make_observers(*, with_text: bool) -> list[Observer]:
     """Return the observers that the process's settings ask for. `with_text`: see `RequestLog`."""
-    provider = configured_provider("swiftkv-serve")
+    provider = open_provider("swiftkv-serve")
     return [RequestLog(with_text=with_text), *([] if provider is None else [Tracing(provider)])]
 
 

@@ -1,4 +1,4 @@
-"""Distil and serve SwiftKV models: `Client`, `JobSpec`, `LLMEngine`, `convert`.
+"""Distill and serve SwiftKV models: `Client`, `JobSpec`, `LLMEngine`, `convert`.
 
 Each name is imported on first access, so the client and the job specification do not load torch.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "JobSpec", "LLMEngine", "__version__", "convert"]
 
-_ROOMS = {"Client": "client", "JobSpec": "specs", "LLMEngine": "engine", "convert": "model"}
+_SUBPACKAGES = {"Client": "client", "JobSpec": "specs", "LLMEngine": "engine", "convert": "model"}
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("swiftkv-platform")
-    if name not in _ROOMS:
+    if name not in _SUBPACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_SUBPACKAGES[name]}"), name)

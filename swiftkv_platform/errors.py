@@ -1,38 +1,38 @@
-"""The whole exception tree: codes, messages and fields. The API maps errors to HTTP (`web/problems.py`).
+"""All exceptions of this project. The API maps them to HTTP (`web/problems.py`).
 
 SwiftKVError
-├── InvalidInputError          input that the caller can correct: names the field, its value and what is accepted
-│   ├── DataError              a data set that cannot be read, is empty or lacks columns
-│   ├── ModelError             a checkpoint or configuration that cannot be used
-│   ├── ContextLengthError     a prompt that is longer than the model's context
-│   └── ProtocolError          a request that workers of another version do not understand
-├── UnauthenticatedError       no key, or an unknown one
-├── ForbiddenError             a key that does not open this
-│   └── OverQuotaError             more than the tenant is ever granted
-├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
+├── InvalidInputError          input that the caller can correct; names field, value and accepted values
+│   ├── DataError              data set unreadable, empty or without the needed columns
+│   ├── ModelError             checkpoint or configuration not usable
+│   ├── ContextLengthError     prompt longer than the model's context
+│   └── ProtocolError          workers of another version do not know the request
+├── UnauthenticatedError       missing or unknown API key
+├── ForbiddenError             the key does not grant this
+│   └── OverQuotaError             more than the tenant's quota; never succeeds
+├── QuotaExceededError         quota in use; the same request may succeed later
 ├── NotFoundError              no such job, model, deployment or object
-│   └── ModelNotFoundError         a request for another model than the one that is served
-├── ConflictError              legal request, wrong moment
-│   ├── IllegalTransitionError     a status that cannot follow the present one
-│   ├── StaleVersionError          another writer changed the row first
-│   ├── LeaseLostError             another control plane leads now, so this one must not change jobs
-│   ├── PreconditionFailedError    not the version that the caller named
-│   ├── IdempotencyConflictError   the same key with another body
-│   └── UnreadableRowError         a row that another version of this program has written
-├── StorageError               the object store failed
+│   └── ModelNotFoundError         the requested model is not served
+├── ConflictError              valid request, but not in the current state
+│   ├── IllegalTransitionError     status change not allowed
+│   ├── StaleVersionError          another writer has changed the row
+│   ├── LeaseLostError             another control plane is the leader now
+│   ├── PreconditionFailedError    the version is not that of `If-Match`
+│   ├── IdempotencyConflictError   `Idempotency-Key` used before with another body
+│   └── UnreadableRowError         row written by another version of this program
+├── StorageError               object store failed
 │   ├── ObjectNotFoundError
-│   ├── BucketError                a bucket that is not there, or closed to this program
-│   └── ArtifactCorruptError       a file differs from its manifest
-├── ClusterUnavailableError    Ray does not answer
-├── DatabaseUnavailableError   the database does not answer
-├── OverloadedError            no room now; retry the same request after `retry_after_s`
-│   ├── RateLimitedError           a key has used up its requests per minute
+│   ├── BucketError                bucket missing, or access denied
+│   └── ArtifactCorruptError       file differs from its manifest
+├── ClusterUnavailableError    Ray is unavailable
+├── DatabaseUnavailableError   the database is unavailable
+├── OverloadedError            overloaded; retry the same request after `retry_after_s`
+│   ├── RateLimitedError           the key's requests per minute are used up
 │   └── QueueFullError             the engine's waiting queue is full
-├── DeadlineExceededError      the answer did not come within the time the caller gave it
-├── EngineDeadError            the engine's loop has failed and answers no more requests
-│   └── LoadingError               no model is loaded yet
-├── GenerationError            the model's logits for one request are not numbers
-└── TrainingError              a run that cannot go on
+├── DeadlineExceededError      no response before the caller's deadline
+├── EngineDeadError            the engine's loop has failed
+│   └── LoadingError               the model is still loading
+├── GenerationError            the model's logits for a request are NaN
+└── TrainingError              training cannot continue
     ├── LossNotFiniteError
     └── QualityGateError
 """
@@ -43,32 +43,29 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Self
 
-_SHORT_WAIT_S = 1.0
-"""`OverloadedError.retry_after_s` if no wait is known."""
+_DEFAULT_RETRY_AFTER_S = 1.0
 
 
 class SwiftKVError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of all errors of this project."""
 
     code: str = "internal_error"
-    """Stable machine-readable name; `status_reason.code` of a failed job."""
+    """Stable error code; `status_reason.code` of a failed job."""
 
     def __init__(self, message: str, *, field: str | None = None, value: Any = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
-        """Dotted path of the offending field, e.g. `swiftkv.num_key_value_layers`."""
+        """Dotted path of the invalid field, e.g. `swiftkv.num_key_value_layers`."""
         self.value = value
 
     @classmethod
     def for_field(cls, field: str, value: Any, why: str) -> Self:
-        """Return an error with the message "`field` is `value`" followed by `why`, which brings its own punctuation."""
+        """Return an error with the message "`field` is `value`" + `why`; `why` starts with its punctuation."""
         return cls(f"{field} is {value!r}{why}", field=field, value=value)
 
 
 class InvalidInputError(SwiftKVError):
-    """Bad input; the message says what would be accepted."""
-
     code = "invalid_input"
 
 
@@ -81,24 +78,23 @@ class ModelError(InvalidInputError):
 
 
 class ContextLengthError(InvalidInputError):
-    """Refusal of a prompt that is too long, with the code and the sentence of OpenAI's API, which routers look for.
+    """A prompt is too long. Code and message match OpenAI's API, which routers parse.
 
     Args:
-        most: maximum number of tokens of prompt and answer together.
+        max_tokens: max tokens of prompt and answer together.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, message: str, *, field: str | None = None, value: Any = None, most: int) -> None:
-        super().__init__(f"{message}. This model's maximum context length is {most} tokens", field=field, value=value)
-        self._given = message, most
+    def __init__(self, message: str, *, field: str | None = None, value: Any = None, max_tokens: int) -> None:
+        text = f"{message}. This model's maximum context length is {max_tokens} tokens"
+        super().__init__(text, field=field, value=value)
+        self._short_message, self._max_tokens = message, max_tokens
 
-    def renamed(self, field: str) -> Self:
-        """Return a copy of this error about another field of the request."""
-        message, most = self._given
-        return type(self)(
-            message.replace(f"{self.field} has", f"{field} has", 1), field=field, value=self.value, most=most
-        )
+    def with_field(self, field: str) -> Self:
+        """Return a copy of this error for another field of the request."""
+        message = self._short_message.replace(f"{self.field} has", f"{field} has", 1)
+        return type(self)(message, field=field, value=self.value, max_tokens=self._max_tokens)
 
 
 class ProtocolError(InvalidInputError):
@@ -166,7 +162,7 @@ class ObjectNotFoundError(StorageError):
 
 
 class BucketError(StorageError):
-    """Refusal of a whole bucket, which stays one however often it is asked."""
+    """The bucket is missing or access is denied; a retry does not help."""
 
 
 class ArtifactCorruptError(StorageError):
@@ -182,7 +178,7 @@ class DatabaseUnavailableError(SwiftKVError):
 
 
 class OverloadedError(SwiftKVError):
-    """Refusal because there is no room now.
+    """All slots are in use.
 
     Args:
         retry_after_s: expected wait; None or 0: unknown.
@@ -194,8 +190,8 @@ class OverloadedError(SwiftKVError):
         self, message: str, *, field: str | None = None, value: Any = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message, field=field, value=value)
-        self.retry_after_s = retry_after_s or _SHORT_WAIT_S
-        """Seconds after which the same request is accepted, if no other takes the room first."""
+        self.retry_after_s = retry_after_s or _DEFAULT_RETRY_AFTER_S
+        """Seconds until a retry is expected to succeed."""
 
 
 class RateLimitedError(OverloadedError):
@@ -234,8 +230,8 @@ class QualityGateError(TrainingError):
     code = "quality_gate"
 
 
-def lone_surrogate(text: str) -> int | None:
-    """Return the index of the first lone surrogate in `text`, or None. JSON can escape one; UTF-8 cannot encode it."""
+def find_lone_surrogate(text: str) -> int | None:
+    """Return the index of the first lone surrogate in `text`, or None. JSON can contain one, UTF-8 cannot."""
     try:
         if not text.isascii():
             text.encode()
@@ -244,7 +240,7 @@ def lone_surrogate(text: str) -> int | None:
     return None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with the closest known name, or an empty string if none is close."""
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean NAME?)` with the closest known name, or an empty string."""
     near = get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,6 +1,5 @@
-"""Commands that install this project. It is on no package index: a package of its name there would be another
-author's, so no message may tell a reader to install it by its name alone.
-"""
+"""Commands that install this project. It is on no package index, where a package of its name would be someone else's,
+so messages must never say `pip install swiftkv-platform`."""
 
 from __future__ import annotations
 
@@ -8,22 +7,21 @@ import shlex
 from pathlib import Path
 
 DISTRIBUTION = "swiftkv-platform"
-SOURCE = "git+URL_OF_ITS_REPOSITORY"
-"""Place of the source in texts for other machines. pip refuses it until the reader puts in the address."""
+PLACEHOLDER_SOURCE = "git+URL_OF_ITS_REPOSITORY"
+"""Placeholder for the repository's URL; pip refuses it until the reader fills in the URL."""
 _CHECKOUT = Path(__file__).parents[1]
 
 
-def install_command(*extras: str) -> str:
-    """Return a command that adds extras to this installation, from its source checkout if it is one.
+def make_install_command(*extras: str) -> str:
+    """Return the command that adds extras to this installation.
 
-    `install_command("train", "serve")` -> `pip install -e '/src/swiftkv_platform[train,serve]'`
+    `make_install_command("train", "serve")` -> `pip install -e '/src/swiftkv_platform[train,serve]'`
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{_CHECKOUT}[' + ','.join(extras) + ']')}"
-    return install_from_source(*extras)
+    return make_source_install_command(*extras)
 
 
-def install_from_source(*extras: str) -> str:
-    """Return a command that installs the project on another machine, with a placeholder for the address of its
-    repository."""
-    return f"pip install '{DISTRIBUTION}[{','.join(extras)}] @ {SOURCE}'"
+def make_source_install_command(*extras: str) -> str:
+    """Return the command that installs the project on another machine, with a placeholder for the repository's URL."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}] @ {PLACEHOLDER_SOURCE}'"

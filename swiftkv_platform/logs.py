@@ -1,4 +1,4 @@
-"""Structured logs to stderr: one JSON object a line, with job, attempt and rank where they are bound."""
+"""Structured logs to stderr: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            _render,
+            _render_without_credentials,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # Look up sys.stderr for each line: an earlier stream may have been replaced and closed.
+        # Look up sys.stderr for each line, since tests and Ray replace it.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
 
 
-def _render(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
-    """Return the event as a line of JSON without this process's credentials."""
+def _render_without_credentials(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
+    """Render an event as a JSON line, with this process's credentials redacted."""
     line = _JSON(logger, method, event)
     return redact(line if isinstance(line, str) else line.decode())
 

@@ -1,7 +1,7 @@
-"""Directories that only this process's user and root can change: caches whose files are loaded unchecked, and temporary
-ones, which are removed even if their process dies: at the latest when the next one starts.
+"""Directories that only this process's user and root can change: caches of trusted files, and workspaces.
 
-A process holds a lock on each of its temporary directories, which the kernel releases when the process ends.
+A workspace is a temporary directory that its process locks. The kernel releases the lock when the process dies, so the
+next process can remove abandoned workspaces.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 _OTHERS_WRITE = 0o022
 
 
-def private_directory(path: Path) -> Path:
-    """Return `path`, created for this user alone (mode 0700) if it does not exist. One of this user that others may
-    read is closed to them; one of root is accepted if only root may write to it.
+def ensure_private_directory(path: Path) -> Path:
+    """Create the directory with mode 0700 if it does not exist, and return it. An existing directory of this user gets
+    mode 0700; one of root is accepted if only root can write to it.
 
-    Raises `PermissionError` if another user owns it, or placed a link there, since its files could be anyone's, and
-    other `OSError`s if it cannot be made.
+    Raises `PermissionError` if another user owns the directory or a link to it, and other `OSError`s if it cannot be
+    created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -33,16 +33,16 @@ def private_directory(path: Path) -> Path:
         if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
             os.fchmod(descriptor, 0o700)
         elif not _is_trusted(status):
-            raise _changeable(path, status.st_uid)
+            raise _make_ownership_error(path, status.st_uid)
     finally:
         os.close(descriptor)
     if link.st_uid not in (os.geteuid(), 0):
-        raise _changeable(path, link.st_uid)
+        raise _make_ownership_error(path, link.st_uid)
     return path
 
 
 def is_private(path: Path) -> bool:
-    """Whether a file or directory exists, is no link, and can be changed by this user and root only."""
+    """Whether a file or directory exists, is not a link, and can be changed only by this user and root."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -54,9 +54,9 @@ def _is_trusted(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _OTHERS_WRITE
 
 
-def _changeable(path: Path, owner: int) -> PermissionError:
+def _make_ownership_error(path: Path, owner: int) -> PermissionError:
     return PermissionError(
-        f"{path} belongs to user {owner}, and not only user {os.geteuid()} may change its files; use a new directory"
+        f"{path} belongs to user {owner}, so other users than {os.geteuid()} can change its files; use a new directory"
     )
 
 
@@ -64,28 +64,28 @@ _PREFIX = "swiftkv-work-"
 
 
 @contextmanager
-def workspace() -> Iterator[Path]:
-    """Yield a new directory of this process, below the system's directory for temporary files."""
-    fresh = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-    directory = fresh.with_name(fresh.name.removeprefix("."))
-    held = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
+def open_workspace() -> Iterator[Path]:
+    """Yield a new temporary directory, and remove it at the end."""
+    new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    directory = new.with_name(new.name.removeprefix("."))
+    descriptor = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        fresh.rename(directory)  # from now on, others may look at it: it is locked
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        new.rename(directory)  # visible to `remove_abandoned_workspaces` only once locked
         yield directory
     finally:
-        for path in (fresh, directory):
+        for path in (new, directory):
             shutil.rmtree(path, ignore_errors=True)
-        os.close(held)
+        os.close(descriptor)
 
 
 def remove_abandoned_workspaces() -> None:
-    """Remove the workspaces of processes that have died. Directories of other users stay."""
+    """Remove this user's workspaces of processes that have died."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, locked by a live process, or gone
-            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with suppress(OSError):  # of another user, locked by a live process, or removed meanwhile
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
             finally:
-                os.close(held)
+                os.close(descriptor)

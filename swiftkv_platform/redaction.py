@@ -13,43 +13,46 @@ from typing import Any
 from urllib.parse import unquote
 
 REDACTED = "[redacted]"
-_SENSITIVE = re.compile(
+_CREDENTIAL_NAME = re.compile(
     r"KEY|SECRET|TOKEN|PASSWORD|PASSPHRASE|CREDENTIAL|CONN(?:ECTION)?_?STR|COOKIE|PRIVATE"
     r"|(?:^|_)(?:SAS|SIG|SIGNATURE|DSN|PASS|PASSWD|PWD|PAT|JWT|BEARER|AUTH|AUTHORIZATION|AUTH_CONFIG)$"
     r"|(?:^|_)(?:SAS|DSN)_",
     re.IGNORECASE,
 )
-"""Matches names of variables, query parameters and members whose values are credentials."""
-_NO_CREDENTIAL = re.compile(r"(?:_FILE|_PATH|_DIR|_URI|_URL|_SOCK)$|^(?-i:(?:OLD)?PWD)$", re.IGNORECASE)
+"""Matches names of variables, URL parameters and JSON members whose values are credentials."""
+_NOT_CREDENTIAL_NAME = re.compile(r"(?:_FILE|_PATH|_DIR|_URI|_URL|_SOCK)$|^(?-i:(?:OLD)?PWD)$", re.IGNORECASE)
 _USER_AND_PASSWORD = re.compile(r"(\w+)://([^\s/?#@:]*)(?::([^\s@]*))?@")
-_MEMBER = re.compile(r"(?<![\w-])([\w-]+)=([^;&\s\"']+)")
-"""Matches a query parameter of a URL, and a part of a connection string."""
+_PARAMETER = re.compile(r"(?<![\w-])([\w-]+)=([^;&\s\"']+)")
+"""Matches `name=value` in URLs and connection strings."""
 _PRIVATE_KEY = "PRIVATE KEY-----"
-_SHORTEST = 8
-"""Minimum length of a secret in characters; shorter values would match ordinary words."""
+_MIN_LENGTH = 8
+"""Min characters of a credential; shorter values would match ordinary words."""
 
 
-def secrets_of(environment: Mapping[str, str]) -> set[str]:
-    """Return the credentials of an environment: values of variables named like one, each line of those values, and in
-    any value private keys, passwords and tokens in URLs, parts of connection strings, and members of JSON objects."""
+def find_secrets(environment: Mapping[str, str]) -> set[str]:
+    """Return the credentials in an environment.
+
+    These are values of variables with names such as `API_KEY` (whole and per line), and in all values private keys,
+    passwords and tokens in URLs, parameters of URLs and connection strings, and members of JSON objects.
+    """
     found = set()
     for name, value in environment.items():
-        if _is_credential(name) or _PRIVATE_KEY in value:
+        if _names_credential(name) or _PRIVATE_KEY in value:
             found.update([value, *value.splitlines()])
         for scheme, user, password in _USER_AND_PASSWORD.findall(value):
-            # `https://TOKEN@host` has a token for a user.
+            # in `https://TOKEN@host`, the user is a token
             found.add(password or (user if scheme.lower() in ("http", "https") else ""))
-        found.update(part for member, part in _MEMBER.findall(value) if _is_credential(member))
-        found.update(_json_members(value))
+        found.update(part for member, part in _PARAMETER.findall(value) if _names_credential(member))
+        found.update(_find_json_secrets(value))
     found |= {unquote(value) for value in found}
-    return {value for value in found if len(value) >= _SHORTEST}
+    return {value for value in found if len(value) >= _MIN_LENGTH}
 
 
-def _is_credential(name: str) -> bool:
-    return _SENSITIVE.search(name) is not None and _NO_CREDENTIAL.search(name) is None
+def _names_credential(name: str) -> bool:
+    return _CREDENTIAL_NAME.search(name) is not None and _NOT_CREDENTIAL_NAME.search(name) is None
 
 
-def _json_members(value: str) -> set[str]:
+def _find_json_secrets(value: str) -> set[str]:
     """Return the credentials in a JSON object, such as the key file of a service account."""
     if not value.lstrip().startswith("{"):
         return set()
@@ -57,7 +60,7 @@ def _json_members(value: str) -> set[str]:
 
     def read(pairs: list[tuple[str, Any]]) -> None:
         for name, member in pairs:
-            if isinstance(member, str) and (_is_credential(name) or _PRIVATE_KEY in member):
+            if isinstance(member, str) and (_names_credential(name) or _PRIVATE_KEY in member):
                 found.update([member, *member.splitlines()])
 
     try:
@@ -68,50 +71,50 @@ def _json_members(value: str) -> set[str]:
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return `text` with the credentials replaced, whether written plainly or escaped as in JSON."""
+    """Replace credentials in `text` by `[redacted]`, plain or JSON-escaped."""
     redactor = StreamRedactor(environment)
     return redactor.feed(text) + redactor.close()
 
 
 class StreamRedactor:
-    """`redact` for text that arrives in pieces; the result does not depend on where the pieces end."""
+    """`redact` for text that arrives in pieces, also if a credential spans several pieces."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        secrets = secrets_of(os.environ if environment is None else environment)
+        secrets = find_secrets(os.environ if environment is None else environment)
         written = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
-        self._written = sorted(written, key=len, reverse=True)
-        """Longest first: if one credential is a prefix of another, the longer one is matched."""
-        self._begin = frozenset(form[0] for form in self._written)
-        self._pattern = re.compile("|".join(map(re.escape, self._written))) if written else None
-        self._held = ""
+        self._credential_forms = sorted(written, key=len, reverse=True)
+        """Longest first, so that of two credentials with a common prefix the longer one matches."""
+        self._first_characters = frozenset(form[0] for form in self._credential_forms)
+        self._pattern = re.compile("|".join(map(re.escape, self._credential_forms))) if written else None
+        self._buffer = ""
 
     def feed(self, text: str) -> str:
-        """Return the redacted text so far, holding back an end that may be the beginning of a credential."""
+        """Return the redacted text, except an end that may be the start of a credential, which is buffered."""
         if self._pattern is None:
             return text
-        text, found, position = self._held + text, [], 0
-        # Every credential that begins before this index also ends in the text.
-        held = self._first_open(text, max(len(text) - len(self._written[0]) + 1, 0))
+        text, found, position = self._buffer + text, [], 0
+        # Credentials that start before `cut` are complete in the text.
+        cut = self._find_cut_secret(text, max(len(text) - len(self._credential_forms[0]) + 1, 0))
         for match in self._pattern.finditer(text):
-            if match.start() >= held:
+            if match.start() >= cut:
                 break
             found += [text[position : match.start()], REDACTED]
             position = match.end()
-            if position > held:
-                held = self._first_open(text, position)
-        self._held = text[held:]
-        return "".join([*found, text[position:held]])
+            if position > cut:
+                cut = self._find_cut_secret(text, position)
+        self._buffer = text[cut:]
+        return "".join([*found, text[position:cut]])
 
     def close(self) -> str:
-        """Return the text held back, redacted."""
-        rest, self._held = self._held, ""
+        """Return the buffered text, redacted."""
+        rest, self._buffer = self._buffer, ""
         return rest if self._pattern is None else self._pattern.sub(REDACTED, rest)
 
-    def _first_open(self, text: str, start: int) -> int:
-        """Return the first index from `start` on at which a credential may begin that the text cuts off."""
-        for place in range(start, len(text)):
-            if text[place] in self._begin:
-                rest = text[place:]
-                if any(len(form) > len(rest) and form.startswith(rest) for form in self._written):
-                    return place
+    def _find_cut_secret(self, text: str, start: int) -> int:
+        """Return the first index from `start` on where the text may cut off a credential; otherwise its length."""
+        for index in range(start, len(text)):
+            if text[index] in self._first_characters:
+                rest = text[index:]
+                if any(len(form) > len(rest) and form.startswith(rest) for form in self._credential_forms):
+                    return index
         return len(text)

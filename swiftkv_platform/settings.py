@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.limits import (
     BODY_BYTES,
-    BODY_BYTES_AT_ONCE,
+    CONCURRENT_BODY_BYTES,
     CONNECTIONS,
     FILE_BYTES,
     FILE_ROWS,
@@ -31,7 +31,7 @@ from swiftkv_platform.limits import (
     STREAMS,
     STREAMS_OF_KEY,
     STREAMS_OF_TENANT,
-    TURN_SECONDS,
+    TIME_SLICE_SECONDS,
 )
 
 
@@ -181,7 +181,7 @@ class Settings(BaseSettings):
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Seconds that an attempt that has not trained may hold its slot while its workers cannot be placed; then the job
     is queued again, which uses no retry."""
-    turn_s: Annotated[float, Field(gt=0.0)] | None = TURN_SECONDS.default
+    turn_s: Annotated[float, Field(gt=0.0)] | None = TIME_SLICE_SECONDS.default
     """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints and the
     job is queued again, which uses no retry. An attempt that is not training has twice as long as the one before, up
     to 16 times this value. None: no limit."""
@@ -193,7 +193,7 @@ class Settings(BaseSettings):
     """Maximum `training.batch_size`, and rows in one pass of a worker, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES.default
     """Maximum bytes of a request body; a larger one gets 413."""
-    max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = BODY_BYTES_AT_ONCE.default
+    max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = CONCURRENT_BODY_BYTES.default
     """Maximum bytes of request bodies that are being read or whose requests are not answered yet. A tenant may use a
     quarter and a key an eighth; requests beyond that get 429. Uploads of files are limited separately."""
     max_streams: Annotated[int, Field(ge=1)] = STREAMS.default

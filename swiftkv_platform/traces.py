@@ -1,6 +1,5 @@
-"""Spans of jobs, sent over OTLP if OpenTelemetry's own variables name an endpoint; else nothing is imported or
-recorded. A W3C `traceparent` carries a span's context from POST /jobs through `attempt.json` to the workers.
-"""
+"""Spans of jobs, sent over OTLP if `OTEL_EXPORTER_OTLP_ENDPOINT` is set; otherwise nothing is imported or recorded. A
+W3C `traceparent` passes the context from POST /jobs through `attempt.json` to the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 _FLUSH_MS = 5000
 
 
-def configured_provider(service: str) -> TracerProvider | None:
+def open_provider(service: str) -> TracerProvider | None:
     """Return a provider that sends spans in the background; None if no endpoint is set. `OTEL_SERVICE_NAME` overrides
     `service`."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
@@ -36,13 +35,13 @@ def configured_provider(service: str) -> TracerProvider | None:
     return provider
 
 
-def valid_traceparent(header: str | None) -> str | None:
+def parse_traceparent(header: str | None) -> str | None:
     """Return the header if it is a W3C `traceparent` of version 00, else None."""
     return header if header is not None and _TRACEPARENT.fullmatch(header) else None
 
 
 class Spans:
-    """Recorder of spans below the one that a `traceparent` names. `provider`: None records nothing."""
+    """Records spans as children of a `traceparent`. `provider`: None records nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
@@ -60,51 +59,51 @@ class Spans:
 
         span = self._start(name, parent, time.time(), attributes)
         try:
-            yield _traceparent(span)
+            yield _format_traceparent(span)
         except BaseException as error:
             span.set_status(Status(StatusCode.ERROR, type(error).__name__))
             raise
         finally:
             span.end()
 
-    def record(self, name: str, parent: str | None, began: float, ended: float, **attributes: Any) -> None:
+    def record(self, name: str, parent: str | None, start: float, end: float, **attributes: Any) -> None:
         """Record a span that has ended. Times are Unix seconds."""
         if self._provider is not None:
-            self._start(name, parent, began, attributes).end(_ns(ended))
+            self._start(name, parent, start, attributes).end(_to_nanoseconds(end))
 
     def flush(self) -> None:
-        """Send the recorded spans, for at most five seconds."""
+        """Send the recorded spans; wait at most 5 seconds."""
         if self._provider is not None:
             self._provider.force_flush(_FLUSH_MS)
 
     def close(self) -> None:
-        """Send the remaining spans and end the sending thread."""
+        """Send the remaining spans and stop the exporter."""
         if self._provider is not None:
             self._provider.shutdown()
 
-    def _start(self, name: str, parent: str | None, began: float, attributes: dict[str, Any]) -> Any:
+    def _start(self, name: str, parent: str | None, start: float, attributes: dict[str, Any]) -> Any:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        assert self._provider is not None, "the caller has looked"
+        assert self._provider is not None, "callers check for a provider"
         context = TraceContextTextMapPropagator().extract({} if parent is None else {"traceparent": parent})
         tracer = self._provider.get_tracer("swiftkv")
         named = {f"swiftkv.{key}": value for key, value in attributes.items()}
-        return tracer.start_span(name, context, attributes=named, start_time=_ns(began))
+        return tracer.start_span(name, context, attributes=named, start_time=_to_nanoseconds(start))
 
 
 NO_SPANS = Spans()
 
 
 @cache
-def spans_of_jobs() -> Spans:
-    """Return the recorder of this process, a driver or a worker."""
-    return Spans(configured_provider("swiftkv-job"))
+def get_job_spans() -> Spans:
+    """Return the recorder of this driver or worker process."""
+    return Spans(open_provider("swiftkv-job"))
 
 
-def _traceparent(span: Any) -> str:
+def _format_traceparent(span: Any) -> str:
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def _ns(seconds: float) -> int:
+def _to_nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)

@@ -25,8 +25,6 @@ from swiftkv_platform.contract.events import (
     AttemptEvent,
     AttemptStatus,
     CheckpointEvent,
-    CourseData,
-    CourseEvent,
     ErrorEvent,
     Level,
     MessageEvent,
@@ -35,8 +33,10 @@ from swiftkv_platform.contract.events import (
     PlacementEvent,
     ProgressEvent,
     StatusEvent,
+    SteeringData,
+    SteeringEvent,
     TrackingEvent,
-    phase_name,
+    name_phase,
 )
 from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
@@ -103,9 +103,9 @@ class Reporter:
         data = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
         self._write(ProgressEvent, f"{phase}: {part} {done} of {total}{left}", data)
 
-    def course(self, message: str, data: CourseData) -> None:
+    def course(self, message: str, data: SteeringData) -> None:
         """Report a turn of the training run; going back is a warning."""
-        self._write(CourseEvent, message, data, "warn" if data["action"] == "rollback" else "info")
+        self._write(SteeringEvent, message, data, "warn" if data["action"] == "rollback" else "info")
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
         data = {"code": code, "field": field, "value": value, "retryable": retryable}
@@ -222,13 +222,13 @@ def phase_progress(store: ObjectStore, request: AttemptRequest, phase: str, part
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
     """Report that workers of a phase are about to be requested."""
-    reporter.placement({"phase": phase_name(phase, spec.name), "state": "waiting", "needs": _needs(spec, num_workers)})
+    reporter.placement({"phase": name_phase(phase, spec.name), "state": "waiting", "needs": _needs(spec, num_workers)})
 
 
 def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
     """Report that the calling worker of the phase has found a place."""
     Reporter(store, request.attempt_id, phase).placement(
-        {"phase": phase_name(phase, request.spec.name), "state": "placed"}
+        {"phase": name_phase(phase, request.spec.name), "state": "placed"}
     )
 
 

@@ -123,7 +123,7 @@ def start_key(request: AttemptRequest) -> str | None:
 
 
 def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
-    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.so_far()))
+    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.list_until_this()))
     return next((key for key in keys if is_complete(store, key)), None)
 
 
@@ -254,7 +254,7 @@ def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: in
 
 def checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
     """Keys of the complete checkpoints of a step, those of the newest attempt first."""
-    for one in reversed(attempt.so_far()):
+    for one in reversed(attempt.list_until_this()):
         yield from own_checkpoints_of_step(store, one, step)
 
 
@@ -270,7 +270,7 @@ def own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -
 def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
     """Return the object that this attempt, or else the newest one before it, has stored at its `key`; None if none
     has."""
-    for one in reversed(attempt.so_far()):
+    for one in reversed(attempt.list_until_this()):
         with suppress(ObjectNotFoundError):
             return store.get_bytes(key(one))
     return None

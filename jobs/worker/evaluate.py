@@ -50,7 +50,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.publishing import CARD
-from swiftkv_platform.traces import spans_of_jobs
+from swiftkv_platform.traces import get_job_spans
 
 MODEL_SHARE = 0.5
 """Share of a worker's free memory up to which weights are measured whole; the rest is for activations and caches."""
@@ -81,7 +81,7 @@ def evaluate_and_publish(
         with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
-            with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
+            with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
                 card = model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
                 _write(files | {CARD: card}, directory / "artifact")
@@ -289,7 +289,7 @@ def _report_files(
     store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the report as JSON and HTML, by file name."""
-    curve = read_curve(store, request.attempt_id.so_far())
+    curve = read_curve(store, request.attempt_id.list_until_this())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
         "evaluation.html": evaluation_page(report.model_dump(mode="json"), lineage, curve),

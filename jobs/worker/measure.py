@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
-from swiftkv_platform.contract.verdicts import NEEDLE
+from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
@@ -103,7 +103,7 @@ class Evaluation:
         needles = needle_tasks(lengths, spec.needle_samples, tokenizer, chat=instruct) if runs else []
         answered = run_tasks(student, tokenizer, [*tasks, *needles], spec, workers=self._workers, parts=self._parts)
         if not runs:
-            unmeasured = tuple(f"{NEEDLE}{length}" for length in lengths)
+            unmeasured = tuple(f"{NEEDLE_PREFIX}{length}" for length in lengths)
             answered = replace(answered, left_out=answered.left_out + unmeasured)
         return Report.build(
             spec,

@@ -63,7 +63,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory
 from swiftkv_platform.storage.object_store import ObjectStore
-from swiftkv_platform.traces import NO_SPANS, spans_of_jobs
+from swiftkv_platform.traces import NO_SPANS, get_job_spans
 
 
 class LeftError(Exception):
@@ -122,7 +122,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
 def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
     """Fetch the calibrated start to this machine; if it does not exist yet, the workers calibrate first."""
     request = worker.request
-    spans = spans_of_jobs() if dist.get_rank() == 0 else NO_SPANS
+    spans = get_job_spans() if dist.get_rank() == 0 else NO_SPANS
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
         told = phase_progress(open_store(worker.store_uri), request, "calibrate", "layers")
         find_start(request.spec, stored, path, rows, device=ray.train.torch.get_device(), progress=told)
@@ -242,7 +242,7 @@ class _RankZero(_Listener):
 
     def _trace_first_step(self, began: float) -> None:
         named = {"job_id": self._request.job_id, "attempt": self._request.attempt}
-        spans_of_jobs().record("first step", self._request.traceparent, began, time.time(), **named)
+        get_job_spans().record("first step", self._request.traceparent, began, time.time(), **named)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         self._metrics.flush()
@@ -262,7 +262,7 @@ class _RankZero(_Listener):
         self._metrics.close()
         self._curve.save()
         self._run.close()
-        spans_of_jobs().flush()
+        get_job_spans().flush()
 
 
 class Telemetry:

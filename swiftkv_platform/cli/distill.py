@@ -26,8 +26,8 @@ from swiftkv_platform.cli.output import (
     tell,
 )
 from swiftkv_platform.cli.sources import model_config
-from swiftkv_platform.contract.cures import what_to_change
-from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
+from swiftkv_platform.contract.cures import advise_on_failure
+from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
@@ -105,12 +105,12 @@ def distill(
         f"{artifact}: perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
         f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}."
     )
-    if open_gates := undecided(evaluation):
+    if open_gates := describe_undecided_gates(evaluation):
         line += f" Undecided, with too few samples: {'; '.join(open_gates)}."
-    if said := verdict_sentence(evaluation):
+    if said := summarize_quality(evaluation):
         line += f" {said}"
     line += f" `swiftkv serve {artifact}` serves it."
-    tell({"output": str(artifact), "verdict": verdict_sentence(evaluation), **evaluation}, line, json=json)
+    tell({"output": str(artifact), "verdict": summarize_quality(evaluation), **evaluation}, line, json=json)
 
 
 def _run(spec: JobSpec, output: Path) -> Path:
@@ -129,7 +129,7 @@ def _run(spec: JobSpec, output: Path) -> Path:
         if failure.code == SwiftKVError.code:
             # An unforeseen error: show its traceback.
             raise
-        cure = what_to_change(failure.code, failure.field, spec)
+        cure = advise_on_failure(failure.code, failure.field, spec)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
 
 

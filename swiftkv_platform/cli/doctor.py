@@ -35,9 +35,9 @@ from swiftkv_platform.errors import (
     InvalidInputError,
     StorageError,
     SwiftKVError,
-    did_you_mean,
+    suggest_name,
 )
-from swiftkv_platform.installing import DISTRIBUTION, install_command
+from swiftkv_platform.installing import DISTRIBUTION, make_install_command
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.settings import Settings
@@ -110,7 +110,7 @@ def _examine(one: Check, surroundings: Surroundings, answers: dict[str, Finding]
     try:
         answers[one.name] = one.examine(surroundings)
     except ModuleNotFoundError as error:
-        advice = f"{install_command('train', 'serve')} where jobs or deployments are to run"
+        advice = f"{make_install_command('train', 'serve')} where jobs or deployments are to run"
         answers[one.name] = warning(f"Not checked: {error.name} is not installed.", advice)
     except Exception as error:  # a bug in one check must not hide the others' findings
         answers[one.name] = failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
@@ -150,7 +150,7 @@ def check_packages(_: Surroundings) -> Finding:
     faults = [line.rstrip(".") for line in run.stdout.splitlines() if line.startswith(f"{DISTRIBUTION} ")]
     if not faults:
         return ok("All required packages are installed, in versions that fit.")
-    return failed(f"{'; '.join(faults)}.", f"install again, in a new environment: {install_command('all')}")
+    return failed(f"{'; '.join(faults)}.", f"install again, in a new environment: {make_install_command('all')}")
 
 
 _OTHERS = ("API_KEY", "KERNEL_CACHE", "RESIZE_INTERVAL_S", "SHARED_DIRECTORY", "STACK", "URL", "VLLM_FRONTEND_PID")
@@ -165,7 +165,7 @@ def check_settings(_: Surroundings) -> Finding:
     given = [name for name in sorted(os.environ) if name.upper().startswith("SWIFTKV_")]
     unknown = [name for name in given if name.upper() not in known and not name.upper().startswith(OF_TESTS)]
     if unknown:
-        named = ", ".join(f"{name}{did_you_mean(name.upper(), known)}" for name in unknown)
+        named = ", ".join(f"{name}{suggest_name(name.upper(), known)}" for name in unknown)
         them = "it" if len(unknown) == 1 else "them"
         return warning(
             f"Nothing reads {named}.", f"correct or unset {them}; the documentation's page Settings lists all"

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.local.terminal import size
 
 _JSON = "swiftkv.json"
@@ -172,7 +172,7 @@ def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterat
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"{what} needs {error.name}; {install_command(extra)}{instead}"
+        message = f"{what} needs {error.name}; {make_install_command(extra)}{instead}"
         raise InvalidInputError(message) from error
 
 

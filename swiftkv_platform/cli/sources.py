@@ -11,7 +11,7 @@ from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
@@ -106,7 +106,8 @@ def _from_hub(name: str) -> str:
         from huggingface_hub.errors import HfHubHTTPError
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub ({install_command('model')})",
+            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub "
+            f"({make_install_command('model')})",
             field="model",
             value=name,
         ) from error

@@ -1,22 +1,22 @@
 """The contract between control plane and training cluster: objects below `jobs/{id}/attempts/{n}/`. No I/O here.
 
-    attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
-    events/{writer}/{sequence}.json       what happened (`contract.events`), numbered from 1 by each writer without gaps
+    attempt.json                          the request (`AttemptRequest`), written by the control plane before it submits
+    events/{writer}/{sequence}.json       events (`contract.events`), numbered from 1 per writer without gaps
     control/pause.json                    the control plane's request to save a checkpoint and end
-    control/preempt.json                  the same from the driver when it is told to stop; the attempt then fails
+    control/preempt.json                  the driver's request to save a checkpoint; the attempt then fails as preempted
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
-    answers/{key}.jsonl                   the teacher's answers to the prompts of its data, likewise
-    starts/{spec name}/...                the calibrated start, likewise; its `manifest.json` is written last
+    answers/{key}.jsonl                   the teacher's answers to prompts of the data, until the job has ended
+    starts/{spec name}/...                the calibrated start, until the job has ended; `manifest.json` is written last
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
     evaluation/{checkpoint}/{part}.json   measurements of a checkpoint, until the job has ended
     evaluation.json, evaluation.html      the report, even if a gate failed; `sweep.*` for a sweep
     artifact/...                          the distilled model; its `manifest.json` is written last
-    tracking/...                          files of a run that W&B has not taken, for `swiftkv jobs wandb-sync`
-    logs.txt, logs.json                   the entry point's log, saved when the attempt has ended; which part was kept
+    tracking/...                          W&B files that are not uploaded yet, for `swiftkv jobs wandb-sync`
+    logs.txt, logs.json                   the entry point's log, saved when the attempt has ended, and its layout
 
-Workers have no other channel to the control plane. An attempt writes only below its own prefix, so a stale attempt
-writes where nothing is read. This module also has what both sides share about uploaded files, parents and protocol
-versions.
+Workers have no other channel to the control plane. An attempt writes only below its own prefix, so nothing reads what a
+superseded attempt still writes. This module also defines uploaded files, parents and the protocol version, which both
+sides share.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from swiftkv_platform.specs.job import with_former_defaults, without_former_defa
 
 MANIFEST = "manifest.json"
 ADAPTER_LINEAGE = "base_digest"
-"""Lineage key that only adapters have: the digest of the weights of `teacher`, their base model."""
+"""Lineage key of adapters only: the digest of the base model's weights."""
 
 
-class _Below:
+class _AttemptPath:
     """Key of an object, or prefix of objects, below the prefix of an attempt."""
 
     def __init__(self, path: str) -> None:
@@ -67,22 +67,22 @@ class AttemptId:
         """Ray's submission id, unique per attempt, so that Ray refuses to submit an attempt twice."""
         return f"{self.job_id}-{self.number}"
 
-    request_key = _Below("attempt.json")
-    preempt_key = _Below("control/preempt.json")
-    """Key of an object that exists if the attempt's machines are being taken away."""
-    pause_key = _Below("control/pause.json")
-    """Key of an object that exists if the attempt is to pause."""
-    events_prefix = _Below("events")
-    curve_key = _Below("curve.json")
-    """Key of the losses by step, which the evaluation's page draws."""
-    checkpoints_prefix = _Below("checkpoints")
-    data_prefix = _Below("data")
-    answers_prefix = _Below("answers")
-    starts_prefix = _Below("starts")
-    evaluation_prefix = _Below("evaluation")
-    artifact_prefix = _Below("artifact")
-    tracking_prefix = _Below("tracking")
-    logs_key = _Below("logs.txt")
+    request_key = _AttemptPath("attempt.json")
+    preempt_key = _AttemptPath("control/preempt.json")
+    """Object that exists while the attempt's machines are being preempted."""
+    pause_key = _AttemptPath("control/pause.json")
+    """Object that exists if the attempt should pause."""
+    events_prefix = _AttemptPath("events")
+    curve_key = _AttemptPath("curve.json")
+    """Losses by step, for the chart of the evaluation report."""
+    checkpoints_prefix = _AttemptPath("checkpoints")
+    data_prefix = _AttemptPath("data")
+    answers_prefix = _AttemptPath("answers")
+    starts_prefix = _AttemptPath("starts")
+    evaluation_prefix = _AttemptPath("evaluation")
+    artifact_prefix = _AttemptPath("artifact")
+    tracking_prefix = _AttemptPath("tracking")
+    logs_key = _AttemptPath("logs.txt")
 
     def event_key(self, writer: str, sequence: int) -> str:
         return f"{self.events_prefix}/{writer}/{sequence:08d}.json"
@@ -91,59 +91,59 @@ class AttemptId:
         return f"{self.answers_prefix}/{key}.jsonl"
 
     def start_prefix(self, name: str) -> str:
-        """Return the prefix of the calibrated start for the spec `name`: the job's own, or a sweep trial's. Trials
-        share one store."""
+        """Return the prefix of the calibrated start. `name`: of the job's spec, or of a sweep trial's spec."""
         return f"{self.starts_prefix}/{name}"
 
     def evaluation_key(self, digest: str, part: str) -> str:
-        """Return the key of a part of the evaluation of the checkpoint that `digest` names."""
+        """Return the key of one part of a checkpoint's evaluation. `digest`: of the checkpoint."""
         return f"{self.evaluation_prefix}/{digest}/{part}.json"
 
-    def so_far(self) -> tuple[AttemptId, ...]:
-        """Return the job's attempts up to and including this one, in order."""
+    def list_until_this(self) -> tuple[AttemptId, ...]:
+        """Return the job's attempts from 1 to this one."""
         return tuple(AttemptId(self.job_id, number) for number in range(1, self.number + 1))
 
 
 def attempts_prefix(job_id: str) -> str:
-    """Return the prefix of all attempts of a job; each has its objects below its number."""
+    """Return the prefix of all attempts of a job, below which each attempt has a directory named by its number."""
     return f"jobs/{job_id}/attempts"
 
 
 def trials_prefix(job_id: str) -> str:
-    """Return the prefix of all trials of a sweep; each has a store below its name, laid out like the job's."""
+    """Return the prefix of all trials of a sweep, below which each trial has a directory laid out like a job's
+    store."""
     return f"jobs/{job_id}/trials"
 
 
 class AttemptRequest(FrozenModel):
-    """Everything that an attempt needs to do its work."""
+    """Input of an attempt, as stored in `attempt.json`."""
 
     job_id: str
     attempt: Annotated[int, Field(ge=1)]
     spec: JobSpec
     resume_from: str | None = None
-    """Key of the complete checkpoint (its directory) of an earlier attempt to resume from; None starts at step 0."""
+    """Key of the directory of the checkpoint to resume from, of an earlier attempt; None starts at step 0."""
     run_id: str
     """W&B run id, the same for every attempt of a job."""
     allowed_roots: tuple[str, ...] | None = None
-    """Directories and `s3://` prefixes that the job's tenant may read; None opens everything. Workers hold every file
-    to them, since a link or a card may have changed since the spec was checked."""
+    """Directories and `s3://` prefixes that the job's tenant may read; None allows all. Workers check every file
+    again, since links and data set cards may have changed since the spec was checked."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations on the hub whose models and data the tenant may name; None allows all."""
+    """Hub organizations whose models and data the tenant may use; None allows all."""
     publish_targets: tuple[str, ...] | None = None
-    """Places that the job's tenant may publish to; None opens everything. Workers follow links before they write."""
+    """Targets that the job's tenant may publish to; None allows all. Workers resolve links before they write."""
     code_tasks: bool = False
-    """Whether tasks of the evaluation may run the code that a model writes."""
+    """Whether evaluation tasks may run code that the model generates."""
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
     parent: Parent | None = None
-    """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own."""
+    """Model or checkpoint that `training.from` names; None once the job has its own checkpoint."""
     traceparent: str | None = None
     """W3C trace context of the attempt."""
 
     @model_validator(mode="before")
     @classmethod
-    def _names_the_form(cls, value: Any) -> Any:
-        """Fill in the paper's form for requests that name no form of the student, see `to_json`."""
+    def _fill_former_defaults(cls, value: Any) -> Any:
+        """Fill in defaults of earlier versions that `to_json` left out."""
         return (
             {**value, "spec": with_former_defaults(value["spec"])}
             if isinstance(value, dict) and "spec" in value
@@ -155,8 +155,10 @@ class AttemptRequest(FrozenModel):
         return AttemptId(self.job_id, self.attempt)
 
     def to_json(self) -> bytes:
-        """Serialise the request without default values: workers of an older version refuse unknown fields. They know
-        only the paper's form of student, so that form is left out instead."""
+        """Serialize the request without default values, because older workers refuse unknown fields.
+
+        Exception: of `swiftkv.decode_key_value`, the value `shared` is left out, which is the only one they know.
+        """
         document = self.model_dump(mode="json", exclude_defaults=True)
         document["spec"] = without_former_defaults(document["spec"], self.spec)
         return to_json(document)
@@ -178,7 +180,7 @@ class ManifestFile(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """List of the files of a directory of objects. It is written after all of them, so its presence makes the directory
+    """List of the files of a directory in an object store. It is written last: a directory with a manifest is
     complete."""
 
     format_version: Literal[1] = 1
@@ -188,10 +190,10 @@ class Manifest(FrozenModel):
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
-    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec, the `parent` of a job that
-    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size, and `HELD_OUT_KL`."""
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec, `parent` if the job continued
+    from one, base_digest of an adapter. Checkpoint: step, tokens, world_size and `HELD_OUT_KL`."""
     metrics: dict[str, Any] = {}
-    """Artifact: the evaluation report (`evaluation.json`)."""
+    """Evaluation report (`evaluation.json`) of an artifact."""
 
     @property
     def size(self) -> int:
@@ -205,19 +207,19 @@ class Parent(FrozenModel):
     """`mdl_...` or `job_...:ckpt_...`."""
     kind: Literal["model", "checkpoint"]
     key: str
-    """Key of its directory, which has a manifest."""
+    """Key of its directory."""
     job_id: str
-    """Job that made it; of an imported model another platform's, or empty."""
+    """Job that made it. For an imported model: a job of another platform, or empty."""
     step: int | None = None
-    """Step of a checkpoint."""
+    """Optimizer step of a checkpoint."""
     sha256: str
     """Digest of its manifest."""
 
 
-PREFIX = "files"
-"""Prefix of all tenants' files in the object store."""
-SUFFIX = ".jsonl"
-_ID = re.compile(r"file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
+FILES_PREFIX = "files"
+"""Prefix of the uploaded files of all tenants."""
+FILE_SUFFIX = ".jsonl"
+_FILE_ID = re.compile(r"file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
 class StoredFile(FrozenModel):
@@ -229,70 +231,69 @@ class StoredFile(FrozenModel):
     size: Annotated[int, Field(ge=1)]
     """Size in bytes."""
     columns: tuple[str, ...] = ()
-    """Columns of its first row."""
+    """Columns of the first row."""
 
 
 def new_file_id() -> str:
-    """Make a new file id. Ids sort by creation time."""
+    """Return a new file id; ids sort by creation time."""
     return f"file-{ULID()}"
 
 
 def is_file_id(name: str) -> bool:
-    """Whether a name has the form of an uploaded file's id, which no repository of the hub is given."""
-    return _ID.fullmatch(name) is not None
+    """Whether a name is an uploaded file's id; no hub repository has this form."""
+    return _FILE_ID.fullmatch(name) is not None
 
 
 def file_key(tenant: str, file_id: str) -> str:
-    return f"{PREFIX}/{tenant}/{file_id}{SUFFIX}"
+    return f"{FILES_PREFIX}/{tenant}/{file_id}{FILE_SUFFIX}"
 
 
-def made_at(file_id: str) -> float:
-    """Unix seconds at which an id was made."""
+def parse_file_time(file_id: str) -> float:
+    """Return the creation time in a file id, in Unix seconds."""
     return float(ULID.from_str(file_id.removeprefix("file-")).timestamp)
 
 
 class StopRequest(IntEnum):
-    """Stop request from outside a run. The largest one of all workers counts."""
+    """Request to a training run. Of several workers' requests the largest value applies to all."""
 
     NONE = 0
     SAVE = 1
-    """Save a checkpoint now."""
+    """Save a checkpoint and continue."""
     LEAVE = 2
-    """Save a checkpoint, then end these workers because one has to leave; new ones resume from it."""
+    """Save a checkpoint and end, because a worker's machine leaves the cluster; new workers resume from it."""
     STOP = 3
-    """A checkpoint, then the end: the machines are taken away."""
+    """Save a checkpoint and end, because the machines are preempted."""
     PAUSE = 4
-    """Save a checkpoint, then end: the job will resume later."""
+    """Save a checkpoint and end; a later attempt resumes the job."""
 
 
 PROTOCOL = 2
-"""Version of the protocol between control plane and workers. Raise it if older workers cannot do what they are asked,
-or if a default of the job spec changes, since requests leave defaults out.
+"""Version of the protocol between control plane and workers. Increase it if older workers cannot run new requests, or
+if a default of the job spec changes, since requests leave defaults out.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
-2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
-uploaded files, and what the job continues from.
+2: `attempt.json` also has the tenant's rules (`allowed_roots` and the fields after it), uploaded files and the parent.
 """
 
 PROTOCOL_OPTION = "--protocol"
-"""Command-line option of the driver with the control plane's version; 1 if it is missing."""
+"""Driver option with the control plane's protocol version; 1 if missing."""
 
 _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
-"""Text that `argparse` prints in a driver of protocol 1."""
+"""Message of `argparse` in a driver of protocol 1."""
 
 
-def refusal(*, workers: int, control_plane: int) -> str:
-    """Return why workers of an older version do not work for a control plane."""
-    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}"
+def describe_protocol_mismatch(*, workers: int, control_plane: int) -> str:
+    """Return the error message for workers of another version."""
+    return f"the workers' image has protocol {workers}, the control plane has protocol {control_plane}"
 
 
-def misunderstanding(error: ValidationError) -> tuple[str, str]:
-    """Return the first field of a request that workers of another version do not understand, and an explanation."""
+def describe_unknown_field(error: ValidationError) -> tuple[str, str]:
+    """Return the first request field that these workers do not know, and an error message."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
-    return field, f"the workers' image does not understand the job: {field}: {first['msg']}"
+    return field, f"the workers' image does not support the job: {field}: {first['msg']}"
 
 
 def is_from_protocol_1(output: str) -> bool:
-    """Whether the output of a failed driver shows that it does not know `PROTOCOL_OPTION`."""
+    """Whether a failed driver's output says that it does not know `PROTOCOL_OPTION`."""
     return _UNKNOWN_OPTION in output

@@ -1,5 +1,5 @@
-"""Cures of failures: what to change in a job's spec or around it, by the code of the cause, which is a `ReasonCode` or
-the code of an error in `errors.py`."""
+"""Advice on failed jobs: spec fields to change, and other steps, by error code: a `ReasonCode`, or the code of an error
+in `errors.py`."""
 
 from __future__ import annotations
 
@@ -32,149 +32,158 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import is_index
 
-Instead = Callable[[Any, JobSpec], str | None]
-"""Takes a field's value and the spec; returns what to use instead, or None if another value does not help."""
+Suggestion = Callable[[Any, JobSpec], str | None]
+"""Function of a field's value and the spec that returns a suggestion, e.g. "use 3"; None if no other value helps."""
 
 
 @dataclass(frozen=True)
 class Cure:
     advice: str
-    """Advice apart from changing fields."""
-    changes: Mapping[str, Instead] | None = None
-    """By the dotted path of the field."""
-    blamed: str = "use a value that the cause accepts"
-    """Advice on a field that the failure names and `changes` does not."""
+    """Steps other than changing fields."""
+    changes: Mapping[str, Suggestion] | None = None
+    """Suggestions by dotted path of a field."""
+    named_field_advice: str = "use a valid value"
+    """Suggestion for the field that the error names, if `changes` does not have it."""
 
 
-def _less(value: Any, _spec: JobSpec) -> str | None:
-    """Suggest the largest proper divisor, so that the new value divides everything that the old one divides."""
-    most = value if isinstance(value, int) else 1
-    return next((f"use {most // by}" for by in range(2, most + 1) if most % by == 0), None)
+def _suggest_divisor(value: Any, _spec: JobSpec) -> str | None:
+    """Suggest the largest proper divisor, which still divides the batch size."""
+    number = value if isinstance(value, int) else 1
+    return next((f"use {number // by}" for by in range(2, number + 1) if number % by == 0), None)
 
 
-def _more(value: Any, _spec: JobSpec) -> str | None:
+def _suggest_double(value: Any, _spec: JobSpec) -> str | None:
     return f"use {2 * value}" if value else None
 
 
-def _instead(better: str, *of: Any) -> Instead:
-    return lambda value, _spec: f"use {better}" if value in of else None
+def _suggest_if(current: Any, better: str) -> Suggestion:
+    """Suggest `better` if the field's value is `current`."""
+    return lambda value, _spec: f"use {better}" if value == current else None
 
 
-_RETRIES: Mapping[str, Instead] = {"fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"}
-_AGAIN = Cure(
-    "Nothing in the spec is known to be at fault: clone the job, with training.from set to its last checkpoint "
-    "(JOB:STEP) if there is one; `swiftkv doctor` shows which service does not answer.",
-    _RETRIES,
+_MORE_RETRIES: Mapping[str, Suggestion] = {
+    "fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"
+}
+_RETRY = Cure(
+    "The spec is probably not the cause; `swiftkv doctor` shows unavailable services. Clone the job, with "
+    "training.from set to its last checkpoint (JOB:STEP) if there is one.",
+    _MORE_RETRIES,
 )
-_OPERATOR = Cure("Or ask the operator to open it to this tenant; then clone the job.", blamed="use one that is open")
+_ASK_OPERATOR = Cure(
+    "Or ask the operator to allow it for this tenant; then clone the job.", named_field_advice="use an allowed value"
+)
 
 CURES: Mapping[str, Cure] = {
-    ReasonCode.PREEMPTED: _AGAIN,
-    **{error.code: _AGAIN for error in (ConflictError, DeadlineExceededError, OverloadedError)},
-    **{error.code: _AGAIN for error in (ClusterUnavailableError, DatabaseUnavailableError)},
-    **{error.code: _OPERATOR for error in (UnauthenticatedError, ForbiddenError)},
+    ReasonCode.PREEMPTED: _RETRY,
+    **{error.code: _RETRY for error in (ConflictError, DeadlineExceededError, OverloadedError)},
+    **{error.code: _RETRY for error in (ClusterUnavailableError, DatabaseUnavailableError)},
+    **{error.code: _ASK_OPERATOR for error in (UnauthenticatedError, ForbiddenError)},
     ReasonCode.OUT_OF_MEMORY: Cure(
-        "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, lower the memory of each worker; `swiftkv "
-        "plan` shows by how much.",
+        "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, reduce the memory per worker; `swiftkv "
+        "plan` estimates it.",
         {
-            "training.micro_batch_size": _less,
+            "training.micro_batch_size": _suggest_divisor,
             "data.max_length": lambda value, _spec: f"use {value // 2}" if value >= 1024 else None,
-            "training.gradient_checkpointing": _instead("true", False),
-            "sharding.strategy": _instead("fsdp2", "ddp"),
+            "training.gradient_checkpointing": _suggest_if(False, "true"),
+            "sharding.strategy": _suggest_if("ddp", "fsdp2"),
         },
     ),
     ReasonCode.WORKER_LOST: Cure(
-        "The job's log has the last output of its workers. Clone the job, with training.from set to its last "
+        "The job's log has its workers' last output. Clone the job, with training.from set to its last "
         "checkpoint (JOB:STEP) if there is one.",
-        _RETRIES,
+        _MORE_RETRIES,
     ),
     ReasonCode.DISK_FULL: Cure(
-        "Checkpoints and data pass through the temporary directory of a machine: free its disk, or start its Ray node "
-        "with TMPDIR on a larger one; then clone the job."
+        "Checkpoints and data pass through the machine's temporary directory. Free disk space, or start the Ray node "
+        "with TMPDIR on a larger disk; then clone the job."
     ),
     ReasonCode.NOT_PLACED: Cure(
-        "Or add nodes with the resources that the cause names; then clone the job.", {"resources.num_workers": _less}
+        "Or add nodes with the resources in the error message; then clone the job.",
+        {"resources.num_workers": _suggest_divisor},
     ),
     ReasonCode.MAX_RUNTIME_EXCEEDED: Cure(
-        "Clone the job with training.from set to its last checkpoint (JOB:STEP) to go on from there. If the spec sets "
-        "no limit, it is the operator's.",
-        {"limits.max_runtime_s": _more},
+        "Clone the job with training.from set to its last checkpoint (JOB:STEP) to continue from there. If the spec "
+        "sets no limit, the operator's limit applies.",
+        {"limits.max_runtime_s": _suggest_double},
     ),
-    ReasonCode.INTERNAL: Cure("This is a defect of the control plane, whose log has its traceback: report it."),
+    ReasonCode.INTERNAL: Cure("This is a bug in the control plane: report it with the traceback from its log."),
     SwiftKVError.code: Cure(
-        "This is a defect of the program, or of code that the spec names. `swiftkv jobs logs JOB` has its traceback: "
+        "This is a bug in the program, or in code that the spec names. `swiftkv jobs logs JOB` has the traceback: "
         "report it, or fix that code and clone the job."
     ),
-    InvalidInputError.code: Cure("Clone the job with the change; `swiftkv jobs validate` checks it first."),
+    InvalidInputError.code: Cure("Clone the job with the change; check it first with `swiftkv jobs validate`."),
     ProtocolError.code: Cure(
         "Update the Ray cluster's image to the control plane's version, and submit the job again.",
-        blamed="leave it out if that image must stay",
+        named_field_advice="leave it out if the image cannot be updated",
     ),
     OverQuotaError.code: Cure(
-        "`swiftkv quota` shows the tenant's quotas; the operator can raise them.", {"resources.num_workers": _less}
+        "`swiftkv quota` shows the tenant's quotas; the operator can raise them.",
+        {"resources.num_workers": _suggest_divisor},
     ),
     QuotaExceededError.code: Cure(
-        "Clone the job when other jobs of the tenant have ended, or delete what is no longer needed; `swiftkv quota` "
-        "shows the quotas and their use.",
-        {"resources.num_workers": _less},
+        "Clone the job when other jobs of the tenant have ended, or delete unused files and models; `swiftkv quota` "
+        "shows quotas and usage.",
+        {"resources.num_workers": _suggest_divisor},
     ),
-    NotFoundError.code: Cure("Or restore it; then clone the job.", blamed="use one that exists"),
+    NotFoundError.code: Cure("Or restore it; then clone the job.", named_field_advice="use an existing one"),
     StorageError.code: Cure(
-        "Check that the object store answers and has space (`swiftkv doctor`); then clone the job, with training.from "
-        "set to its last checkpoint (JOB:STEP) if there is one.",
-        _RETRIES,
+        "Check with `swiftkv doctor` that the object store is available and has space; then clone the job, with "
+        "training.from set to its last checkpoint (JOB:STEP) if there is one.",
+        _MORE_RETRIES,
     ),
-    TrainingError.code: Cure("`swiftkv jobs logs JOB` says more; clone the job with the change."),
+    TrainingError.code: Cure("See `swiftkv jobs logs JOB`; then clone the job with the change."),
     LossNotFiniteError.code: Cure(
-        "If the loss diverges in the first steps, a longer optimizer.warmup_ratio helps.",
+        "If the loss diverges in the first steps, increase optimizer.warmup_ratio.",
         {
             "optimizer.learning_rate": lambda value, _spec: f"use {(value or 1e-3) / 10:.3g}",
-            "model.dtype": _instead("float32", "bfloat16"),
+            "model.dtype": _suggest_if("bfloat16", "float32"),
         },
     ),
     QualityGateError.code: Cure(
-        "`swiftkv jobs events JOB` shows the course of held-out KL.",
+        "`swiftkv jobs events JOB` shows held-out KL during training.",
         {
-            "training.max_steps": _more,
+            "training.max_steps": _suggest_double,
             "training.num_epochs": lambda value, spec: f"use {2 * value}" if spec.training.max_steps is None else None,
             "swiftkv.prefill_reduction": lambda value, spec: (
                 f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.request.given_layers is None else None
             ),
             "swiftkv.num_key_value_layers": lambda value, _spec: None if value is None else f"use {value + 1} or more",
-            "swiftkv.key_value_group_size": _less,
+            "swiftkv.key_value_group_size": _suggest_divisor,
         },
-        blamed="a looser limit accepts this student",
+        named_field_advice="relax the limit to accept this student",
     ),
 }
-"""Cures by code. A code without an entry has that of the nearest error class above it."""
+"""Advice by code. A code without an entry has the advice of its nearest base class."""
 
 
-def cure_of(code: str) -> Cure:
-    """Return the cure for a cause; an unknown code has the cure of a defect."""
-    family = [error.code for error in _errors().get(code, SwiftKVError).mro() if issubclass(error, SwiftKVError)]
+def find_cure(code: str) -> Cure:
+    """Return the advice for an error code; unknown codes have that of `SwiftKVError`, a bug."""
+    family = [
+        error.code for error in _map_error_codes().get(code, SwiftKVError).mro() if issubclass(error, SwiftKVError)
+    ]
     return next(CURES[each] for each in (code, *family) if each in CURES)
 
 
-def what_to_change(code: str, field: str | None, spec: JobSpec) -> str:
-    """Return advice on a failed job: each field to change, with its value and what to use instead, and other steps.
+def advise_on_failure(code: str, field: str | None, spec: JobSpec) -> str:
+    """Return advice on a failed job: fields to change, with their values and suggestions, then other steps.
 
     Args:
-        field: dotted path that the failure names.
+        field: dotted path of the field that the error names.
     """
-    cure = cure_of(code)
+    cure = find_cure(code)
     changes = dict(cure.changes or {})
     if field is not None and field not in changes:
-        changes = {field: lambda _value, _spec: cure.blamed, **changes}
-    told = []
-    for path, instead in changes.items():
-        value, known = _value_at(spec, path)
-        better = instead(value, spec) if known else None
-        if better is not None:
-            told.append(f"{path} is {json.dumps(value, ensure_ascii=False)}: {better}")
-    return f"{'; or '.join(told)}. {cure.advice}" if told else cure.advice
+        changes = {field: lambda _value, _spec: cure.named_field_advice, **changes}
+    suggestions = []
+    for path, suggest in changes.items():
+        value, is_known = _read_field(spec, path)
+        suggestion = suggest(value, spec) if is_known else None
+        if suggestion is not None:
+            suggestions.append(f"{path} is {json.dumps(value, ensure_ascii=False)}: {suggestion}")
+    return f"{'; or '.join(suggestions)}. {cure.advice}" if suggestions else cure.advice
 
 
-def _errors() -> Mapping[str, type[SwiftKVError]]:
+def _map_error_codes() -> Mapping[str, type[SwiftKVError]]:
     found, new = dict[str, type[SwiftKVError]](), [SwiftKVError]
     while new:
         error = new.pop()
@@ -183,8 +192,8 @@ def _errors() -> Mapping[str, type[SwiftKVError]]:
     return found
 
 
-def _value_at(spec: JobSpec, path: str) -> tuple[Any, bool]:
-    """Return the value of a field, and whether it can be shown: a path may lead to an object or to nothing."""
+def _read_field(spec: JobSpec, path: str) -> tuple[Any, bool]:
+    """Return the value at a path, and whether it can be shown: there may be an object, or nothing."""
     value: Any = spec.model_dump(mode="json", by_alias=True)
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict) and key in value:

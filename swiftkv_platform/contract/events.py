@@ -16,99 +16,99 @@ from swiftkv_platform.frozen import FrozenModel
 
 
 class ReasonCode(StrEnum):
-    """`status_reason.code` of a job, unless that is the code of an error in `errors.py`. Codes that end a job have an
-    entry in `cures.CURES`."""
+    """`status_reason.code` of a job, besides the codes of errors in `errors.py`. Codes that end a job have an entry in
+    `cures.CURES`."""
 
     WORKER_LOST = "worker_lost"
-    """A process or a machine of the attempt is lost."""
+    """A process or machine of the attempt died."""
     PREEMPTED = "preempted"
-    """The attempt was stopped from outside."""
+    """The attempt was stopped from outside, e.g. with its machine."""
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     NOT_PLACED = "not_placed"
-    """The cluster had no place for the attempt's workers; the job is queued again."""
+    """The cluster had no free resources for the attempt's workers; the job is queued again."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
-    """The job is in the queue until the cluster has places for its workers."""
+    """The job is queued until the cluster has free resources for its workers."""
     WAITING_FOR_TURN = "waiting_for_turn"
-    """The job is queued behind others: for a slot, its tenant's quota, or its next attempt."""
+    """The job is queued for a slot, for its tenant's quota, or until its next attempt may start."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
-    """The attempt ran longer than it may."""
+    """The attempt reached `limits.max_runtime_s` or the operator's limit."""
     INTERNAL = "internal"
     """The control plane failed to handle the job."""
     COST_CAP = "cost_cap"
-    """The job has reached its cost cap and pauses."""
+    """The job reached `limits.cost_cap` and pauses."""
     PAUSED = "paused"
-    """A caller asked for the pause."""
+    """A caller paused the job."""
     RESUMED = "resumed"
     CANCELLED = "cancelled"
 
 
-class CourseCode(StrEnum):
-    """Reason for a turn of a training run, see `contract.events.CourseEvent`."""
+class SteeringReason(StrEnum):
+    """Reason for a steering decision, see `SteeringEvent`."""
 
     RATE_SEARCHED = "rate_searched"
-    """The learning rate was found by a search."""
+    """A search found the learning rate."""
     RATE_BOUNDED = "rate_bounded"
-    """The learning rate is as high as the size of the trained matrices allows; the run is too short for a search."""
+    """The run is too short for a search, so the learning rate is the highest stable one for the trained matrices."""
     HELD_OUT_KL_ABOVE_START = "held_out_kl_above_start"
     HELD_OUT_KL_DIVERGED = "held_out_kl_diverged"
-    """Held-out KL is far above its best."""
+    """Held-out KL is far above its lowest value."""
     LOSS_NOT_FINITE = "loss_not_finite"
     EARLY_STOPPING = "early_stopping"
-    """Held-out KL no longer falls."""
+    """Held-out KL has stopped falling."""
     ROLLBACKS_EXHAUSTED = "rollbacks_exhausted"
-    """Held-out KL has risen once more than a run may go back."""
+    """Held-out KL has risen again after `guard.max_rollbacks` rollbacks."""
     LAST_STEP = "last_step"
 
 
 Level = Literal["info", "warn", "error"]
 AttemptStatus = Literal["running", "evaluating", "paused"]
-"""`running` and `evaluating` when that phase begins; `paused` when the attempt was asked to pause, its checkpoint is
-complete, and it ends."""
+"""`running` and `evaluating` at the start of that phase; `paused` when an attempt has saved its checkpoint for a pause
+and ends."""
 
-_YEAR_10000 = 253_402_300_800
-_MOST_CAUSE = 500
-"""Most characters of the explanation why an event cannot be parsed."""
-_Time = Annotated[float, Field(ge=0, lt=_YEAR_10000)]
+_MAX_TIME = 253_402_300_800
+_MAX_CAUSE_LENGTH = 500
+"""Max characters of a parse error in a warning."""
+_Time = Annotated[float, Field(ge=0, lt=_MAX_TIME)]
 _Step = Annotated[int, Field(ge=0, lt=2**63)]
-_OPEN = ConfigDict(extra="allow")
-"""Configuration of `data`: unknown keys from newer versions are kept."""
+_KEEP_UNKNOWN_KEYS = ConfigDict(extra="allow")
+"""Keeps unknown keys of `data`, which newer versions may write."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class StatusData(TypedDict):
     status: AttemptStatus
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class _KnownMeasurements(TypedDict):
     step: _Step
     tokens: NotRequired[_Step | None]
-    """Tokens trained on so far."""
+    """Trained tokens so far."""
     memory_bytes: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 _KNOWN_MEASUREMENTS = TypeAdapter(_KnownMeasurements)
 
 
-def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
+def _validate_point(point: dict[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {**_KNOWN_MEASUREMENTS.validate_python(point)}
     return {name: checked[name] for name in point}
 
 
-Point = Annotated[dict[str, Any], AfterValidator(_checked_point)]
-"""Measurements of one optimizer step by name: `step` and, if known, `tokens`, `memory_bytes`, `loss`, `logits_loss`,
-`lr`, `grad_norm`, `tokens_per_second`, ..."""
+MetricsPoint = Annotated[dict[str, Any], AfterValidator(_validate_point)]
+"""Metrics of one optimizer step by name: `step`, and `tokens`, `memory_bytes`, `loss`, `logits_loss`, `lr`,
+`grad_norm`, `tokens_per_second`, ... if known."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class MetricsData(TypedDict):
-    points: list[Point]
-    """Measurements of one or more steps."""
+    points: list[MetricsPoint]
+    """Metrics of one or more steps."""
     total_steps: NotRequired[Annotated[int, Field(ge=1, lt=2**63)]]
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class CheckpointData(TypedDict):
     step: _Step
     key: str
@@ -119,7 +119,7 @@ class CheckpointData(TypedDict):
     """Digest of its manifest."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class ArtifactData(TypedDict):
     key: str
     sha256: str
@@ -130,45 +130,45 @@ class ArtifactData(TypedDict):
     """Evaluation report of the model."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class TrackingData(TypedDict):
     provider: str
     run_id: str
     mode: str
     url: str | None
-    """Page of the run; None offline."""
+    """URL of the run's page; None offline."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class PlacementData(TypedDict):
     phase: Annotated[str, Field(max_length=200)]
     state: Literal["waiting", "placed"]
-    """`waiting` from the driver, before it asks the cluster for workers; `placed` from one of the workers."""
+    """`waiting`: reported by the driver before it requests workers; `placed`: reported by a worker once it runs."""
     needs: NotRequired[Annotated[str, Field(max_length=2000)]]
-    """Description of what the waiting workers need and what is available."""
+    """Requested and available resources, in words, while waiting."""
 
 
-def phase_name(phase: str, spec_name: str) -> str:
-    """Return the name of a phase in `PlacementData`; it includes the spec's name, to tell a sweep's trials apart."""
+def name_phase(phase: str, spec_name: str) -> str:
+    """Return the name of a phase in `PlacementData`: `train of NAME`. A sweep's trials differ by the spec's name."""
     return f"{phase} of {spec_name}"
 
 
-def phase_of(name: str) -> str:
-    """Return the phase in a name from `phase_name`: `write`, `prepare`, `train`, `evaluate` or `publish`. Workers that
-    train report `calibrate` first, in the same place."""
+def parse_phase(name: str) -> str:
+    """Return the phase in a name from `name_phase`: `write`, `prepare`, `train`, `evaluate` or `publish`, or
+    `calibrate` for training workers that still calibrate."""
     return name.partition(" of ")[0]
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class ProgressData(TypedDict):
     phase: Annotated[str, Field(max_length=200)]
     part: Annotated[str, Field(max_length=200)]
     """Part of the phase, e.g. one task of an evaluation."""
     done: _Step
-    """Pieces of the part's work that are done, of `total`."""
+    """Completed units of the part, of `total`."""
     total: _Step
     eta_s: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)] | None]
-    """Seconds until the part is done, at the pace so far."""
+    """Estimated seconds until the part is complete."""
 
 
 class TriedRate(TypedDict):
@@ -177,30 +177,30 @@ class TriedRate(TypedDict):
     """Held-out KL after the trial; None if it is not finite."""
 
 
-@with_config(_OPEN)
-class CourseData(TypedDict):
+@with_config(_KEEP_UNKNOWN_KEYS)
+class SteeringData(TypedDict):
     action: Literal["rate", "rollback", "end"]
-    """`rate`: the learning rate is found; `rollback`: training goes back to its best state; `end`: training ends."""
-    code: CourseCode
+    """`rate`: set the learning rate; `rollback`: return to the best state; `end`: end training."""
+    code: SteeringReason
     step: _Step
     """Optimizer steps done."""
     held_out_kl: NotRequired[float | None]
-    """Measurement that caused the action, in nats; None if it is not finite."""
+    """Measured held-out KL in nats; None if it is not finite."""
     start_kl: NotRequired[float | None]
     best_kl: NotRequired[float | None]
     best_step: NotRequired[_Step | None]
     chosen_step: NotRequired[_Step | None]
     """For `end`: the step whose state becomes the model."""
     learning_rate: NotRequired[float | None]
-    """Peak rate from here on."""
+    """Peak learning rate from this step on."""
     tried: NotRequired[list[TriedRate]]
-    """`rate`: the search."""
+    """For `rate`: the learning rates tried by the search."""
 
 
-@with_config(_OPEN)
+@with_config(_KEEP_UNKNOWN_KEYS)
 class ErrorData(TypedDict):
     code: str
-    """A `ReasonCode`, or the code of an error of `errors.py`."""
+    """A `ReasonCode`, or the code of an error in `errors.py`."""
     field: NotRequired[str | None]
     value: NotRequired[Any]
     retryable: bool
@@ -215,21 +215,21 @@ class _Event(FrozenModel):
 
 
 class MessageEvent(_Event):
-    """Message for people to read."""
+    """Message to users."""
 
     type: Literal["message"] = "message"
     data: dict[str, Any] = {}
 
 
 class StatusEvent(_Event):
-    """Beginning of a phase of the attempt, or its pause; from the driver."""
+    """Start of a phase, or pause, of the attempt; reported by the driver."""
 
     type: Literal["status"] = "status"
     data: StatusData
 
 
 class MetricsEvent(_Event):
-    """Measurements of optimizer steps."""
+    """Metrics of optimizer steps."""
 
     type: Literal["metrics"] = "metrics"
     data: MetricsData
@@ -243,21 +243,21 @@ class CheckpointEvent(_Event):
 
 
 class ArtifactEvent(_Event):
-    """The published model: the attempt has done its work."""
+    """The attempt's model is stored; the attempt is complete."""
 
     type: Literal["artifact"] = "artifact"
     data: ArtifactData
 
 
 class TrackingEvent(_Event):
-    """The attempt's run at a tracker."""
+    """The attempt's run in W&B."""
 
     type: Literal["tracking"] = "tracking"
     data: TrackingData
 
 
 class PlacementEvent(_Event):
-    """Workers of a phase that wait for a place on the cluster, or one that has found it."""
+    """A phase's workers wait for resources of the cluster, or have been placed."""
 
     type: Literal["placement"] = "placement"
     data: PlacementData
@@ -270,11 +270,11 @@ class ProgressEvent(_Event):
     data: ProgressData
 
 
-class CourseEvent(_Event):
-    """Turn of the training run, decided by its held-out KL."""
+class SteeringEvent(_Event):
+    """Steering decision of a training run, based on held-out KL."""
 
     type: Literal["course"] = "course"
-    data: CourseData
+    data: SteeringData
 
 
 class ErrorEvent(_Event):
@@ -293,30 +293,34 @@ AttemptEvent = Annotated[
     | TrackingEvent
     | PlacementEvent
     | ProgressEvent
-    | CourseEvent
+    | SteeringEvent
     | ErrorEvent,
     Field(discriminator="type"),
 ]
-"""Event that a worker or the driver reports."""
+"""Event reported by a worker or the driver."""
 
 ATTEMPT_EVENT: TypeAdapter[AttemptEvent] = TypeAdapter(AttemptEvent)
 
 
 class _Envelope(BaseModel):
-    """Fields of an event that can be read even if its kind, or something in it, is unknown."""
+    """Fields that every event has, even of an unknown kind."""
 
     time: _Time
     data: dict[str, Any] = {}
 
 
 def parse_event(stored: bytes, *, name: str, now: float) -> AttemptEvent:
-    """Parse an event. A malformed event, or one of an unknown kind, becomes a warning: workers of another version must
-    not keep their job from being tailed or cancelled. `name`: the event's name in the warning. `now`: time of the
-    warning if the event has none."""
+    """Parse an event. A malformed event, or one of an unknown kind, becomes a warning, so that a job with workers of
+    another version can still be followed and cancelled.
+
+    Args:
+        name: name of the event in the warning.
+        now: time of the warning if the event has none.
+    """
     try:
         return ATTEMPT_EVENT.validate_json(stored)
     except ValidationError as error:
-        message = f"event {name!r} cannot be understood: {_cause(error)}"
+        message = f"event {name!r} is not valid: {_describe_first_error(error)}"
     try:
         envelope = _Envelope.model_validate_json(stored)
     except ValidationError:
@@ -324,32 +328,32 @@ def parse_event(stored: bytes, *, name: str, now: float) -> AttemptEvent:
     return MessageEvent(time=envelope.time, level="warn", message=message, data=envelope.data)
 
 
-def _cause(error: ValidationError) -> str:
+def _describe_first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(str(part) for part in first["loc"])
-    return f"{path}: {first['msg']}"[:_MOST_CAUSE] if path else first["msg"][:_MOST_CAUSE]
+    return f"{path}: {first['msg']}"[:_MAX_CAUSE_LENGTH] if path else first["msg"][:_MAX_CAUSE_LENGTH]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Start of a speed measurement: the first point of an uninterrupted sequence of steps."""
+    """Training speed, measured from the first step of an uninterrupted sequence to the newest step."""
 
     step: int
     time: float
-    """Unix time in seconds, by the reporting worker's clock."""
+    """Unix seconds of the first step, by the worker's clock."""
     last_time: float = 0.0
-    """Unix seconds of the newest point."""
+    """Unix seconds of the newest step."""
 
     @classmethod
-    def after(cls, pace: Pace | None, step: int, time: float, *, last_step: int) -> Pace:
-        """Return the pace after `step` was reported at `time`. It starts anew if `step` is not beyond `last_step`, as
-        after a restart or when steps are repeated from a checkpoint."""
+    def extend(cls, pace: Pace | None, step: int, time: float, *, last_step: int) -> Pace:
+        """Return the pace after `step` at `time`. Restart the measurement if `step` is not beyond `last_step`, as after
+        resuming from a checkpoint."""
         if pace is None or step <= last_step:
             pace = cls(step, time)
         return replace(pace, last_time=time)
 
-    def seconds_remaining(self, step: int, total_steps: int | None) -> int | None:
-        """Return the seconds from `last_time` to the last step; None as long as there is only one point."""
+    def estimate_seconds_remaining(self, step: int, total_steps: int | None) -> int | None:
+        """Return the seconds from `last_time` to the last step; None after only one step."""
         if total_steps is None or step <= self.step or self.last_time <= self.time:
             return None
         return math.ceil(max(total_steps - step, 0) * (self.last_time - self.time) / (step - self.step))

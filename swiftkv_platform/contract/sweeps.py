@@ -1,5 +1,6 @@
-"""Trials of a sweep, and what their reports give together: the frontier of quality and compute, and the recommended
-point. Torch-free; independent of how trials run and where reports are stored.
+"""Trials of a sweep, and the summary of their reports: the frontier of quality and compute, and the recommended trial.
+
+Torch-free; independent of how trials run and where reports are stored.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv_platform.contract.verdicts import Verdict, verdict
+from swiftkv_platform.contract.verdicts import Verdict, find_worst_verdict
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
-"""Field named when a combination is refused because its g exceeds the number of layers that its l leaves."""
+"""Field of the error for a combination of l and g where g exceeds the number of layers >= l."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +24,39 @@ class Trial:
 
     index: int
     name: str
-    """Unique name within the sweep, usable in a key, made of the swept values: `l6-g2-lr0.003`."""
+    """Unique name within the sweep, built from the swept values: `l6-g2-lr0.003`. Valid in an object key."""
     spec: JobSpec
-    """Spec of the trial as a job without a sweep."""
+    """The job's spec with the trial's values and without `sweep`."""
 
 
-def _short(value: float) -> str:
+def _format_shortest(value: float) -> str:
     """Format with the fewest digits that read back as the same number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
-def expand(spec: JobSpec) -> tuple[Trial, ...]:
-    """Every combination, the largest l and the smallest g first; of a job without a sweep the job itself."""
+def expand_sweep(spec: JobSpec) -> tuple[Trial, ...]:
+    """Return every combination, largest l and smallest g first; without a sweep, one trial with the job's spec."""
     if spec.sweep is None:
         return (Trial(0, "", spec),)
     sweep, trials = spec.sweep, []
+    # None on an axis: the spec's own value.
     axes: tuple[Sequence[float | None], ...] = (
         sorted(sweep.num_key_value_layers, reverse=True) or [None],
         sorted(sweep.key_value_group_size) or [None],
         sorted(sweep.learning_rate) or [None],
     )
     for index, (layers, group, rate) in enumerate(itertools.product(*axes)):
+        # 1. the swept values, as changes of their sections
         swiftkv: dict[str, Any] = {}
         if layers is not None:
             swiftkv |= {"num_key_value_layers": layers, "prefill_reduction": None}
         if group is not None:
             swiftkv |= {"key_value_group_size": group}
         optimizer = {} if rate is None else {"learning_rate": rate}
+        # 2. the trial's name and spec
         parts = [("l", layers), ("g", group), ("lr", rate)]
-        name = "-".join(f"{prefix}{_short(value)}" for prefix, value in parts if value is not None)
+        name = "-".join(f"{prefix}{_format_shortest(value)}" for prefix, value in parts if value is not None)
         trial = spec.model_copy(
             update={
                 "name": f"{spec.name[: 99 - len(name)]}-{name}",
@@ -65,7 +69,7 @@ def expand(spec: JobSpec) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-class Point(FrozenModel):
+class TrialResult(FrozenModel):
     """Outcome of one trial."""
 
     name: str
@@ -73,26 +77,26 @@ class Point(FrozenModel):
     """Swept value, or the spec's; None if the spec has `prefill_reduction` instead."""
     key_value_group_size: int
     learning_rate: float | None
-    """Swept value, or the spec's; None if it depends on the model's size."""
+    """Swept value, or the spec's; None if it is derived from the model's size."""
     report: dict[str, Any] | None
     """`evaluation.json` of the trial; None if it failed."""
     error: str | None = None
-    """Reason that the trial could not be trained, e.g. a loss that is not finite."""
+    """Why training failed, e.g. a loss that is not finite."""
     on_frontier: bool = False
     """Whether no other trial is better in prefill compute or KL and at least equal in the other."""
 
     @property
     def verdict(self) -> Verdict:
-        return "failed" if self.report is None else verdict(self.report)
+        return "failed" if self.report is None else find_worst_verdict(self.report)
 
     @property
-    def within_budget(self) -> bool:
+    def is_within_budget(self) -> bool:
         return self.verdict == "passed"
 
     @property
-    def cost(self) -> tuple[float, float, float]:
-        """Prefill compute and cache relative to the teacher's, and KL: the sort key of the choice, in this order."""
-        assert self.report is not None, "a trial that failed costs nothing"
+    def ranking_key(self) -> tuple[float, float, float]:
+        """Prefill compute and KV cache relative to the teacher, then KL; the smallest key is recommended."""
+        assert self.report is not None, "a failed trial has no report"
         kl: float = self.report["distilled"]["kl"]
         return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl
 
@@ -100,18 +104,20 @@ class Point(FrozenModel):
 class SweepReport(FrozenModel):
     """Contents of `sweep.json`."""
 
-    points: tuple[Point, ...]
+    points: tuple[TrialResult, ...]
     recommended: str | None
-    """The cheapest point within the budget, see `SweepSpec`. If there is none, the point of lowest KL among those whose
-    gates are undecided; None if there are none either."""
+    """Name of the cheapest trial that passed all gates (see `SweepSpec`). If none passed, the undecided trial with the
+    lowest KL; None if all failed."""
 
     @property
-    def chosen(self) -> Point | None:
-        return next((point for point in self.points if point.name == self.recommended), None)
+    def recommended_result(self) -> TrialResult | None:
+        return next((result for result in self.points if result.name == self.recommended), None)
 
 
-def point(trial: Trial, *, report: Mapping[str, Any] | None = None, error: str | None = None) -> Point:
-    return Point(
+def make_trial_result(
+    trial: Trial, *, report: Mapping[str, Any] | None = None, error: str | None = None
+) -> TrialResult:
+    return TrialResult(
         name=trial.name,
         num_key_value_layers=trial.spec.swiftkv.request.given_layers,
         key_value_group_size=trial.spec.swiftkv.key_value_group_size,
@@ -121,26 +127,24 @@ def point(trial: Trial, *, report: Mapping[str, Any] | None = None, error: str |
     )
 
 
-def summarise(points: Sequence[Point]) -> SweepReport:
-    """Mark the frontier and choose the recommended point."""
-    measured = [point for point in points if point.report is not None]
-    affordable = [point for point in measured if point.within_budget]
-    open_ones = [point for point in measured if point.verdict == "undecided"]
-    chosen = min(affordable, key=lambda point: point.cost) if affordable else None
-    if chosen is None and open_ones:
-        chosen = min(open_ones, key=lambda point: point.cost[-1])
+def summarize_trials(points: Sequence[TrialResult]) -> SweepReport:
+    """Mark the frontier and choose the recommended trial."""
+    measured = [result for result in points if result.report is not None]
+    within_limits = [result for result in measured if result.is_within_budget]
+    undecided = [result for result in measured if result.verdict == "undecided"]
+    chosen = min(within_limits, key=lambda result: result.ranking_key) if within_limits else None
+    if chosen is None and undecided:
+        chosen = min(undecided, key=lambda result: result.ranking_key[-1])
     return SweepReport(
         points=tuple(
-            point.model_copy(update={"on_frontier": point.report is not None and _on_frontier(point, measured)})
-            for point in points
+            result.model_copy(update={"on_frontier": result.report is not None and _on_frontier(result, measured)})
+            for result in points
         ),
         recommended=None if chosen is None else chosen.name,
     )
 
 
-def _on_frontier(point: Point, others: Sequence[Point]) -> bool:
-    compute, _, kl = point.cost
-    return not any(
-        other.cost[0] <= compute and other.cost[2] <= kl and (other.cost[0], other.cost[2]) != (compute, kl)
-        for other in others
-    )
+def _on_frontier(result: TrialResult, others: Sequence[TrialResult]) -> bool:
+    compute, _, kl = result.ranking_key
+    costs = [(other.ranking_key[0], other.ranking_key[2]) for other in others]
+    return not any(cost[0] <= compute and cost[1] <= kl and cost != (compute, kl) for cost in costs)

@@ -39,14 +39,14 @@ from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers,
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
-from swiftkv_platform.limits import SIGN_INS_AT_ONCE, SIGN_INS_PER_MINUTE
+from swiftkv_platform.limits import SIGN_IN_BURST, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import remove_abandoned_workspaces
 from swiftkv_platform.security.credentials import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.traces import Spans, configured_provider
+from swiftkv_platform.traces import Spans, open_provider
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, RateLimiter
 
 _STOP_TIMEOUT_S = 20.0
@@ -119,7 +119,7 @@ async def running(
     await run_in_threadpool(remove_abandoned_workspaces)
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
-    app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
+    app.state.spans = Spans(open_provider("swiftkv-control-plane"))
     app.state.nodes = CachedCall(lambda: nodes_of(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
     _guard(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
@@ -193,7 +193,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
         parts.database, credentials, parts.clock, lifetime_s=settings.session_lifetime_s
     )
     app.state.sign_ins = RateLimiter(
-        SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_INS_AT_ONCE.default, caller_kind="address"
+        SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_IN_BURST.default, caller_kind="address"
     )
     app.state.audit = SqlAudit(parts.database)
     app.state.floods = Floods(parts.clock)

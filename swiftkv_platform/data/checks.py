@@ -38,7 +38,7 @@ from swiftkv_platform.data.formats import (
     match_format,
 )
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.errors import DataError, lone_surrogate
+from swiftkv_platform.errors import DataError, find_lone_surrogate
 from swiftkv_platform.limits import (
     CHECKED_BYTES,
     CHECKED_ENTRIES,
@@ -419,7 +419,7 @@ def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings)
         accepted = f"at most {_MOST_COLUMNS}, with names of at most {_LONGEST_COLUMN} characters, are accepted"
         raise bad_row(field, name, number, f" has {len(row)} columns; {accepted}")
     columns = tuple(row)
-    unusable = next((each for each in columns if lone_surrogate(each) is not None or "\0" in each), None)
+    unusable = next((each for each in columns if find_lone_surrogate(each) is not None or "\0" in each), None)
     if unusable is not None:
         why = f" has the column {unusable!a}, which is not valid text; use whole characters other than NUL"
         raise bad_row(field, name, number, why)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from swiftkv_platform.contract.attempts import SUFFIX, StoredFile
+from swiftkv_platform.contract.attempts import FILE_SUFFIX, StoredFile
 from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, bad_row, reader_for
 from swiftkv_platform.data.formats import COLUMNS, FORMATS, Content, Holdings, RowFormat, RowReader, find_format
 from swiftkv_platform.data.messages import RowError
@@ -130,7 +130,7 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     if digest != stored.sha256:
         why = f", whose rows differ from those uploaded (SHA-256 {digest} instead of {stored.sha256})"
         raise DataError.for_field(field, name, f"{why}; upload the file again")
-    return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
+    return replace(_file_table(file, READERS[FILE_SUFFIX], field), origin=name)
 
 
 _PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}

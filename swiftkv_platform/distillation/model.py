@@ -44,7 +44,7 @@ from swiftkv_platform.model.packed_attention import (
 )
 from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.planning.training import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
-from swiftkv_platform.private_directories import private_directory
+from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -446,7 +446,7 @@ def compile_layers(model: DistillationModel) -> None:
     # PyTorch would load code from its default directory in /tmp, whoever created that directory.
     cache = Path(tempfile.gettempdir()) / f"swiftkv-inductor-{os.geteuid()}"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_directory(cache))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ensure_private_directory(cache))
     model.uses_static_shapes = True
     for layer in [*model.student.model.layers, *model.get_teacher_layers()]:
         layer.compile(dynamic=False)

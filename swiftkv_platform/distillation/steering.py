@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftkv_platform.contract.events import CourseCode, CourseData, TriedRate
+from swiftkv_platform.contract.events import SteeringData, SteeringReason, TriedRate
 from swiftkv_platform.planning.steering import MAX_TRIALS
 from swiftkv_platform.specs import OptimizerSpec, TrainingSpec
 
@@ -117,9 +117,9 @@ class SteeringDecision:
 
     state: SteeringState
     """New state."""
-    rollback: CourseCode | None = None
+    rollback: SteeringReason | None = None
     """Reason to roll back to the best state; None: no rollback."""
-    end: CourseCode | None = None
+    end: SteeringReason | None = None
     """Reason to end the run; None: continue."""
     is_best: bool = False
 
@@ -144,7 +144,7 @@ def decide(
     if not state.is_measured:
         start = kl if math.isnan(state.start_kl) else state.start_kl
         first = replace(state, start_kl=start, reference_kl=kl).with_best(kl, step)
-        return SteeringDecision(first, is_best=True, end=CourseCode.LAST_STEP if is_last else None)
+        return SteeringDecision(first, is_best=True, end=SteeringReason.LAST_STEP if is_last else None)
     # 2. roll back if the KL has risen too far
     reason = _find_rollback_reason(state, kl, spec)
     if reason is not None:
@@ -163,21 +163,21 @@ def decide(
             num_stale=0 if improved else state.num_stale + 1,
         )
         if state.num_stale >= stopping.patience and not is_last:
-            return SteeringDecision(replace(state, ended=1), end=CourseCode.EARLY_STOPPING, is_best=is_best)
-    return SteeringDecision(state, end=CourseCode.LAST_STEP if is_last else None, is_best=is_best)
+            return SteeringDecision(replace(state, ended=1), end=SteeringReason.EARLY_STOPPING, is_best=is_best)
+    return SteeringDecision(state, end=SteeringReason.LAST_STEP if is_last else None, is_best=is_best)
 
 
 def roll_back(
-    state: SteeringState, reason: CourseCode, step: int, spec: TrainingSpec, *, is_last: bool = False
+    state: SteeringState, reason: SteeringReason, step: int, spec: TrainingSpec, *, is_last: bool = False
 ) -> SteeringDecision:
     """Decide to return to the best state after `step`. Training continues at a lower rate, or ends if `step` is the
     last one or `guard.max_rollbacks` is reached."""
     guard = spec.guard
     assert guard is not None, "rollbacks need a guard"
     if is_last:
-        return SteeringDecision(state, rollback=reason, end=CourseCode.LAST_STEP)
+        return SteeringDecision(state, rollback=reason, end=SteeringReason.LAST_STEP)
     if state.num_rollbacks >= guard.max_rollbacks:
-        return SteeringDecision(replace(state, ended=1), rollback=reason, end=CourseCode.ROLLBACKS_EXHAUSTED)
+        return SteeringDecision(replace(state, ended=1), rollback=reason, end=SteeringReason.ROLLBACKS_EXHAUSTED)
     restarted = replace(
         state,
         rate_scale=state.rate_scale * guard.rate_factor,
@@ -188,13 +188,13 @@ def roll_back(
     return SteeringDecision(restarted, rollback=reason)
 
 
-def _find_rollback_reason(state: SteeringState, kl: float, spec: TrainingSpec) -> CourseCode | None:
+def _find_rollback_reason(state: SteeringState, kl: float, spec: TrainingSpec) -> SteeringReason | None:
     if spec.guard is None:
         return None
     if not kl <= state.start_kl * (1.0 + _ROUNDING_TOLERANCE):  # also true for NaN
-        return CourseCode.HELD_OUT_KL_ABOVE_START
+        return SteeringReason.HELD_OUT_KL_ABOVE_START
     if kl > state.best_kl * spec.guard.divergence_factor:
-        return CourseCode.HELD_OUT_KL_DIVERGED
+        return SteeringReason.HELD_OUT_KL_DIVERGED
     return None
 
 
@@ -208,7 +208,7 @@ class SteeringNote:
     """Message and data of an event of kind `course`."""
 
     message: str
-    data: CourseData
+    data: SteeringData
 
 
 def describe_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote:
@@ -225,7 +225,7 @@ def describe_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote
         message,
         {
             "action": "rate",
-            "code": CourseCode.RATE_SEARCHED if trials else CourseCode.RATE_BOUNDED,
+            "code": SteeringReason.RATE_SEARCHED if trials else SteeringReason.RATE_BOUNDED,
             "step": 0,
             "start_kl": state.start_kl,
             "learning_rate": state.peak_rate,
@@ -235,12 +235,12 @@ def describe_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote
 
 
 _REASONS = {
-    CourseCode.HELD_OUT_KL_ABOVE_START: "held-out KL {kl} exceeds its initial value {start}",
-    CourseCode.HELD_OUT_KL_DIVERGED: "held-out KL {kl} is far above the best, {best}",
-    CourseCode.LOSS_NOT_FINITE: "the loss is not finite",
-    CourseCode.EARLY_STOPPING: "held-out KL {kl} no longer improves",
-    CourseCode.ROLLBACKS_EXHAUSTED: "rollback limit ({rollbacks}) reached",
-    CourseCode.LAST_STEP: "training is complete",
+    SteeringReason.HELD_OUT_KL_ABOVE_START: "held-out KL {kl} exceeds its initial value {start}",
+    SteeringReason.HELD_OUT_KL_DIVERGED: "held-out KL {kl} is far above the best, {best}",
+    SteeringReason.LOSS_NOT_FINITE: "the loss is not finite",
+    SteeringReason.EARLY_STOPPING: "held-out KL {kl} no longer improves",
+    SteeringReason.ROLLBACKS_EXHAUSTED: "rollback limit ({rollbacks}) reached",
+    SteeringReason.LAST_STEP: "training is complete",
 }
 
 
@@ -258,7 +258,7 @@ def describe_decision(
     initial, best = _format_kl(state.start_kl), _format_kl(state.best_kl)
     figures = {"kl": _format_kl(measured_kl), "start": initial, "best": best, "rollbacks": state.num_rollbacks}
 
-    def make_data(action: Literal["rollback", "end"], code: CourseCode) -> CourseData:
+    def make_data(action: Literal["rollback", "end"], code: SteeringReason) -> SteeringData:
         return {
             "action": action,
             "code": code,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swiftkv_platform.contract.attempts import StopRequest
-from swiftkv_platform.contract.events import CourseCode, TriedRate
+from swiftkv_platform.contract.events import SteeringReason, TriedRate
 from swiftkv_platform.data.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import DistillationModel
@@ -218,7 +218,7 @@ class Trainer:
         except LossNotFiniteError:
             if training.guard is None or not state.is_measured or state.num_rollbacks >= training.guard.max_rollbacks:
                 raise
-            decision = roll_back(state, CourseCode.LOSS_NOT_FINITE, progress.step, training)
+            decision = roll_back(state, SteeringReason.LOSS_NOT_FINITE, progress.step, training)
             return self._apply_decision(decision, math.nan, progress)
         progress = replace(progress, step=metrics.step, tokens=metrics.tokens, held_out_kl=None)
         if self._validation is None or not self._schedule.is_measured(progress.step):

@@ -19,14 +19,14 @@ from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, EventPace, RequestOutput, RequestStream
 from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader, check_unused
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
-from swiftkv_platform.limits import COMPILING_GRAMMARS
+from swiftkv_platform.limits import PENDING_GRAMMARS
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 from swiftkv_platform.web.limiters import Sender
 
-MAX_COMPILING = COMPILING_GRAMMARS.default
+MAX_COMPILING = PENDING_GRAMMARS.default
 """Maximum number of requests of a caller whose grammars are being compiled or wait for it; one more is refused."""
 SPARED_COMPILING_S = 0.1
 """Seconds of compiling a grammar that are not charged to the caller, as for ordinary grammars on a busy machine."""

@@ -94,7 +94,7 @@ class RequestReader:
                 f"{self._max_model_len} tokens (max_prompt_bytes)",
                 field=field,
                 value=size,
-                most=self._max_model_len,
+                max_tokens=self._max_model_len,
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
@@ -154,7 +154,7 @@ class RequestReader:
                 "raise kv_cache_bytes",
                 field="prompt",
                 value=num_prompt_tokens,
-                most=self._num_slots + 1,
+                max_tokens=self._num_slots + 1,
             )
 
     def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -271,7 +271,7 @@ class RequestReader:
                 f"1..{self._max_model_len - 1} tokens, and their answer",
                 field="prompt",
                 value=num_tokens,
-                most=self._max_model_len,
+                max_tokens=self._max_model_len,
             )
 
     def _tokenize(self, text: str) -> list[int]:

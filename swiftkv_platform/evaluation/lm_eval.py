@@ -8,7 +8,7 @@ All arguments are the harness's. From Python, `import swiftkv_platform.model` be
 from __future__ import annotations
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ModuleNotFoundError as error:
-        raise InvalidInputError(f"this command needs {error.name}; use {install_command('eval')}") from error
+        raise InvalidInputError(f"this command needs {error.name}; use {make_install_command('eval')}") from error
     cli_evaluate()
 
 

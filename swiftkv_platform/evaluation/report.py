@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.contract.verdicts import NEEDLE, VERDICTS, Verdict, verdict_of
+from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX, VERDICTS, Verdict, read_gate_verdict
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.builtin import TEACHER_FINDS
@@ -85,7 +85,7 @@ class Gate(FrozenModel):
     @classmethod
     def _of_before_outcomes(cls, data: Any) -> Any:
         if isinstance(data, dict) and "outcome" not in data and "passed" in data:
-            return {**data, "outcome": verdict_of(data)}
+            return {**data, "outcome": read_gate_verdict(data)}
         return data
 
     @property
@@ -277,7 +277,7 @@ def _gates(
     def settle(limit: float | Literal["auto"] | None, default: float) -> float | None:
         return limit if limit != "auto" else default if instruct else None
 
-    num_gates = max(num_task_gates(spec), sum(not score.task.startswith(NEEDLE) for score in tasks))
+    num_gates = max(num_task_gates(spec), sum(not score.task.startswith(NEEDLE_PREFIX) for score in tasks))
     student, ratio, known = held_out
     least = settle(spec.min_top1_agreement, MIN_TOP1_AGREEMENT)
     figures: tuple[tuple[str, str, float, float | None], ...] = (
@@ -344,7 +344,7 @@ def _outcome(value: float, limit: float, interval: Interval | None, *, is_least:
 def _task_gate(score: TaskScore, spec: EvaluationSpec, num_gates: int) -> Gate | None:
     """Test for non-inferiority: passed if the whole interval of the points lost is within the limit, failed if it is
     entirely beyond. None if there is no limit, or if the teacher itself finds few needles."""
-    is_needle = score.task.startswith(NEEDLE)
+    is_needle = score.task.startswith(NEEDLE_PREFIX)
     asked = spec.max_needle_drop if is_needle else spec.max_drop
     if asked is None or (is_needle and score.teacher < TEACHER_FINDS):
         return None

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from swiftkv_platform.client import Client, Job, Resource
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
 from swiftkv_platform.local.terminal import flops, follow, size
 from swiftkv_platform.planning.machines import describe_processor
@@ -391,7 +391,7 @@ def plot_loss(points: Sequence[Resource], path: Path) -> str | None:
         # `Figure` instead of pyplot: no display, no global state.
         from matplotlib.figure import Figure
     except ImportError:
-        return f"matplotlib is not installed ({install_command('plot')})"
+        return f"matplotlib is not installed ({make_install_command('plot')})"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*measured, strict=True), linewidth=1.2)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _LONGEST_TEMP_ROOT = 40
@@ -69,7 +69,7 @@ class RayHead:
             # An address in the environment would make `ray start` and every driver look for another cluster.
             **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
             **auth_environment(self.token_file),
-            **HIDE_UNRESERVED,
+            **HIDE_UNRESERVED_GPUS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
             "RAY_START_HOOK": f"{__name__}.without_client_server",

@@ -19,7 +19,7 @@ import httpx
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.state import (
     PARTS,
@@ -359,4 +359,4 @@ def _serve_status(state: StackState) -> PartStatus:
 def _check_installed() -> None:
     lacking = [name for name in _SERVICES if find_spec(name) is None]
     if lacking:
-        raise StartError(f"The platform here needs {', '.join(lacking)}; {install_command('train', 'serve')}")
+        raise StartError(f"The platform here needs {', '.join(lacking)}; {make_install_command('train', 'serve')}")

@@ -86,7 +86,7 @@ class JobDisplay:
         if points := event.data.get("points"):
             self._point = points[-1]
             step = int(self._point["step"])
-            self._pace = Pace.after(self._pace, step, event.time, last_step=self._step)
+            self._pace = Pace.extend(self._pace, step, event.time, last_step=self._step)
             self._step = step
 
     def _figures(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class JobDisplay:
         if self._point.get("tokens_per_second") is not None:
             numbers.append(f"{self._point['tokens_per_second']:,.0f} tokens/s")
         if self._pace is not None and "trial" not in self._point:
-            left = self._pace.seconds_remaining(self._step, self._total_steps)
+            left = self._pace.estimate_seconds_remaining(self._step, self._total_steps)
         return {
             "steps": f"{self._step}/{self._total_steps}" if self._total_steps else "",
             "numbers": "  ".join(numbers),

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
-from swiftkv_platform.installing import install_from_source
+from swiftkv_platform.contract.verdicts import read_gate_verdict, summarize_quality
+from swiftkv_platform.installing import make_source_install_command
 from swiftkv_platform.student_shape import find_bypassed_layers, format_layers
 
 
@@ -26,7 +26,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         f"# {name}",
         f"A SwiftKV student of `{teacher}`{_revision(lineage)}, distilled by SwiftKV Platform: a prompt's tokens stop "
         "at an early layer, so that prefill takes less compute and the KV cache less memory.",
-        verdict_sentence(report) or "",
+        summarize_quality(report) or "",
         _verdict(report),
         _measures(report),
         _limits(report),
@@ -58,7 +58,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     worst = gates[0]
     return (
         f"**Worst measure: {worst['subject']} is {_number(worst['value'])}, limit {_number(worst['limit'])}, "
-        f"{verdict_of(worst)}.**"
+        f"{read_gate_verdict(worst)}.**"
     )
 
 
@@ -90,7 +90,7 @@ def _limits(report: Mapping[str, Any]) -> str:
     lines = ["## Quality limits, worst first", "", "| limit | required | measured | |", "|---|---|---|---|"]
     for gate in gates:
         limit, value = _number(gate["limit"]), _number(gate["value"])
-        lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {verdict_of(gate)} |")
+        lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {read_gate_verdict(gate)} |")
     return "\n".join(lines)
 
 
@@ -142,7 +142,7 @@ def _serving(name: str, swiftkv: Mapping[str, Any]) -> str:
 {engine}
 
 ```bash
-{install_from_source(extra)}
+{make_source_install_command(extra)}
 {command}
 ```
 

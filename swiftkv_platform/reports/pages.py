@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from swiftkv_platform.contract.sweeps import Point, SweepReport
-from swiftkv_platform.contract.verdicts import verdict_of
+from swiftkv_platform.contract.sweeps import SweepReport, TrialResult
+from swiftkv_platform.contract.verdicts import read_gate_verdict
 from swiftkv_platform.specs.evaluation import points_lost
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     parts = [f"teacher {lineage['teacher']}"] if lineage.get("teacher") else []
     if report["gates"]:
         worst = report["gates"][0]
-        figures = f"{worst['value']:.4g} (limit {worst['limit']:g}, {verdict_of(worst)})"
+        figures = f"{worst['value']:.4g} (limit {worst['limit']:g}, {read_gate_verdict(worst)})"
         parts.insert(0, f"worst measure: {worst['subject']} {figures}")
     parts.append(f"{report['num_positions']:,} held-out positions")
     if report["tokens_trained"] is not None:
@@ -135,7 +135,7 @@ def sweep_page(name: str, sweep: SweepReport) -> str:
     )
 
 
-def _plot(sweep: SweepReport, measured: list[Point]) -> str | None:
+def _plot(sweep: SweepReport, measured: list[TrialResult]) -> str | None:
     if not measured:
         return None
     chart = frontier_chart(measured, sweep.recommended)
@@ -228,10 +228,10 @@ def task_chart(tasks: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def frontier_chart(points: Sequence[Point], recommended: str | None) -> Figure:
+def frontier_chart(points: Sequence[TrialResult], recommended: str | None) -> Figure:
     """Plot held-out KL over prefill compute, with a marker for every measured trial and the frontier as a line."""
     figure, axes = _figure(height=4.2)
-    at = {point.name: (point.cost[0], point.cost[2]) for point in points}
+    at = {point.name: (point.ranking_key[0], point.ranking_key[2]) for point in points}
     frontier = sorted(at[point.name] for point in points if point.on_frontier)
     axes.plot(*zip(*frontier, strict=True), color=_INK, linewidth=1.0, linestyle="--", label="frontier", zorder=1)
     groups = sorted({point.key_value_group_size for point in points})

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftkv_platform.errors import lone_surrogate
+from swiftkv_platform.errors import find_lone_surrogate
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import KEPT_CHECKPOINTS
 
@@ -230,7 +230,7 @@ class Spec(FiniteModel):
 def _check_storable(text: str) -> None:
     if "\0" in text:
         raise ValueError(f"has NUL at character {text.index(chr(0))}; leave it out")
-    if (place := lone_surrogate(text)) is not None:
+    if (place := find_lone_surrogate(text)) is not None:
         raise ValueError(f"has a lone surrogate at character {place}, which is not valid text; leave it out")
 
 

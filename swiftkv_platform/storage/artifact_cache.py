@@ -20,7 +20,7 @@ from typing import TextIO
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.private_directories import private_directory
+from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -67,7 +67,7 @@ class ArtifactCache:
 
     def _hold(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
         """Make sure of the copy, and return the open lock file that keeps it from removal until closed."""
-        private_directory(self._directory)
+        ensure_private_directory(self._directory)
         lock = self._lock(path.name).open("w")
         try:
             with path.with_name(path.name + _FETCHING).open("w") as fetching:

@@ -20,7 +20,7 @@ from swiftkv_platform.contract.attempts import (
     AttemptRequest,
     Manifest,
     attempts_prefix,
-    misunderstanding,
+    describe_unknown_field,
     trials_prefix,
 )
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, parse_event
@@ -100,7 +100,7 @@ class AttemptStore:
         try:
             return AttemptRequest.model_validate_json(data)
         except ValidationError as error:
-            field, message = misunderstanding(error)
+            field, message = describe_unknown_field(error)
             raise ProtocolError(message, field=field) from error
 
     def request_pause(self, attempt: AttemptId) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError, lone_surrogate
+from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
 
 MAX_INTEGER = 2**63 - 1
 """Max integer of databases and other languages."""
@@ -91,7 +91,7 @@ def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = No
 
 def check_text(text: str, path: JsonPath, *, allow_nul: bool = False) -> None:
     """Raise `InvalidInputError` for a lone surrogate, and for NUL unless `allow_nul`."""
-    if (position := lone_surrogate(text)) is not None:
+    if (position := find_lone_surrogate(text)) is not None:
         raise _value_error(path, f"has a lone surrogate at character {position}, which is not valid text; leave it out")
     if "\0" in text and not allow_nul:
         raise _value_error(path, f"has NUL at character {text.index(chr(0))}; leave it out")

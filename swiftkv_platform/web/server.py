@@ -24,13 +24,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from swiftkv_platform.limits import (
     CONNECTIONS,
+    DRAINED_BODY_BYTES,
     HEAD_BYTES,
     HEAD_FIELDS,
     HEAD_SECONDS,
     KEEP_ALIVE_SECONDS,
-    LATE_BODY_BYTES,
     PIPELINED_REQUESTS,
-    UNREAD_SECONDS,
+    STALLED_CLIENT_SECONDS,
 )
 from swiftkv_platform.settings import Settings
 
@@ -56,7 +56,7 @@ class ConnectionLimits:
     """Max seconds for receiving a request's head."""
     keep_alive_s: float = KEEP_ALIVE_SECONDS.default
     """Max seconds between two requests of a connection."""
-    unread_s: float = UNREAD_SECONDS.default
+    unread_s: float = STALLED_CLIENT_SECONDS.default
     """Max seconds without a client reading its response."""
 
     @property
@@ -212,7 +212,7 @@ class Connection(HttpToolsProtocol):
         bodies, which cost more to skip."""
         if self._is_new or not self._in_message or b"transfer-encoding" in dict(self.cycle.scope["headers"]):
             return HEAD_BYTES.default
-        return LATE_BODY_BYTES.default
+        return DRAINED_BODY_BYTES.default
 
     # Responses
 

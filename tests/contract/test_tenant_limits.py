@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.errors import ConflictError, QuotaExceededError, UnauthenticatedError
-from swiftkv_platform.limits import SESSIONS, Scope, all_limits
+from swiftkv_platform.limits import SESSIONS, Scope, list_limits
 from swiftkv_platform.security import principals
 from swiftkv_platform.security.keys import KeyRing, create_key
 from tests.contract.test_catalog import HOOK, make_deployment, make_file
@@ -141,7 +141,7 @@ def test_what_is_deleted_counts_until_its_objects_are_gone(database: Database, m
 
 
 def test_every_kind_is_limited_without_a_tenants_file() -> None:
-    limits = {limit.setting: limit.default for limit in all_limits() if limit.scope is Scope.TENANT}
+    limits = {limit.setting: limit.default for limit in list_limits() if limit.scope is Scope.TENANT}
     stored = {*ADD, "max_stored_bytes", "max_alias_changes", "max_pending_deliveries"} - {"max_queued_jobs"}
     assert {name: getattr(DEFAULT_POLICY, name) for name in stored} == {name: limits[name] for name in stored}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.events import CourseCode
+from swiftkv_platform.contract.events import SteeringReason
 from swiftkv_platform.distillation.trainer import ValidationSet
 from tests.numerics.distillation_worker import CHECKPOINTS, Outcome, Run, assert_equal_weights, run
 
@@ -33,7 +33,7 @@ def _checkpoints(tmp_path: Path, name: str) -> list[Path]:
     return sorted((tmp_path / name / CHECKPOINTS).iterdir())
 
 
-def actions(outcome: Outcome) -> list[tuple[str, CourseCode]]:
+def actions(outcome: Outcome) -> list[tuple[str, SteeringReason]]:
     return [(note.data["action"], note.data["code"]) for note in outcome.notes]
 
 
@@ -44,7 +44,7 @@ def test_measuring_changes_nothing_of_a_run_that_goes_well(tmp_path: Path, strat
     plain = run(Run(store=str(tmp_path / "plain"), spec={"training": {"max_steps": 4}, **spec}))
     assert len(kls(measured)) == 4
     assert all(later < earlier for earlier, later in pairwise(kls(measured)))
-    assert actions(measured) == [("end", CourseCode.LAST_STEP)]
+    assert actions(measured) == [("end", SteeringReason.LAST_STEP)]
     _assert_same_rates(measured, plain)
     assert_equal_weights(measured, plain)
 
@@ -60,8 +60,8 @@ def test_going_back_restores_the_state_and_halves_the_rate(tmp_path: Path) -> No
         tmp_path, "s", training={"guard": {"max_rollbacks": 0}}, spec={"optimizer": {**RUINOUS, "weight_decay": 0.0}}
     )
     assert actions(outcome) == [
-        ("rollback", CourseCode.HELD_OUT_KL_ABOVE_START),
-        ("end", CourseCode.ROLLBACKS_EXHAUSTED),
+        ("rollback", SteeringReason.HELD_OUT_KL_ABOVE_START),
+        ("end", SteeringReason.ROLLBACKS_EXHAUSTED),
     ]
     assert len(outcome.steps) == 1
     assert_equal_weights(outcome, untrained)
@@ -74,7 +74,7 @@ def test_a_run_resumed_across_a_step_back_equals_a_whole_one(tmp_path: Path, str
     whole = _run(tmp_path, "whole", training={}, spec=spec)
     first = _run(tmp_path, "cut", training={}, spec=spec, stop_after=stop_after)
     second = _run(tmp_path, "cut", training={}, spec=spec)
-    assert ("rollback", CourseCode.HELD_OUT_KL_ABOVE_START) in actions(whole)
+    assert ("rollback", SteeringReason.HELD_OUT_KL_ABOVE_START) in actions(whole)
     assert len(first.steps) == stop_after
     assert second.notes[-1] == whole.notes[-1]
     assert_equal_weights(second, whole)
@@ -85,8 +85,8 @@ def test_a_loss_that_is_not_finite_goes_back_as_well(tmp_path: Path) -> None:
     outcome = _run(
         tmp_path, "s", training={"guard": {"rate_factor": 1e-33}, "validation": {"every_steps": 5}}, spec=spec
     )
-    assert actions(outcome)[0] == ("rollback", CourseCode.LOSS_NOT_FINITE)
-    assert actions(outcome)[-1] == ("end", CourseCode.LAST_STEP)
+    assert actions(outcome)[0] == ("rollback", SteeringReason.LOSS_NOT_FINITE)
+    assert actions(outcome)[-1] == ("end", SteeringReason.LAST_STEP)
     assert outcome.notes[-1].data["best_kl"] <= outcome.notes[-1].data["start_kl"]
 
 
@@ -139,7 +139,7 @@ def test_a_searched_rate_trains_as_one_given(tmp_path: Path, strategy: str, trai
     (note,) = searched.notes
     rate = note.data["learning_rate"]
     given = train("g", learning_rate=rate)
-    assert note.data["code"] is CourseCode.RATE_SEARCHED
+    assert note.data["code"] is SteeringReason.RATE_SEARCHED
     assert 2 <= len(note.data["tried"]) <= 4
     assert rate in [tried["learning_rate"] for tried in note.data["tried"]]
     _assert_same_rates(searched, given)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.deployments.ray_serve import http_address
 from swiftkv_platform.security.keys import Scope, create_key
@@ -60,7 +60,7 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
 def test_ray_hides_gpus_that_are_not_reserved_wherever_it_runs() -> None:
     """`device: auto` uses every GPU that it sees, but a quota counts only reserved ones."""
     wanted = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    assert list(HIDE_UNRESERVED.items()) == [wanted]
+    assert list(HIDE_UNRESERVED_GPUS.items()) == [wanted]
     assert wanted in compose()["services"]["ray-head"]["environment"].items()
     images = [path for path in DOCKERFILES if "cluster" in path.name]
     assert len(images) == 2

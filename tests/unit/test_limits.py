@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
-from swiftkv_platform.limits import Limit, all_limits
+from swiftkv_platform.limits import Limit, list_limits
 from swiftkv_platform.serve.args import ReplicaArgs
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec
@@ -37,13 +37,13 @@ def amount(limit: Limit) -> str:
 
 def test_the_page_shows_every_limit() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    named = [(limit.scope, limit.resource) for limit in all_limits()]
+    named = [(limit.scope, limit.resource) for limit in list_limits()]
     assert len(named) == len(set(named))
-    expected = "\n".join([*HEAD, *rows(all_limits())])
+    expected = "\n".join([*HEAD, *rows(list_limits())])
     assert expected in text, f"replace the table of {PAGE} by:\n{expected}"
 
 
-@pytest.mark.parametrize("limit", all_limits(), ids=lambda limit: limit.resource)
+@pytest.mark.parametrize("limit", list_limits(), ids=lambda limit: limit.resource)
 def test_a_limit_is_finite_and_its_setting_exists(limit: Limit) -> None:
     assert 0 < limit.default < 1 << 50
     if limit.setting is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.private_directories import is_private, private_directory
+from swiftkv_platform.private_directories import ensure_private_directory, is_private
 
 STRANGER = 12345
 
@@ -17,18 +17,18 @@ def mode(path: Path) -> int:
 
 
 def test_a_directory_is_made_for_this_user_alone_and_one_of_its_own_is_closed(tmp_path: Path) -> None:
-    assert mode(private_directory(tmp_path / "a" / "new")) == 0o700
+    assert mode(ensure_private_directory(tmp_path / "a" / "new")) == 0o700
     old = tmp_path / "old"
     old.mkdir()
     old.chmod(0o777)
     (old / "kept").touch()
-    assert mode(private_directory(old)) == 0o700
+    assert mode(ensure_private_directory(old)) == 0o700
     assert (old / "kept").exists()
     (tmp_path / "link").symlink_to(old)
-    assert private_directory(tmp_path / "link") == tmp_path / "link", "this user's own link"
+    assert ensure_private_directory(tmp_path / "link") == tmp_path / "link", "this user's own link"
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="exists"):
-        private_directory(tmp_path / "file")
+        ensure_private_directory(tmp_path / "file")
 
 
 @as_root
@@ -41,7 +41,7 @@ def test_what_another_user_can_change_is_refused(tmp_path: Path) -> None:
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
     for path in (theirs, link):
         with pytest.raises(PermissionError, match="belongs to user 12345"):
-            private_directory(path)
+            ensure_private_directory(path)
         assert not is_private(path)
 
 

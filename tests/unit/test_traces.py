@@ -17,7 +17,7 @@ from swiftkv_platform.jobs import driver
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
+from swiftkv_platform.traces import Spans, get_job_spans, open_provider, parse_traceparent
 from tests.support.components import make_components
 from tests.support.fakes.cluster import FakeCluster
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
@@ -34,10 +34,10 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         monkeypatch.delenv(name, raising=False)
     with otlp_receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        spans_of_jobs.cache_clear()
+        get_job_spans.cache_clear()
         yield receiver
-        spans_of_jobs().close()
-        spans_of_jobs.cache_clear()
+        get_job_spans().close()
+        get_job_spans.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_without_an_endpoint_the_callers_trace_reaches_the_workers_all_the_same(
 
 
 def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:
-    spans = Spans(configured_provider("x"))
+    spans = Spans(open_provider("x"))
     with pytest.raises(ValueError, match="no"), spans.span("phase", TRACEPARENT, job_id="j"):
         raise ValueError("no")
     spans.close()
@@ -108,8 +108,8 @@ def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:
 def test_opentelemetry_is_not_imported_where_no_endpoint_is_set() -> None:
     code = """
 import sys
-from swiftkv_platform.traces import Spans, configured_provider
-with Spans(configured_provider("x")).span("a", None) as context:
+from swiftkv_platform.traces import Spans, open_provider
+with Spans(open_provider("x")).span("a", None) as context:
     assert context is None
 print(any(name.startswith("opentelemetry") for name in sys.modules))
 """
@@ -121,7 +121,7 @@ print(any(name.startswith("opentelemetry") for name in sys.modules))
 
 
 def test_a_header_that_is_no_traceparent_is_ignored_and_older_workers_read_requests_without_one() -> None:
-    assert valid_traceparent(TRACEPARENT) == TRACEPARENT
+    assert parse_traceparent(TRACEPARENT) == TRACEPARENT
     for header in (
         None,
         f"00-{'0' * 32}-{CALLER}-01",
@@ -130,7 +130,7 @@ def test_a_header_that_is_no_traceparent_is_ignored_and_older_workers_read_reque
         f"ff-{TRACE}-{CALLER}-01",
         TRACEPARENT + "\n",
     ):
-        assert valid_traceparent(header) is None
+        assert parse_traceparent(header) is None
     request = AttemptRequest(job_id="j", attempt=1, spec=JobSpec.model_validate(SPEC), run_id="j")
     assert b"traceparent" not in request.to_json()
     traced = request.model_copy(update={"traceparent": TRACEPARENT})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.contract.autoscaling import compute_replica_resources
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -30,7 +30,7 @@ class Demand:
 
     @classmethod
     def of_deployment(cls, spec: ResolvedDeployment) -> Demand:
-        resources, replicas = replica_resources(spec.engine), spec.max_replicas
+        resources, replicas = compute_replica_resources(spec.engine), spec.max_replicas
         return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
 
     def __add__(self, other: Demand) -> Demand:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.contract.autoscaling import compute_replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -65,7 +65,7 @@ def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedD
 
 def replica_needs(spec: ResolvedDeployment) -> dict[str, float]:
     """Return what a replica needs on one node, by Ray's names."""
-    resources = replica_resources(spec.engine)
+    resources = compute_replica_resources(spec.engine)
     return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from swiftkv_platform.contract.autoscaling import REVISION_HEADER, autoscaling_config, replica_resources
+from swiftkv_platform.contract.autoscaling import REVISION_HEADER, compute_replica_resources, make_autoscaling_config
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
@@ -235,12 +235,12 @@ def _application(
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,
         "import_path": APPLICATION,
-        "args": {"id": deployment.id, **keys, **replica_resources(deployment.engine)},
+        "args": {"id": deployment.id, **keys, **compute_replica_resources(deployment.engine)},
         "deployments": [
             {
                 "name": "Replica",
                 "user_config": {**_served(deployment), **_base_access(access), "revision": _revision(deployment)},
-                "autoscaling_config": autoscaling_config(deployment),
+                "autoscaling_config": make_autoscaling_config(deployment),
             }
         ],
     }

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import (
     OverQuotaError,
     QuotaExceededError,
     StaleVersionError,
-    did_you_mean,
+    suggest_name,
 )
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
@@ -255,7 +255,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         options_known = sorted(EngineConfig.model_fields)
-        nearest = did_you_mean(str(first["loc"][-1]), options_known)
+        nearest = suggest_name(str(first["loc"][-1]), options_known)
         known = f"unknown option{nearest}; accepted here: {', '.join(options_known)}"
         place = ".".join(["engine", *map(str, first["loc"])])
         why = known if first["type"] == "extra_forbidden" else first["msg"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
-from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
+from swiftkv_platform.contract.attempts import FILE_SUFFIX, FILES_PREFIX, is_file_id, new_file_id, parse_file_time
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.files.rows import File, FileRepository, Purpose
@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.private_directories import workspace
+from swiftkv_platform.private_directories import open_workspace
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -72,8 +72,8 @@ class FileService:
         """
         policy, now = self.parts.policies.policy(caller.tenant), int(self.parts.clock())
         max_rows = min(self.settings.max_file_rows, policy.max_file_rows or self.settings.max_file_rows)
-        with workspace() as directory:
-            path = directory / f"rows{SUFFIX}"
+        with open_workspace() as directory:
+            path = directory / f"rows{FILE_SUFFIX}"
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
             self.check_room(caller, path.stat().st_size)
@@ -138,9 +138,9 @@ class FileSweeper:
 
     def _remove_orphans(self, now: float) -> None:
         old: dict[str, str] = {}
-        for entry in self.objects.list(PREFIX):
-            name = entry.key.rpartition("/")[2].removesuffix(SUFFIX)
-            if is_file_id(name) and made_at(name) < now - _UPLOAD_TIME_S:
+        for entry in self.objects.list(FILES_PREFIX):
+            name = entry.key.rpartition("/")[2].removesuffix(FILE_SUFFIX)
+            if is_file_id(name) and parse_file_time(name) < now - _UPLOAD_TIME_S:
                 old[name] = entry.key
             if len(old) == _MOST_SWEPT:
                 self._remove_unknown(old)

@@ -15,7 +15,7 @@ from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.errors import OverloadedError
-from swiftkv_platform.limits import FETCHES_AT_ONCE, QUEUED_REQUESTS, REQUESTS_AT_ONCE
+from swiftkv_platform.limits import CONCURRENT_FETCHES, CONCURRENT_REQUESTS, QUEUED_REQUESTS
 
 
 class Client:
@@ -113,7 +113,7 @@ class Turns:
                 "send fewer at a time",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        limit = FETCHES_AT_ONCE if kind == "fetching" else REQUESTS_AT_ONCE
+        limit = CONCURRENT_FETCHES if kind == "fetching" else CONCURRENT_REQUESTS
         turns = self._places.setdefault(place, asyncio.Semaphore(limit.default))
         self._waiting[place] += 1
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from swiftkv_platform.errors import did_you_mean
+from swiftkv_platform.errors import suggest_name
 from swiftkv_platform.web.safe_json import JsonPath
 
 _DEEPEST = 3
@@ -42,7 +42,7 @@ def unknown_key(item: Mapping[str, Any], body: Any) -> str:
     """Return a message for an unknown key, with the nearest known key, or the place where the key belongs."""
     name, known = str(item["loc"][-1]), _accepted_keys(item, body)
     places = _places(name, body)
-    suggestion = f" (did you mean {' or '.join(places)}?)" if places else did_you_mean(name, known)
+    suggestion = f" (did you mean {' or '.join(places)}?)" if places else suggest_name(name, known)
     return f"unknown key{suggestion}; accepted here: {', '.join(known)}"
 
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_protocol_1, refusal
+from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, describe_protocol_mismatch, is_from_protocol_1
 from swiftkv_platform.contract.events import (
     ArtifactEvent,
     AttemptEvent,
     AttemptStatus,
     CheckpointEvent,
-    CourseEvent,
     ErrorData,
     ErrorEvent,
     MessageEvent,
@@ -25,8 +24,9 @@ from swiftkv_platform.contract.events import (
     ProgressEvent,
     ReasonCode,
     StatusEvent,
+    SteeringEvent,
     TrackingEvent,
-    phase_of,
+    parse_phase,
 )
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.estimates import measured_speed
@@ -104,7 +104,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
             reading.job = reading.job.with_attempt(failure=failure)
         case TrackingEvent():
             reading.job = replace(reading.job, tracking=_plain(event.data))
-        case MessageEvent() | ArtifactEvent() | CourseEvent():
+        case MessageEvent() | ArtifactEvent() | SteeringEvent():
             pass
         case _:
             assert_never(event)
@@ -145,7 +145,7 @@ def _place(reading: Reading, told: PlacementData) -> None:
     attempt = replace(attempt, waiting=waiting, waiting_since=since, waited_s=attempt.waited_s + waited)
     reading.job = replace(reading.job, attempt=attempt)
     if told["state"] == "placed":
-        _enter(reading, phase_of(phase))
+        _enter(reading, parse_phase(phase))
 
 
 def _enter(reading: Reading, phase: str) -> None:
@@ -186,9 +186,9 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     step, tokens = points[-1]["step"], points[-1].get("tokens")
     most = int(max(point.get("memory_bytes", 0) for point in points))
     total = event.data.get("total_steps", job.progress.total_steps)
-    pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
+    pace = Pace.extend(job.attempt.pace, step, event.time, last_step=job.progress.step)
     # Between the steps of two trials there are a calibration and an evaluation.
-    remaining = None if job.spec.sweep is not None else pace.seconds_remaining(step, total)
+    remaining = None if job.spec.sweep is not None else pace.estimate_seconds_remaining(step, total)
     reading.job = replace(
         job,
         attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
@@ -407,7 +407,7 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     assert submission is not None, "a forgotten submission without a known failure is not a failure"
     name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
     if said_nothing and is_from_protocol_1(submission.message):
-        message = refusal(workers=1, control_plane=PROTOCOL)
+        message = describe_protocol_mismatch(workers=1, control_plane=PROTOCOL)
         return Failure(Reason(ProtocolError.code, message), retryable=False)
     match submission.status:
         case SubmissionStatus.SUCCEEDED:

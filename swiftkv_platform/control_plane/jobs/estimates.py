@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
+from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand_sweep
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
@@ -327,7 +327,7 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     those trials as failed."""
     refused: InvalidInputError | None = None
     fitting: list[JobSpec] = []
-    for trial in expand(spec):
+    for trial in expand_sweep(spec):
         try:
             trial.spec.swiftkv.request.resolve(num_hidden_layers)
             fitting.append(trial.spec)

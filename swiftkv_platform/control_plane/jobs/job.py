@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.contract.events import Level, Pace, phase_of
+from swiftkv_platform.contract.events import Level, Pace, parse_phase
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
@@ -184,7 +184,7 @@ class Attempt:
     @property
     def has_trained(self) -> bool:
         """Whether workers of this attempt have begun to train."""
-        return self.pace is not None or "train" in map(phase_of, self.placed)
+        return self.pace is not None or "train" in map(parse_phase, self.placed)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None
 
 
 def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
-    for attempt in job.attempt_id.so_far():
+    for attempt in job.attempt_id.list_until_this():
         heading = _heading(attempt.number)
         yield heading[offset:]
         offset = max(offset - len(heading), 0)

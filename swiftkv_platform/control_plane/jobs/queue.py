@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from swiftkv_platform.contract.events import ReasonCode, phase_of
+from swiftkv_platform.contract.events import ReasonCode, parse_phase
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.cached_call import CachedCall
@@ -203,7 +203,7 @@ def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
         return ()
     if not attempt.cursor:  # it has reported nothing yet
         return ResourceRequest.for_job(job.spec, driver).bundles
-    phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
+    phases = [*map(parse_phase, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # running trials leave their places to waiting ones
     workers = workers_of(job.spec)
@@ -408,7 +408,7 @@ class Preemption:
         told = nodes()
         if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
             return waited > self.settings.placement_timeout_s
-        phase = phase_of([*job.attempt.waiting][-1])
+        phase = parse_phase([*job.attempt.waiting][-1])
         needed = workers_of(job.spec)[: None if phase in WHOLE else 1]
         return not fit([node.free for node in told], needed)
 

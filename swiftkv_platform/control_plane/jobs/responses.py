@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict
 
-from swiftkv_platform.contract.cures import what_to_change
+from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.events import Level
-from swiftkv_platform.contract.verdicts import verdict_sentence
+from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
@@ -88,7 +88,7 @@ class JobAnswer(Answer):
         """The answer. `waits`: why a queued job has not started."""
         error = None
         if (cause := job.error) is not None:
-            cure = what_to_change(cause.code, cause.field, job.spec)
+            cure = advise_on_failure(cause.code, cause.field, job.spec)
             error = {**vars(cause), "param": cause.field, "cure": cure}
         return cls.model_validate(
             {
@@ -103,7 +103,7 @@ class JobAnswer(Answer):
                 "cost": prices.cost_of(job, now),
                 "estimated_cost": prices.final_cost_of(job, now),
                 "error": error,
-                "verdict": verdict_sentence(job.result) if job.result else None,
+                "verdict": summarize_quality(job.result) if job.result else None,
                 "metadata": job.spec.metadata,
             }
         )

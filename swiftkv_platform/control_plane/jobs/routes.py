@@ -61,7 +61,7 @@ from swiftkv_platform.specs.base import Label
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 from swiftkv_platform.storage.object_store import ObjectInfo
-from swiftkv_platform.traces import valid_traceparent
+from swiftkv_platform.traces import parse_traceparent
 from swiftkv_platform.web.bodies import BodyRoute
 
 router = APIRouter(tags=["jobs"], route_class=BodyRoute)
@@ -143,7 +143,7 @@ class JobSubmitter:
     def submit(self, spec: JobSpec) -> Job:
         """Submit a job within a span of the route. Raises as `JobService.submit`."""
         name = f"{self._request.method} {self._request.scope['route'].path}"
-        with self._spans.span(name, valid_traceparent(self._traceparent), tenant=self._caller.tenant) as context:
+        with self._spans.span(name, parse_traceparent(self._traceparent), tenant=self._caller.tenant) as context:
             return self._service.submit(
                 spec, self._caller, self._client, idempotency_key=self._idempotency_key, traceparent=context
             )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from swiftkv_platform.contract.verdicts import verdict_sentence
+from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.answers import Answer, fitting_answers
 from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
@@ -72,7 +72,7 @@ class ModelAnswer(Answer):
 
     @classmethod
     def of(cls, model: Model) -> Self:
-        return cls.model_validate({**vars(model), "verdict": verdict_sentence(model.metrics)})
+        return cls.model_validate({**vars(model), "verdict": summarize_quality(model.metrics)})
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]

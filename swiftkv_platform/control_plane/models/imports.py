@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest, ManifestFile
-from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
+from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
 from swiftkv_platform.control_plane.access.tenants import tenant_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import MANIFEST_BYTES
-from swiftkv_platform.private_directories import workspace
+from swiftkv_platform.private_directories import open_workspace
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary, S3Source
@@ -67,7 +67,7 @@ class ModelImports:
         and `StorageError` and `DatabaseUnavailableError` if it is not stored.
         """
         try:
-            with self._listed(source, caller) as files, workspace() as directory:
+            with self._listed(source, caller) as files, open_workspace() as directory:
                 # 1. what is listed fits  2. small files are copied and checked  3. they are stored, and the weights
                 self._check_room(files, caller)
                 copy = directory / "model"
@@ -237,8 +237,8 @@ def _check_readable(model: Model, source: str) -> None:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         model_card(model.lineage, model.metrics, licence=None).encode()
         compare(model, model)
-        undecided(model.metrics)
-        verdict_sentence(model.metrics)
+        describe_undecided_gates(model.metrics)
+        summarize_quality(model.metrics)
         LineageAnswer.of(model, [], [], [])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False

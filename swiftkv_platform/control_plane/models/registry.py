@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal
 
-from swiftkv_platform.contract.verdicts import undecided
+from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.http.changes import Expected
@@ -136,7 +136,7 @@ class RegistryService:
 
 
 def _check_gates(model: Model, *, accept_undecided: bool) -> None:
-    found = undecided(model.metrics)
+    found = describe_undecided_gates(model.metrics)
     if found and not accept_undecided:
         raise ConflictError(
             f"{model.id} has gates that its samples cannot decide: {'; '.join(found)}; evaluate it on more samples, or "

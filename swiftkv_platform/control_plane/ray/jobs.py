@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptId
-from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.redaction import StreamRedactor
@@ -119,7 +119,7 @@ class RayJobs:
         body = {
             "submission_id": submission_id,
             "entrypoint": entrypoint,
-            "runtime_env": {"env_vars": {**HIDE_UNRESERVED, **env}},
+            "runtime_env": {"env_vars": {**HIDE_UNRESERVED_GPUS, **env}},
             **self._reserved,
         }
         response = self._dashboard.request("POST", "/api/jobs/", json=body)

@@ -27,7 +27,7 @@ from torch.utils import cpp_extension
 from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weights.quantization import IntegerWeight
-from swiftkv_platform.private_directories import is_private, private_directory
+from swiftkv_platform.private_directories import ensure_private_directory, is_private
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.native_layers import NativeRMSNorm
@@ -85,7 +85,7 @@ def _compiled() -> Path:
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
-    library = private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
+    library = ensure_private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
     if not is_private(library):  # it runs as this user
         _build(compiler, flags, library)
     return library

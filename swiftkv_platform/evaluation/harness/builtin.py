@@ -15,7 +15,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from swiftkv_platform.contract.verdicts import NEEDLE
+from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.gates import NEEDLE_LENGTHS
 from swiftkv_platform.specs import EvaluationSpec
@@ -98,7 +98,7 @@ def needle(tokenizer: Any, length: int, num_samples: int) -> dict[str, Any]:
         return [{"prompt": prompt, "answer": answer} for prompt, answer in prompts]
 
     data = {"custom_dataset": partial(_dataset, make)}
-    name, metrics = f"{NEEDLE}{length}", {"found": "mean"}
+    name, metrics = f"{NEEDLE_PREFIX}{length}", {"found": "mean"}
     return _generation(name, "{{answer}}", found, metrics, until=["\n\n"], max_tokens=ANSWER_TOKENS, **data)
 
 

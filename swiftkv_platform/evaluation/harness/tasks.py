@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 from jinja2 import TemplateError
 
-from swiftkv_platform.contract.verdicts import NEEDLE
+from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import IFEVAL_FILE, ifeval, needle, tool_calls
 from swiftkv_platform.evaluation.harness.trust import why_untrusted
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, names_task_file
@@ -81,7 +81,9 @@ def _check_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
-        raise InvalidInputError(f"{FIELD} needs {error.name}; use {install_command('eval')}", field=FIELD) from error
+        raise InvalidInputError(
+            f"{FIELD} needs {error.name}; use {make_install_command('eval')}", field=FIELD
+        ) from error
 
 
 @cache
@@ -234,7 +236,7 @@ def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, ch
         chat: prompt through the chat template.
     """
     return [
-        Task(TaskSpec(name=f"{NEEDLE}{length}", chat_template=chat), needle(tokenizer, length, num_samples))
+        Task(TaskSpec(name=f"{NEEDLE_PREFIX}{length}", chat_template=chat), needle(tokenizer, length, num_samples))
         for length in lengths
     ]
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.weights.writing import new_directory
-from swiftkv_platform.private_directories import is_private, private_directory
+from swiftkv_platform.private_directories import ensure_private_directory, is_private
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, local_directory
@@ -117,7 +117,7 @@ def gguf_directory(
     name = str(file) if name is None else name
     read_gguf_config(file, name, field=field, boundary=boundary)  # refuses other files before they are copied
     try:
-        private_directory(CACHE)
+        ensure_private_directory(CACHE)
     except PermissionError as error:
         raise ModelError.for_field(field, name, f": it cannot be converted in the cache: {error}") from error
     with boundary.open(file, field, error=ModelError) as stream:

@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.installing import install_command
+from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.planning import plan
 from swiftkv_platform.student_shape import format_layers
 from tests.support.tiny_models import save_teacher
@@ -141,7 +141,7 @@ def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = analyze(model, "--text", text, "--plot", "similarity.png")
     assert result.exit_code == 1
-    assert f"a picture needs matplotlib; {install_command('plot')}" in result.stderr
+    assert f"a picture needs matplotlib; {make_install_command('plot')}" in result.stderr
 
 
 def test_errors_are_one_line(text: Path, model: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_is_not_understood_is_a_warning_that_keeps_what_it_can(document: di
     event = parsed(**document)
     assert isinstance(event, MessageEvent)
     assert (event.level, event.time, event.data) == ("warn", 1.0, document.get("data", {}))
-    assert event.message.startswith("event 'e' cannot be understood: ")
+    assert event.message.startswith("event 'e' is not valid: ")
     assert named in event.message
 
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, replicas_by_load
-from swiftkv_platform.contract.sweeps import Point, expand, point, summarise
+from swiftkv_platform.contract.sweeps import TrialResult, expand_sweep, make_trial_result, summarize_trials
 from swiftkv_platform.specs import JobSpec
 
 
@@ -18,7 +18,7 @@ def spec(sweep: dict[str, Any] | None, **sections: Any) -> JobSpec:
 def test_trials_are_every_combination_and_differ_in_nothing_else() -> None:
     sweep = {"num_key_value_layers": [4, 9], "key_value_group_size": [2, 1], "learning_rate": [1e-3]}
     job = spec(sweep, swiftkv={"prefill_reduction": 0.5, "early_exit": True})
-    trials = expand(job)
+    trials = expand_sweep(job)
     assert [trial.name for trial in trials] == ["l9-g1-lr0.001", "l9-g2-lr0.001", "l4-g1-lr0.001", "l4-g2-lr0.001"]
     assert [trial.index for trial in trials] == [0, 1, 2, 3]
     last = trials[-1].spec
@@ -30,16 +30,16 @@ def test_trials_are_every_combination_and_differ_in_nothing_else() -> None:
 
 
 def test_values_that_differ_late_have_names_of_their_own() -> None:
-    trials = expand(spec({"learning_rate": [0.00123456789, 0.00123457]}))
+    trials = expand_sweep(spec({"learning_rate": [0.00123456789, 0.00123457]}))
     assert [trial.name for trial in trials] == ["lr0.00123456789", "lr0.00123457"]
 
 
 def test_what_is_not_swept_stays() -> None:
-    trials = expand(spec({"learning_rate": [3e-4, 1e-3]}, swiftkv={"prefill_reduction": 0.25}))
+    trials = expand_sweep(spec({"learning_rate": [3e-4, 1e-3]}, swiftkv={"prefill_reduction": 0.25}))
     assert [trial.name for trial in trials] == ["lr0.0003", "lr0.001"]
     assert {trial.spec.swiftkv.prefill_reduction for trial in trials} == {0.25}
     job = spec(None)
-    assert [trial.spec for trial in expand(job)] == [job]
+    assert [trial.spec for trial in expand_sweep(job)] == [job]
 
 
 @pytest.mark.parametrize(
@@ -62,32 +62,32 @@ def test_points_lost_on_tasks_are_a_budget() -> None:
     assert spec({"key_value_group_size": [1, 2]}, evaluation={"tasks": ["gsm8k"]}).sweep is not None
 
 
-def measured(name: str, prefill: float, cache: float, kl: float, *, passed: bool = True) -> Point:
+def measured(name: str, prefill: float, cache: float, kl: float, *, passed: bool = True) -> TrialResult:
     report = {
         "prefill_flops_ratio": prefill,
         "kv_bytes_ratio": cache,
         "distilled": {"kl": kl},
         "gates": [{"passed": passed}],
     }
-    trial = expand(spec({"key_value_group_size": [1, 2]}))[0]
-    return point(trial, report=report).model_copy(update={"name": name})
+    trial = expand_sweep(spec({"key_value_group_size": [1, 2]}))[0]
+    return make_trial_result(trial, report=report).model_copy(update={"name": name})
 
 
 def test_the_cheapest_point_within_the_budget_is_taken() -> None:
-    report = summarise(
+    report = summarize_trials(
         [
             measured("dear", 0.8, 0.9, 0.05),
             measured("fits", 0.5, 0.75, 0.15),
             measured("fits, smaller cache", 0.5, 0.5, 0.19),
             measured("fits, same cache, worse", 0.5, 0.5, 0.2),
             measured("too far", 0.4, 0.5, 0.4, passed=False),
-            point(expand(spec({"learning_rate": [1.0, 2.0]}))[0], error="the loss is nan"),
+            make_trial_result(expand_sweep(spec({"learning_rate": [1.0, 2.0]}))[0], error="the loss is nan"),
         ]
     )
     assert report.recommended == "fits, smaller cache"
-    assert report.chosen == report.points[2]
+    assert report.recommended_result == report.points[2]
     assert [item.on_frontier for item in report.points] == [True, True, False, False, True, False]
-    assert [item.within_budget for item in report.points] == [True, True, True, True, False, False]
+    assert [item.is_within_budget for item in report.points] == [True, True, True, True, False, False]
 
 
 def test_where_none_passes_the_closest_undecided_point_is_taken() -> None:
@@ -96,14 +96,14 @@ def test_where_none_passes_the_closest_undecided_point_is_taken() -> None:
         assert each.report is not None
         each.report["gates"][0]["outcome"] = "undecided"
     failed = measured("failed", 0.4, 0.5, 0.01, passed=False)
-    assert summarise([*points, failed]).recommended == "near"
-    assert summarise([*points, failed, measured("fits", 0.9, 0.9, 0.9)]).recommended == "fits"
+    assert summarize_trials([*points, failed]).recommended == "near"
+    assert summarize_trials([*points, failed, measured("fits", 0.9, 0.9, 0.9)]).recommended == "fits"
 
 
 def test_without_a_point_within_the_budget_none_is_taken() -> None:
-    report = summarise([measured("a", 0.5, 0.5, 0.3, passed=False)])
+    report = summarize_trials([measured("a", 0.5, 0.5, 0.3, passed=False)])
     assert report.recommended is None
-    assert report.chosen is None
+    assert report.recommended_result is None
     assert report.points[0].on_frontier
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
+from swiftkv_platform.contract.events import ATTEMPT_EVENT, SteeringEvent, SteeringReason
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation.steering import (
     SteeringDecision,
@@ -80,14 +80,14 @@ def test_a_state_that_is_not_kept_is_not_the_best() -> None:
 @pytest.mark.parametrize(
     ("kls", "reason"),
     [
-        ((0.5, 0.51), CourseCode.HELD_OUT_KL_ABOVE_START),
-        ((0.5, math.nan), CourseCode.HELD_OUT_KL_ABOVE_START),
-        ((0.5, math.inf), CourseCode.HELD_OUT_KL_ABOVE_START),
-        ((0.5, 0.2, 0.31), CourseCode.HELD_OUT_KL_DIVERGED),
+        ((0.5, 0.51), SteeringReason.HELD_OUT_KL_ABOVE_START),
+        ((0.5, math.nan), SteeringReason.HELD_OUT_KL_ABOVE_START),
+        ((0.5, math.inf), SteeringReason.HELD_OUT_KL_ABOVE_START),
+        ((0.5, 0.2, 0.31), SteeringReason.HELD_OUT_KL_DIVERGED),
     ],
 )
 def test_kl_above_start_or_far_above_best_goes_back_at_half_the_rate(
-    kls: tuple[float, ...], reason: CourseCode
+    kls: tuple[float, ...], reason: SteeringReason
 ) -> None:
     decision = decide_all(*kls)
     assert (decision.rollback, decision.end) == (reason, None)
@@ -100,10 +100,13 @@ def test_when_a_run_goes_back_for_good() -> None:
     """A run with no rollback left ends at its best step; a bad last step goes back in any case; without a guard no step
     does."""
     decision = decide_all(0.5, 0.4, 0.6, 0.6, 0.6, 0.6)
-    assert (decision.rollback, decision.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.ROLLBACKS_EXHAUSTED)
+    assert (decision.rollback, decision.end) == (
+        SteeringReason.HELD_OUT_KL_ABOVE_START,
+        SteeringReason.ROLLBACKS_EXHAUSTED,
+    )
     assert (decision.state.num_rollbacks, decision.state.ended, decision.state.best_step) == (3, 1, 10)
     decision = decide(decide_all(0.5, 0.4).state, 0.6, 20, training(keep_best=False), is_last=True)
-    assert (decision.rollback, decision.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.LAST_STEP)
+    assert (decision.rollback, decision.end) == (SteeringReason.HELD_OUT_KL_ABOVE_START, SteeringReason.LAST_STEP)
     decision = decide_all(0.5, 0.1, 7.0, spec=training(guard=None))
     assert (decision.rollback, decision.state.best_step) == (None, 10)
 
@@ -112,7 +115,7 @@ def test_a_run_stops_once_its_kl_no_longer_falls() -> None:
     spec = training(early_stopping={"patience": 2, "min_delta": 0.01})
     assert decide_all(0.5, 0.4, 0.395, spec=spec).end is None
     decision = decide_all(0.5, 0.4, 0.395, 0.392, spec=spec)
-    assert (decision.end, decision.state.ended) == (CourseCode.EARLY_STOPPING, 1)
+    assert (decision.end, decision.state.ended) == (SteeringReason.EARLY_STOPPING, 1)
     assert decision.state.best_step == 30  # the lowest, though by too little to count as an improvement
     slowly = decide_all(0.5, 0.4, 0.395, 0.389, 0.385, spec=spec)  # small steps add up
     assert (slowly.end, slowly.state.num_stale) == (None, 1)
@@ -123,7 +126,7 @@ def test_the_model_is_of_the_best_step_unless_the_last_is_asked_for() -> None:
     assert choose_model_step(state, training()) == 10
     assert choose_model_step(state, training(keep_best=False)) is None
     assert choose_model_step(SteeringState(), training()) is None
-    state = roll_back(decide_all(0.5, 0.4).state, CourseCode.LOSS_NOT_FINITE, 17, training()).state
+    state = roll_back(decide_all(0.5, 0.4).state, SteeringReason.LOSS_NOT_FINITE, 17, training()).state
     assert SteeringState.from_floats(state.to_floats()) == state
     assert math.isnan(SteeringState.from_floats({}).start_kl)
 
@@ -135,7 +138,7 @@ def test_the_model_is_of_the_best_step_unless_the_last_is_asked_for() -> None:
 def test_a_step_back_is_told_with_its_reason_and_travels_as_an_event(kl: float, shown: str) -> None:
     decision = decide(decide_all(0.5, 0.4).state, kl, 20, training())
     (note,) = describe_decision(decision, kl, 20, 5e-4, 10)
-    event = CourseEvent(time=0.0, message=note.message, data=note.data)
+    event = SteeringEvent(time=0.0, message=note.message, data=note.data)
     assert shown in note.message
     assert note.message.endswith("rolled back to step 10, continuing with learning rate 0.0005")
     assert ATTEMPT_EVENT.validate_json(event.model_dump_json()) == event

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.contract.verdicts import undecided, verdict, verdict_sentence
+from swiftkv_platform.contract.verdicts import describe_undecided_gates, find_worst_verdict, summarize_quality
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.paired import share_interval
@@ -191,8 +191,8 @@ def test_points_lost_are_judged_only_with_samples_enough(
         said = "its samples do not give an interval" if samples is None else f"{samples:,} samples are needed"
         assert re.search(f"undecided, .*{said}", gate.reason)
         built.check_gates()
-    assert verdict(built.model_dump(mode="json")) == outcome
-    assert bool(undecided(built.model_dump())) == (outcome == "undecided")
+    assert find_worst_verdict(built.model_dump(mode="json")) == outcome
+    assert bool(describe_undecided_gates(built.model_dump())) == (outcome == "undecided")
 
 
 @pytest.mark.parametrize(
@@ -325,19 +325,19 @@ MEASURED: dict[str, Any] = {
         {"task": "hellaswag", "num_samples": 20, "student": 0.4, "teacher": 0.5},
     ],
 }
-FAST = "Reads prompts of 2,048 tokens 1.9x as fast as its teacher"
-CLOSE = "on the held-out text its perplexity is 1.05x the teacher's"
-FOUND = "finds 18 of 20 numbers in 512 tokens, its teacher 20"
+FAST = "Prefills prompts of 2,048 tokens 1.9x as fast as its teacher"
+CLOSE = "perplexity on held-out text is 1.05x the teacher's"
+FOUND = "finds 18 of 20 numbers in prompts of 512 tokens (teacher: 20)"
 
 
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
         ((), f"{FAST}; {CLOSE}; {FOUND}."),
-        (("ttft_ms",), f"O{CLOSE[1:]}; {FOUND}."),
+        (("ttft_ms",), f"P{CLOSE[1:]}; {FOUND}."),
         (("perplexity_ratio", "tasks"), f"{FAST}."),
         (tuple(MEASURED), None),
     ],
 )
 def test_a_verdict_says_what_was_measured_and_nothing_else(left_out: tuple[str, ...], said: str | None) -> None:
-    assert verdict_sentence({name: value for name, value in MEASURED.items() if name not in left_out}) == said
+    assert summarize_quality({name: value for name, value in MEASURED.items() if name not in left_out}) == said

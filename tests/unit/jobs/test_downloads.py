@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.attempts import AttemptRequest, StoredFile, file_key, is_file_id, made_at, new_file_id
+from swiftkv_platform.contract.attempts import (
+    AttemptRequest,
+    StoredFile,
+    file_key,
+    is_file_id,
+    new_file_id,
+    parse_file_time,
+)
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import StoreFiles, access_of, teacher_path
@@ -78,7 +85,7 @@ def test_a_file_that_the_control_plane_has_not_granted_is_closed(of_a_file: Atte
 def test_only_the_exact_form_of_an_id_is_a_file() -> None:
     assert parse_source(FILE, field="f") == FileSource(FILE)
     assert is_file_id(FILE)
-    assert made_at(FILE) > 1.7e9
+    assert parse_file_time(FILE) > 1.7e9
     for name in ("file-reader", FILE.lower(), FILE[:-1], f"{FILE}x", f"org/{FILE}", f"{FILE}.jsonl"):
         assert not is_file_id(name)
         assert not isinstance(parse_source(name, field="f", relative_paths=False), FileSource)

@@ -72,13 +72,13 @@ def test_its_own_and_older_control_planes_requests_are_read(tmp_path: Path, prot
     [
         (
             PROTOCOL + 1,
-            f"the workers' image speaks protocol {PROTOCOL} and the control plane protocol {PROTOCOL + 1}",
+            f"the workers' image has protocol {PROTOCOL}, the control plane has protocol {PROTOCOL + 1}",
             None,
             PROTOCOL + 1,
         ),
         (
             PROTOCOL,
-            "the workers' image does not understand the job: spec.training.momentum: Extra inputs are not permitted",
+            "the workers' image does not support the job: spec.training.momentum: Extra inputs are not permitted",
             "spec.training.momentum",
             None,
         ),

@@ -13,7 +13,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftkv_platform import errors
-from swiftkv_platform.contract.cures import CURES, cure_of, what_to_change
+from swiftkv_platform.contract.cures import CURES, advise_on_failure, find_cure
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import DataError, LossNotFiniteError, QualityGateError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.failures import Failure, explain, root_cause
@@ -155,8 +155,8 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
     ours |= {each.code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, SwiftKVError)}
     ours -= {SwiftKVError.code, "generation_failed", "engine_dead", "loading"}
     defect = CURES[SwiftKVError.code]
-    assert sorted(code for code in ours if cure_of(code) is defect) == []
-    assert cure_of("of a newer worker") is defect
+    assert sorted(code for code in ours if find_cure(code) is defect) == []
+    assert find_cure("of a newer worker") is defect
     spec = JobSpec(name="test").model_dump(by_alias=True)
     for cure in CURES.values():
         for path in cure.changes or {}:
@@ -182,13 +182,13 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
             {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}},
-            "evaluation.max_kl is 0.2: a looser limit accepts this student; or training.num_epochs is 2: use 4; or "
+            "evaluation.max_kl is 0.2: relax the limit to accept this student; or training.num_epochs is 2: use 4; or "
             "swiftkv.num_key_value_layers is 6: use 7 or more. ",
         ),
         (
             explain(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
             {"data": {"sources": [{"name_or_path": "org/x"}]}},
-            'data.sources[0].name_or_path is "org/x": use a value that the cause accepts. Clone',
+            'data.sources[0].name_or_path is "org/x": use a valid value. Clone',
         ),
         (explain(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
         (explain(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. Check"),
@@ -198,9 +198,9 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (Failure("not_placed", "", "resources"), {"resources": {"num_workers": {"min": 1, "max": 2}}}, "Or add nodes"),
         (Failure("quota_exceeded", "", "resources.num_workers"), {}, "resources.num_workers is 2: use 1. Clone"),
         (Failure("protocol_mismatch", "", "spec.training.momentum"), {}, "Update the Ray cluster's image"),
-        (explain(KeyError("lm_head")), {}, "This is a defect of the program"),
+        (explain(KeyError("lm_head")), {}, "This is a bug in the program"),
     ],
 )  # fmt: skip
 def test_a_cure_names_field_value_and_what_to_use_instead(failure: Failure, changes: dict[str, Any], told: str) -> None:
     spec = JobSpec.model_validate({"name": "test", **changes})
-    assert what_to_change(failure.code, failure.field, spec).startswith(told)
+    assert advise_on_failure(failure.code, failure.field, spec).startswith(told)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.events import CourseCode
+from swiftkv_platform.contract.events import SteeringReason
 from swiftkv_platform.distillation.steering import Progress, SteeringNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
@@ -90,7 +90,7 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps_and_of_its_measuremen
 
 def test_a_step_back_is_a_warning_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryObjectStore()
-    data = {"action": "rollback", "code": CourseCode.HELD_OUT_KL_ABOVE_START, "step": 5}
+    data = {"action": "rollback", "code": SteeringReason.HELD_OUT_KL_ABOVE_START, "step": 5}
     with rank_zero(store, monkeypatch) as listener:
         listener.on_steering(SteeringNote("back to step 3", data))
     (event,) = said(store, "course")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED
+from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.local import stack
 from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
@@ -119,7 +119,7 @@ def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_
     environment = head(tmp_path).environment({"RAY_ADDRESS": "10.0.0.1:6379", "PATH": "/bin"})
     assert "RAY_ADDRESS" not in environment
     assert environment["PATH"] == "/bin"
-    assert environment.items() >= HIDE_UNRESERVED.items()
+    assert environment.items() >= HIDE_UNRESERVED_GPUS.items()
     token = (tmp_path / "token").read_text()
     assert token not in "".join(environment.values())
     assert token not in " ".join(head(tmp_path).command())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from swiftkv_platform.contract.sweeps import expand, point, summarise
+from swiftkv_platform.contract.sweeps import expand_sweep, make_trial_result, summarize_trials
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page, sweep_page
 from swiftkv_platform.sources.cards import licence_of
@@ -159,13 +159,13 @@ def test_what_was_not_measured_is_left_out() -> None:
 @pytest.mark.parametrize("within", [True, False])
 def test_the_sweep_page_shows_every_trial(within: bool) -> None:
     sweep = {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]}
-    trials = expand(JobSpec.model_validate({"name": "s", "evaluation": {"max_kl": 0.2}, "sweep": sweep}))
+    trials = expand_sweep(JobSpec.model_validate({"name": "s", "evaluation": {"max_kl": 0.2}, "sweep": sweep}))
     figures = [(0.05, 0.75), (0.09, 0.75), (0.15, 0.5)]
     points = [
-        point(trial, report=report(kl, prefill=prefill, passed=within))
+        make_trial_result(trial, report=report(kl, prefill=prefill, passed=within))
         for trial, (kl, prefill) in zip(trials, figures, strict=False)
     ]
-    html = sweep_page("s", summarise([*points, point(trials[-1], error="the loss is <nan>")]))
+    html = sweep_page("s", summarize_trials([*points, make_trial_result(trials[-1], error="the loss is <nan>")]))
     assert_stands_alone(html)
     for trial in trials:
         assert trial.name in html

@@ -12,7 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 from ray.serve.autoscaling_policy import _apply_autoscaling_config, replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, autoscaling_config, replicas_by_load
+from swiftkv_platform.contract.autoscaling import (
+    KV_CACHE_USAGE,
+    WAITING_STEPS,
+    make_autoscaling_config,
+    replicas_by_load,
+)
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -127,7 +132,7 @@ def test_serves_controller_scales_by_every_number_that_is_accepted(field: str, e
     schema = ScalingSpec.model_json_schema()["properties"][field]
     value = next(part[end] for part in schema.get("anyOf", [schema]) if end in part)
     spec = ScalingSpec.model_validate({"max_replicas": MAX_REPLICAS, "target_ongoing_requests": 1, field: value})
-    config = AutoscalingConfig(**autoscaling_config(spec))
+    config = AutoscalingConfig(**make_autoscaling_config(spec))
     nothing: dict[str, Any] = dict.fromkeys(inspect.signature(AutoscalingContext).parameters)
     running = {"current_num_replicas": MAX_REPLICAS, "target_num_replicas": MAX_REPLICAS, "policy_state": {}}
     bounds = {"capacity_adjusted_min_replicas": 1, "capacity_adjusted_max_replicas": MAX_REPLICAS}

@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.parsing import import_parsers
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
-from swiftkv_platform.private_directories import workspace
+from swiftkv_platform.private_directories import open_workspace
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.storage.downloads import list_directory
@@ -268,7 +268,7 @@ def test_few_imports_run_at_a_time(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_workspace_of_a_process_that_died_is_removed_at_the_next_start(start: Start, temporary: Path) -> None:
-    with workspace() as alive:
+    with open_workspace() as alive:
         abandoned = temporary / "swiftkv-work-abandoned"
         abandoned.mkdir()
         (abandoned / "model").write_bytes(b"weights")

@@ -48,7 +48,7 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     model = post(server, "/models/import", {"source": str(source)}, 201)
     assert (model["job_id"], model["name"]) == (None, "test" if spec else "made")
     assert model["lineage"]["imported_from"] == str(source)
-    assert model["verdict"] == ("On the held-out text its perplexity is 1.05x the teacher's." if spec else None)
+    assert model["verdict"] == ("Perplexity on held-out text is 1.05x the teacher's." if spec else None)
     assert server.get(f"/models/{model['id']}") == server.get("/models")["data"][0] == model
     prefix = f"models/{model['id']}"
     assert model["artifact_uri"] == f"{server.parts.objects.uri}/{prefix}"

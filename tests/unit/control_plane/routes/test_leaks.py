@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.redaction import REDACTED, redact, secrets_of
+from swiftkv_platform.redaction import REDACTED, find_secrets, redact
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.unit.control_plane.routes.conftest import SPEC, Server, control_plane, make_parts
@@ -100,8 +100,10 @@ def test_no_planted_secret_is_written_or_told(
 
 
 def test_what_counts_as_a_secret() -> None:
-    assert secrets_of(ENVIRONMENT) == {*ENVIRONMENT.values(), "db-password-9"} - {ENVIRONMENT["SWIFTKV_DATABASE_URL"]}
-    assert secrets_of({"SWIFTKV_API_KEYS_FILE": "/etc/swiftkv/keys.json", "KEY": "short", "PATH": "/usr/bin"}) == set()
+    assert find_secrets(ENVIRONMENT) == {*ENVIRONMENT.values(), "db-password-9"} - {ENVIRONMENT["SWIFTKV_DATABASE_URL"]}
+    assert (
+        find_secrets({"SWIFTKV_API_KEYS_FILE": "/etc/swiftkv/keys.json", "KEY": "short", "PATH": "/usr/bin"}) == set()
+    )
     assert redact("a hf_token_5a5a5a5a b", ENVIRONMENT) == f"a {REDACTED} b"
 
 

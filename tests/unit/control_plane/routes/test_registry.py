@@ -84,7 +84,7 @@ def test_a_model_with_an_undecided_gate_is_promoted_only_on_a_word(server: Serve
     asked = {"alias": "production", "reason": "good enough"}
     refused = refusal(server.client.post(f"/models/{model}/promote", json=asked), 409)
     assert refused["field"] == "accept_undecided"
-    assert "points lost on ifeval is 0.4, and evaluation.max_drop is 1" in refused["message"]
+    assert "points lost on ifeval is 0.4 (limit evaluation.max_drop: 1)" in refused["message"]
     assert server.client.get("/aliases/production").status_code == 404
     assert server.client.post("/deployments", json={"model": model}).status_code == 201, "deploying it is allowed"
     assert post(server, f"/models/{model}/promote", {**asked, "accept_undecided": True})["model"] == model

@@ -197,5 +197,5 @@ def test_events_with_numbers_out_of_range_are_warnings(plane: Plane) -> None:
     assert reconciler.jobs_put_off == 0
     warnings = plane.events(job)[-len(OUT_OF_RANGE) :]
     for event in warnings:
-        assert (event.level, event.type, "cannot be understood" in event.message) == ("warn", "message", True)
+        assert (event.level, event.type, "is not valid" in event.message) == ("warn", "message", True)
         assert 0 <= event.created_at < 2**40

@@ -178,7 +178,7 @@ def test_an_old_image_is_refused_in_one_sentence(plane: Plane, capsys: pytest.Ca
     assert plane.get(job).status is JobStatus.FAILED, "another attempt would run the same image"
     assert plane.reason(job).code == "protocol_mismatch"
     assert plane.reason(job).message == (
-        f"the workers' image speaks protocol 1 and the control plane protocol {PROTOCOL}"
+        f"the workers' image has protocol 1, the control plane has protocol {PROTOCOL}"
     )
 
 

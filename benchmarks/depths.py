@@ -38,7 +38,7 @@ from torch import Tensor
 
 from benchmarks.common import benchmark_parser, conditions, write_report
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
-from swiftkv_platform.data.completions import AnswerStore
+from swiftkv_platform.data.completions import CompletionStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import load_trained_tensors
 from swiftkv_platform.distillation.partial_reads import CheckpointTensors
@@ -132,7 +132,7 @@ class TrainingRuns:
         answers: the teacher's answers, for data that asks for them.
     """
 
-    def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore | None = None) -> None:
+    def __init__(self, spec: JobSpec, directory: Path, answers: CompletionStore | None = None) -> None:
         directory.mkdir()
         self._directory = directory
         self.path = teacher_path(spec.model, directory)
@@ -205,7 +205,7 @@ class RunsByForm(dict[str, TrainingRuns]):
         directory: of all runs' files.
     """
 
-    def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore) -> None:
+    def __init__(self, spec: JobSpec, directory: Path, answers: CompletionStore) -> None:
         self._spec, self._directory, self._answers = spec, directory, answers
 
     def __missing__(self, form: str) -> TrainingRuns:

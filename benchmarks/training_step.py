@@ -105,11 +105,11 @@ def build_batch(args: argparse.Namespace) -> Batch:
     counts[half - 1 :: half] = False
     samples = Samples(
         tokens=np.random.default_rng(0).integers(0, args.vocab_size, num_samples * half).astype(np.int32),
-        counts=counts,
+        loss_mask=counts,
         starts=np.arange(num_samples + 1) * half,
     )
     rows = pack(samples, np.arange(num_samples), max_length=args.row_length, pad_token_id=0)
-    return to_tensors(rows.batch(range(args.rows)))
+    return to_tensors(rows.make_padded_batch(range(args.rows)))
 
 
 def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:

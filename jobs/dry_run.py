@@ -182,7 +182,7 @@ class Fakes:
         starts = np.concatenate([row * data.max_length + np.arange(per_row) * length for row in range(num_rows)])
         samples = Samples(
             tokens=np.zeros(num_tokens, dtype=np.int32),
-            counts=np.ones(num_tokens, dtype=np.bool_),
+            loss_mask=np.ones(num_tokens, dtype=np.bool_),
             starts=np.append(starts, num_tokens),
         )
         return pack(samples, np.arange(len(samples)), max_length=data.max_length, pad_token_id=0, packing=data.packing)
@@ -371,7 +371,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
     source, tracker = FakeWeights(fakes.student(config).to(get_compute_dtype(spec)), fakes), Tracker()
-    rows = [to_tensors(fakes.rows(1).batch([0]))]
+    rows = [to_tensors(fakes.rows(1).make_padded_batch([0]))]
     with fakes.active(tracker):
         for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
             pass

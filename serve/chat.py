@@ -89,8 +89,11 @@ def render_chat(
         [dict(message) for message in messages], None if tools is None else list(map(dict, tools))
     )
     try:
-        text = ChatRenderer(tokenizer, tells_today=True).render_prompt(
-            conversation, asks=add_generation_prompt, goes_on=continue_final_message, variables=variables
+        text = ChatRenderer(tokenizer, use_current_date=True).render_prompt(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
         )
     except RowError as error:
         raise InvalidInputError(

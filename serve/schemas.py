@@ -28,7 +28,7 @@ MAX_NAME_LENGTH = 64
 """Most characters of a field's name that an answer repeats; no field has a longer name."""
 
 
-def without_nulls(part: Any) -> Any:
+def remove_nulls(part: Any) -> Any:
     """Return an object without keys whose value is null; any other value unchanged."""
     return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
@@ -39,7 +39,7 @@ class Nested(FrozenModel, strict=True, extra="allow"):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, part: Any) -> Any:
-        return without_nulls(part)
+        return remove_nulls(part)
 
 
 def unknown_keys(value: Any, path: str = "") -> Iterator[str]:
@@ -174,7 +174,7 @@ class SamplingFields(FrozenModel, strict=True):
     choice. Does not change the answer."""
     response_format: ResponseFormat | None = None
     """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
-    structured_outputs: Annotated[dict[str, Any], BeforeValidator(without_nulls)] | None = None
+    structured_outputs: Annotated[dict[str, Any], BeforeValidator(remove_nulls)] | None = None
     """Constraint on the answer's text, as in vLLM: one of `json` (a schema), `json_object`, `regex`, `choice` and
     `grammar`; for JSON also `disable_any_whitespace`."""
 

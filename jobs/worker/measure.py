@@ -251,7 +251,7 @@ def _rows(
         rows,
         seed=seed,
         remote=StoreFiles(workspace / "objects"),
-        splits=bool(student.config.layer_map.deep_leaders),
+        mask_prompts=bool(student.config.layer_map.deep_leaders),
     )
     # If a source has its own held-out text, only that is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.data.completions import Answer, AnswerStore, PromptSource, Shard, Teacher, WrittenBy
+from swiftkv_platform.data.completions import (
+    Completion,
+    CompletionShard,
+    CompletionStore,
+    PromptSource,
+    TeacherCompletions,
+    TeacherIdentity,
+)
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
@@ -60,7 +67,7 @@ def prepare(
     spec: JobSpec,
     rows: Path,
     *,
-    answers: AnswerStore | None = None,
+    answers: CompletionStore | None = None,
     access: Access = OPEN,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[Plan, PreparedData]:
@@ -108,9 +115,9 @@ def prepare(
                 seed=spec.training.seed,
                 remote=StoreFiles(workspace / "objects"),
                 access=access,
-                written=None if answers is None else WrittenBy(writer(spec, path), answers),
-                splits=spec.swiftkv.request.has_deep_leaders,
-                steers=spec.training.validation is not None,
+                completions=None if answers is None else TeacherCompletions(writer(spec, path), answers),
+                mask_prompts=spec.swiftkv.request.has_deep_leaders,
+                with_steering=spec.training.validation is not None,
                 progress=progress,
             )
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # fails now rather than after training
@@ -126,7 +133,7 @@ def prepare(
         ),
         num_trained_parameters=sum(p.numel() for p in select_trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
-        messages=(*data.statistics.messages(), *_slow_products(spec)),
+        messages=(*data.statistics.format_messages(), *_slow_products(spec)),
         flops_per_token=training_flops_per_token(spec, student.config, data.train),
     )
     return plan, data
@@ -137,7 +144,9 @@ def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> fl
     Recomputation by gradient checkpointing is excluded. None for a family unknown to the planner. `config`: the
     student's configuration."""
     setup = replace(
-        training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
+        training_setup(spec),
+        samples=rows.sample_length_histogram,
+        counted_share=rows.num_counted_tokens / rows.num_tokens,
     )
     try:
         flops = plan_training(config.to_dict(), setup).flops_per_token
@@ -155,14 +164,16 @@ def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
         )
 
 
-def writer(spec: JobSpec, path: str) -> Teacher:
+def writer(spec: JobSpec, path: str) -> TeacherIdentity:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
     config = read_config(path, revision=spec.model.revision)
-    return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
+    return TeacherIdentity(
+        spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings
+    )
 
 
 class AttemptAnswers:
-    """The `AnswerStore` of an attempt: writes below its own prefix, and reads those of earlier attempts too."""
+    """The `CompletionStore` of an attempt: writes below its own prefix, and reads those of earlier attempts too."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
@@ -225,7 +236,7 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
 
 def write_answers(
     source: PromptSource,
-    store: AnswerStore,
+    store: CompletionStore,
     load_engine: Callable[[], LLMEngine],
     *,
     worker: int = 0,
@@ -240,9 +251,9 @@ def write_answers(
             total.
     """
     engine, num_tokens, num_done = None, 0, 0
-    num_prompts = sum(len(shard.prompts) for shard in islice(source.shards(), worker, None, num_workers))
+    num_prompts = sum(len(shard.prompts) for shard in islice(source.plan_shards(), worker, None, num_workers))
     progress(num_done, num_prompts)
-    for shard in islice(source.shards(), worker, None, num_workers):
+    for shard in islice(source.plan_shards(), worker, None, num_workers):
         num_done += len(shard.prompts)
         if store.get(shard.key) is not None:
             continue
@@ -258,7 +269,7 @@ def write_answers(
     return num_tokens
 
 
-def _answer(engine: LLMEngine, shard: Shard, source: PromptSource) -> list[Answer]:
+def _answer(engine: LLMEngine, shard: CompletionShard, source: PromptSource) -> list[Completion]:
     """Return the answers to each prompt in turn; empty for prompts that leave no room for one."""
     from swiftkv_platform.engine import SamplingParams
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.data.source_rows import RemoteFile
 from swiftkv_platform.distillation.calibration_text import iter_calibration_batches
 from swiftkv_platform.distillation.model import DistillationModel, compile_layers, load_trained_tensors
 from swiftkv_platform.distillation.strategy import Strategy

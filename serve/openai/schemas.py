@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from swiftkv_platform.data.messages import call_arguments
+from swiftkv_platform.data.messages import parse_call_arguments
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.openai.fields import ANY, Route, Treatment, fields_of, names_served, names_without_effect
@@ -22,8 +22,8 @@ from swiftkv_platform.serve.schemas import (
     SamplingFields,
     Whole,
     check_generates,
+    remove_nulls,
     unknown_keys,
-    without_nulls,
 )
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
@@ -92,7 +92,7 @@ class FunctionCall(Nested):
     """Arguments as JSON text."""
 
     def for_template(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": call_arguments(self.arguments)}
+        return {"name": self.name, "arguments": parse_call_arguments(self.arguments)}
 
 
 class ToolCall(Nested):
@@ -205,7 +205,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return without_nulls(body)
+        return remove_nulls(body)
 
     @model_validator(mode="after")
     def _whole_with_prompt_logprobs(self) -> Self:

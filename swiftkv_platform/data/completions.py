@@ -1,9 +1,7 @@
-"""Teacher-written data: prompts of a source and the teacher's answers to them, in content-addressed shards. Knows no
-storage: answers are read from and written to an `AnswerStore`.
+"""Prompts of a source and the teacher's completions of them, in content-addressed shards of a `CompletionStore`.
 
-A shard's key is a hash of the teacher, the settings and the prompts' tokens, and every answer is sampled with a seed
-derived from its prompt. So every worker and attempt writes the same shard, and a shard that exists is not written
-again.
+A shard's key is a hash of the teacher, the settings and the prompts' tokens. Every completion is sampled with a seed
+derived from its prompt, so every worker and attempt writes the same shard. An existing shard is not written again.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from swiftkv_platform.data.formats import PROMPT_FORMATS
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.opening import RemoteFiles, source_rows
+from swiftkv_platform.data.source_rows import RemoteFiles, read_source_rows
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
@@ -26,73 +24,73 @@ if TYPE_CHECKING:
     from swiftkv_platform.data.documents import DocumentEncoder
 
 _PROMPTS_PER_SHARD = 64
-"""Prompts of a shard, which is what is lost and written again when a worker dies."""
+"""Prompts per shard, the unit that is written again after a worker dies."""
 
 
-class AnswerStore(Protocol):
-    """Shards of answers by key."""
+class CompletionStore(Protocol):
+    """Shards of completions by key."""
 
     def get(self, key: str) -> bytes | None:
-        """Return a shard; None if it has not been written."""
+        """Return a shard; None if it is missing."""
 
     def put(self, key: str, data: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """Properties of the teacher that its answers depend on."""
+class TeacherIdentity:
+    """Properties of the teacher that its completions depend on."""
 
     name_or_path: str
     revision: str | None
     dtype: str
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Max tokens of a prompt with its completion."""
 
 
 @dataclass(frozen=True)
-class WrittenBy:
-    """Answers in a store, and the teacher that wrote them."""
+class TeacherCompletions:
+    """A store of completions, and the teacher that wrote them."""
 
-    teacher: Teacher
-    store: AnswerStore
+    teacher: TeacherIdentity
+    store: CompletionStore
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A prompt and one answer to it, which is empty if the prompt left no room for one."""
+class Completion:
+    """A prompt and one completion of it, which is empty if the prompt fills the context."""
 
     format: str
     """Row format of the prompt."""
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
-    """Tokens of the answer, with EOS if the teacher generated it."""
+    """Tokens of the completion, with EOS if the teacher generated it."""
     text: str = ""
 
     @property
     def digest(self) -> int:
-        """64-bit hash of the prompt, by which all of its answers are held out together or not at all."""
+        """64-bit hash of the prompt, so that all of its completions are in the same split."""
         return int.from_bytes(_hash(self.prompt_token_ids)[:8], "big")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Prompts of a source that are answered together."""
+class CompletionShard:
+    """Prompts of a source that are completed together."""
 
     key: str
-    prompts: tuple[Answer, ...]
-    """Prompts, without answers yet."""
+    prompts: tuple[Completion, ...]
+    """Prompts, with empty completions."""
     seeds: tuple[int, ...]
     """[num_prompts * num_completions]: sampling seeds, prompt by prompt."""
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A source whose prompts the teacher answers."""
+    """A source whose prompts the teacher completes."""
 
     source: DataSourceSpec
     index: int
     encoder: DocumentEncoder
-    teacher: Teacher
+    teacher: TeacherIdentity
     seed: int
     """Seed that chooses `sample_count` prompts."""
     remote: RemoteFiles | None
@@ -101,35 +99,37 @@ class PromptSource:
 
     @property
     def settings(self) -> CompletionSpec:
-        assert self.source.complete is not None, "only such sources have prompts"
+        assert self.source.complete is not None, "the source has `complete`"
         return self.source.complete
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield all shards, in the same order every time. Raises as `source_rows`."""
+    def plan_shards(self) -> Iterator[CompletionShard]:
+        """Yield all shards, in the same order every time. Raises as `read_source_rows`."""
         description = [asdict(self.teacher), self.settings.model_dump(mode="json")]
-        waiting = self._prompts()
+        waiting = self._read_prompts()
         while prompts := tuple(islice(waiting, _PROMPTS_PER_SHARD)):
             key = _hash([*description, [prompt.prompt_token_ids for prompt in prompts]]).hex()
             seeds = tuple(
-                _draw(self.settings.seed, repeat, prompt)
+                _derive_seed(self.settings.seed, repeat, prompt)
                 for prompt in prompts
                 for repeat in range(self.settings.num_completions)
             )
-            yield Shard(key, prompts, seeds)
+            yield CompletionShard(key, prompts, seeds)
 
-    def answers(self, store: AnswerStore) -> Iterator[Answer]:
-        """Yield all answers, prompt by prompt. Raises `StorageError` if a shard has not been written."""
-        for shard in self.shards():
+    def read_completions(self, store: CompletionStore) -> Iterator[Completion]:
+        """Yield all completions, prompt by prompt. Raises `StorageError` if a shard is missing."""
+        for shard in self.plan_shards():
             data = store.get(shard.key)
             if data is None:
-                raise StorageError(f"the teacher's answers {shard.key} are missing; another attempt writes them again")
+                raise StorageError(
+                    f"the teacher's completions {shard.key} are missing; the next attempt writes them again"
+                )
             rows = [json.loads(line) for line in data.splitlines()]
             prompts = [prompt for prompt in shard.prompts for _ in range(self.settings.num_completions)]
             for prompt, row in zip(prompts, rows, strict=True):
                 yield replace(prompt, token_ids=tuple(row["token_ids"]), text=row["text"])
 
-    def _prompts(self) -> Iterator[Answer]:
-        rows = source_rows(
+    def _read_prompts(self) -> Iterator[Completion]:
+        rows = read_source_rows(
             self.source, self.index, seed=self.seed, remote=self.remote, access=self.access, formats=PROMPT_FORMATS
         )
         for row in rows:
@@ -138,12 +138,12 @@ class PromptSource:
             try:
                 tokens = self.encoder.encode_prompt(row.content).tolist() if row.content else []
             except RowError as error:
-                raise row.error(error, f"data.sources[{self.index}]") from error
+                raise row.make_error(error, f"data.sources[{self.index}]") from error
             end = self.settings.prompt_tokens if isinstance(row.content, str) else None
-            yield Answer(row.format, tuple(tokens[:end]))
+            yield Completion(row.format, tuple(tokens[:end]))
 
 
-def _draw(seed: int, repeat: int, prompt: Answer) -> int:
+def _derive_seed(seed: int, repeat: int, prompt: Completion) -> int:
     return int.from_bytes(_hash([seed, repeat, prompt.prompt_token_ids])[:7], "big")
 
 

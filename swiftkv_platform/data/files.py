@@ -1,6 +1,5 @@
 """Tables of rows, and streaming readers of local files: JSON Lines, JSON arrays, CSV, Parquet and plain text,
-compressed or not. Zstandard needs an optional package. Knows no row format and no tokenizer. Never holds a whole file
-in memory.
+compressed or not. Zstandard requires an optional package. No reader holds a whole file in memory.
 """
 
 from __future__ import annotations
@@ -29,44 +28,44 @@ from swiftkv_platform.sources.layout import compression_of, kind_of
 
 
 @contextmanager
-def opened(file: Path, field: str) -> Iterator[BinaryIO]:
+def open_file(file: Path, field: str) -> Iterator[BinaryIO]:
     """Open a file for reading. Raises `DataError`, on opening or within the context, if the file cannot be read or
     decompressed."""
     compression = compression_of(file.name)
-    if compression == ".zst" and not reads_zstandard():
+    if compression == ".zst" and not can_read_zstandard():
         why = "is compressed with Zstandard, but no reader is installed; install zstandard, or decompress it (zstd -d)"
-        raise bad_file(field, file, why)
+        raise make_file_error(field, file, why)
     try:
         with _OPEN[compression](file) as stream:
             yield stream
-    except _damage() as error:
+    except _list_damage_errors() as error:
         how = "cannot be read" if compression is None else f"cannot be decompressed as {compression}"
-        raise bad_file(field, file, f"{how}: {str(error) or type(error).__name__}") from error
+        raise make_file_error(field, file, f"{how}: {str(error) or type(error).__name__}") from error
 
 
-def bad_file(field: str, file: Path | str, why: str) -> DataError:
+def make_file_error(field: str, file: Path | str, why: str) -> DataError:
     """Return the error for a file that cannot be read."""
     return DataError(f"{field}: {file} {why}", field=field, value=str(file))
 
 
-def bad_row(field: str, file: Path | str, number: int, why: str, *, unit: str = "line") -> DataError:
+def make_row_error(field: str, file: Path | str, number: int, why: str, *, unit: str = "line") -> DataError:
     """Return the error for line or row `number` of a file; `why` brings its own punctuation."""
     return DataError(f"{field}: {file}, {unit} {number}{why}", field=field, value=f"{file}:{number}")
 
 
-def reads_zstandard() -> bool:
+def can_read_zstandard() -> bool:
     """Whether a package that reads Zstandard is installed: `zstandard`, or `pyarrow`."""
     return any(find_spec(package) is not None for package in ("zstandard", "pyarrow"))
 
 
-def _zstandard(file: Path) -> Any:
+def _open_zstandard(file: Path) -> Any:
     if find_spec("zstandard") is None:
         return io.BufferedReader(import_module("pyarrow").input_stream(str(file), compression="zstd"))
     decompressor = import_module("zstandard").ZstdDecompressor()
     return io.BufferedReader(decompressor.stream_reader(file.open("rb"), read_across_frames=True))
 
 
-def _damage() -> tuple[type[Exception], ...]:
+def _list_damage_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that readers raise for damaged files."""
     package = sys.modules.get("zstandard")
     known = OSError, EOFError, lzma.LZMAError, zlib.error
@@ -78,7 +77,7 @@ _OPEN: dict[str | None, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _zstandard,
+    ".zst": _open_zstandard,
 }
 
 
@@ -95,45 +94,45 @@ class Table:
     """Name of the origin in messages: a hub id, or a file."""
     columns: tuple[str, ...] | None
     """Columns of every row; None if each row has its own."""
-    rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+    read_rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
     """(columns, or None for all) -> the rows with these columns."""
-    count: Callable[[], int]
+    count_rows: Callable[[], int]
     """Return the number of rows; not called for a streamed source."""
     unit: str = "row"
-    """Unit that rows are counted in."""
+    """Unit of row numbers: `line` or `row`."""
     held_out: bool | None = None
-    """Whether the source itself marks these rows as held out; None leaves it to `validation_fraction`."""
+    """The rows' split in the source; None: `validation_fraction` decides."""
 
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """A text file longer than this becomes several documents, cut at line ends."""
 _BYTES_PER_READ = 1 << 20
-_LONGEST_ELEMENT = 1 << 26
-"""Most characters of one element of a JSON array; a longer one is treated as damage."""
-_LONGEST_LINE = 1 << 26
-"""Most bytes of a line; a longer one is treated as damage, such as an archive that decompresses endlessly."""
+_MAX_ELEMENT_LENGTH = 1 << 26
+"""Max characters of an element of a JSON array; a longer one is treated as damage."""
+_MAX_LINE_LENGTH = 1 << 26
+"""Max bytes of a line; a longer one is treated as damage, such as an archive that decompresses endlessly."""
 _ROWS_PER_BATCH = 512
-_BLANKS = " \t\r\n"
+_WHITESPACE = " \t\r\n"
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
-"""Characters that may separate cells, by the ending of a file's name."""
+"""Possible cell delimiters by file suffix."""
 
 
 @dataclass(frozen=True)
 class FileReader:
-    """Reader of files of one kind. Every function raises `DataError` with file and place, naming `field`."""
+    """Reader of files of one kind. Every function raises `DataError` about `field`, with file and line."""
 
     unit: str
-    """Unit that rows are counted in: `line` or `row`."""
-    rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
+    """Unit of row numbers: `line` or `row`."""
+    read_rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
     """(file, columns or None for all, field) -> rows"""
-    count: Callable[[Path, str], int]
-    columns: Callable[[Path, str], tuple[str, ...] | None]
+    count_rows: Callable[[Path, str], int]
+    read_columns: Callable[[Path, str], tuple[str, ...] | None]
     """(file, field) -> columns of every row; None if each row has its own."""
 
 
-def reader_for(file: Path, field: str) -> FileReader | None:
-    """Return the reader for a file, by its name's ending and for JSON by its first character; None if no reader fits.
-    Raises `DataError` if the file cannot be read or decompressed."""
+def find_reader(file: Path, field: str) -> FileReader | None:
+    """Return the reader for a file by its suffix, and for JSON by its first character; None for other files. Raises
+    `DataError` if the file cannot be read or decompressed."""
     reader = READERS.get(kind_of(file.name) or "")
     if reader is _JSON_LINES and _is_array(file, field):
         return _JSON_ARRAY
@@ -141,24 +140,24 @@ def reader_for(file: Path, field: str) -> FileReader | None:
 
 
 def _is_array(file: Path, field: str) -> bool:
-    with opened(file, field) as stream:
+    with open_file(file, field) as stream:
         return stream.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
+def _read_lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers."""
-    with opened(file, field) as stream:
+    with open_file(file, field) as stream:
         number = 0
-        while line := stream.readline(_LONGEST_LINE + 1):
+        while line := stream.readline(_MAX_LINE_LENGTH + 1):
             number += 1
-            if len(line) > _LONGEST_LINE:
-                raise _not_json(file, number, 1, f"the line is longer than {_LONGEST_LINE} bytes", field)
+            if len(line) > _MAX_LINE_LENGTH:
+                raise _make_json_error(file, number, 1, f"the line is longer than {_MAX_LINE_LENGTH} bytes", field)
             if not line.isspace():
                 yield number, line
 
 
-def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    for number, line in _lines(file, field):
+def _read_json_lines(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    for number, line in _read_lines(file, field):
         yield number, parse_line(line, file, number, field)
 
 
@@ -167,56 +166,56 @@ def parse_line(line: bytes, file: Path | str, number: int, field: str) -> Row:
     try:
         row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _not_utf8(file, number, error.start, error.reason, field) from error
+        raise _make_encoding_error(file, number, error.start, error.reason, field) from error
     except json.JSONDecodeError as error:
-        raise _not_json(file, number, error.colno, error.msg, field) from error
+        raise _make_json_error(file, number, error.colno, error.msg, field) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
-        raise _not_json(file, number, 1, str(error), field) from error
-    return _object(row, file, number, "line", field)
+        raise _make_json_error(file, number, 1, str(error), field) from error
+    return _require_object(row, file, number, "line", field)
 
 
-def _object(row: Any, file: Path | str, number: int, unit: str, field: str) -> Row:
+def _require_object(row: Any, file: Path | str, number: int, unit: str, field: str) -> Row:
     if not isinstance(row, dict):
         why = f" is {row!r:.80}, a {type(row).__name__}; an object with columns is accepted"
-        raise bad_row(field, file, number, why, unit=unit)
+        raise make_row_error(field, file, number, why, unit=unit)
     return row
 
 
 def _count_lines(file: Path, field: str) -> int:
-    return sum(1 for _ in _lines(file, field))
+    return sum(1 for _ in _read_lines(file, field))
 
 
-def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    for number, row in enumerate(_elements(file, field), start=1):
-        yield number, _object(row, file, number, "row", field)
+def _read_json_array(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    for number, row in enumerate(_parse_elements(file, field), start=1):
+        yield number, _require_object(row, file, number, "row", field)
 
 
-def _elements(file: Path, field: str) -> Iterator[Any]:
+def _parse_elements(file: Path, field: str) -> Iterator[Any]:
     """Yield the elements of a JSON array, parsing while reading."""
-    window = _Window(file, field)
-    window.expect("[")
-    if window.peek() == "]":
-        window.expect("]")
+    parser = _JsonParser(file, field)
+    parser.expect("[")
+    if parser.peek() == "]":
+        parser.expect("]")
     else:
         while True:
-            yield window.element()
-            if window.peek() != ",":
+            yield parser.parse_element()
+            if parser.peek() != ",":
                 break
-            window.expect(",")
-        window.expect("]")
-    if window.peek():
-        raise window.fault("Extra data")
+            parser.expect(",")
+        parser.expect("]")
+    if parser.peek():
+        raise parser.make_error("Extra data")
 
 
-class _Window:
-    """The part of a JSON file that has been read and not yet parsed."""
+class _JsonParser:
+    """Incremental parser of a JSON file; holds the text that is read but not yet parsed."""
 
     def __init__(self, file: Path, field: str) -> None:
         self._file = file
         self._field = field
-        self._chunks = _text_chunks(file, field)
+        self._chunks = _read_text_chunks(file, field)
         self._text = ""
-        self._at = 0
+        self._offset = 0
         self._line = 1
         self._column = 1
         self._decoder = json.JSONDecoder()
@@ -224,60 +223,60 @@ class _Window:
     def peek(self) -> str:
         """Return the next character that is not white space; "" at the end."""
         while True:
-            begin = self._at
-            while begin < len(self._text) and self._text[begin] in _BLANKS:
+            begin = self._offset
+            while begin < len(self._text) and self._text[begin] in _WHITESPACE:
                 begin += 1
             self._advance(begin)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._read():
+            if self._offset < len(self._text):
+                return self._text[self._offset]
+            if not self._read_chunk():
                 return ""
 
     def expect(self, character: str) -> None:
         if self.peek() != character:
-            raise self.fault(f"Expecting {character!r}")
-        self._advance(self._at + 1)
+            raise self.make_error(f"Expecting {character!r}")
+        self._advance(self._offset + 1)
 
-    def element(self) -> Any:
+    def parse_element(self) -> Any:
         self.peek()
         while True:
             try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
+                value, end = self._decoder.raw_decode(self._text, self._offset)
             except json.JSONDecodeError as error:
-                offset = error.pos - self._at
-                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._read():
-                    self._advance(self._at + offset)
-                    raise self.fault(error.msg) from error
+                offset = error.pos - self._offset
+                if len(self._text) - self._offset > _MAX_ELEMENT_LENGTH or not self._read_chunk():
+                    self._advance(self._offset + offset)
+                    raise self.make_error(error.msg) from error
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
-                raise self.fault(str(error)) from error
+                raise self.make_error(str(error)) from error
             else:
                 # A number at the end of the window may continue.
-                if end == len(self._text) and self._read():
+                if end == len(self._text) and self._read_chunk():
                     continue
                 self._advance(end)
                 return value
 
-    def fault(self, why: str) -> DataError:
-        return _not_json(self._file, self._line, self._column, why, self._field)
+    def make_error(self, why: str) -> DataError:
+        return _make_json_error(self._file, self._line, self._column, why, self._field)
 
     def _advance(self, end: int) -> None:
-        passed = self._text[self._at : end]
+        passed = self._text[self._offset : end]
         breaks = passed.count("\n")
         self._line += breaks
         self._column = len(passed) - passed.rfind("\n") if breaks else self._column + len(passed)
-        self._at = end
+        self._offset = end
 
-    def _read(self) -> bool:
+    def _read_chunk(self) -> bool:
         chunk = next(self._chunks, "")
-        self._text, self._at = self._text[self._at :] + chunk, 0
+        self._text, self._offset = self._text[self._offset :] + chunk, 0
         return bool(chunk)
 
 
-def _text_chunks(file: Path, field: str) -> Iterator[str]:
+def _read_text_chunks(file: Path, field: str) -> Iterator[str]:
     """Yield the file's text in chunks of about a million bytes, with every line end as "\\n"."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     line, size = 1, 0
-    with opened(file, field) as stream:
+    with open_file(file, field) as stream:
         while True:
             chunk = stream.read(_BYTES_PER_READ)
             size += len(chunk)
@@ -287,7 +286,7 @@ def _text_chunks(file: Path, field: str) -> Iterator[str]:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 line += chunk[: max(error.start - pending, 0)].count(b"\n")
-                raise _not_utf8(file, line, begin + error.start, error.reason, field) from error
+                raise _make_encoding_error(file, line, begin + error.start, error.reason, field) from error
             line += text.count("\n")
             if text:
                 yield text
@@ -295,14 +294,16 @@ def _text_chunks(file: Path, field: str) -> Iterator[str]:
                 return
 
 
-def _count_rows(read: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]) -> Callable[[Path, str], int]:
+def _make_row_counter(
+    read: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]],
+) -> Callable[[Path, str], int]:
     return lambda file, field: sum(1 for _ in read(file, None, field))
 
 
-def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+def _read_text(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     """Yield the file as one document, or as several if it is longer than `MAX_DOCUMENT_CHARACTERS`."""
     number, pieces, size = 1, list[str](), 0
-    for chunk in _text_chunks(file, field):
+    for chunk in _read_text_chunks(file, field):
         pieces.append(chunk)
         size += len(chunk)
         if size >= MAX_DOCUMENT_CHARACTERS:
@@ -314,35 +315,35 @@ def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
         yield number, {"text": "".join(pieces)}
 
 
-def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+def _read_csv(delimiters: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     """Yield rows named by the first record, all cells as text, each with the line on which it ends."""
-    with opened(file, field) as stream:
-        records = _csv_records(stream, file, delimiters, field)
+    with open_file(file, field) as stream:
+        records = _parse_csv_records(stream, file, delimiters, field)
         _, header = next(records, (0, []))
         if len(set(header)) < len(header):
             why = f"has a duplicate column in its first line ({', '.join(header)}); unique names are accepted"
-            raise bad_file(field, file, why)
-        wanted = [(place, name) for place, name in enumerate(header) if columns is None or name in columns]
+            raise make_file_error(field, file, why)
+        wanted = [(column, name) for column, name in enumerate(header) if columns is None or name in columns]
         for line, cells in records:
             if len(cells) != len(header):
-                raise _bad_csv(file, line, f"it has {len(cells)} cells, and the first line {len(header)}", field)
-            yield line, {name: cells[place] for place, name in wanted}
+                raise _make_csv_error(file, line, f"it has {len(cells)} cells, and the first line {len(header)}", field)
+            yield line, {name: cells[column] for column, name in wanted}
 
 
-def _csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> Iterator[tuple[int, list[str]]]:
+def _parse_csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> Iterator[tuple[int, list[str]]]:
     """Yield records with the lines on which they end. The delimiter is the first of `delimiters` in the first line."""
-    csv.field_size_limit(_LONGEST_ELEMENT)  # process-wide; the default is too short for texts
+    csv.field_size_limit(_MAX_ELEMENT_LENGTH)  # process-wide; the default is too short for texts
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
 
-    def lines() -> Iterator[str]:
-        while line := text.readline(_LONGEST_LINE + 1):
-            if len(line) > _LONGEST_LINE:
-                raise csv.Error(f"it is longer than {_LONGEST_LINE} characters")
+    def read_lines() -> Iterator[str]:
+        while line := text.readline(_MAX_LINE_LENGTH + 1):
+            if len(line) > _MAX_LINE_LENGTH:
+                raise csv.Error(f"it is longer than {_MAX_LINE_LENGTH} characters")
             yield line
 
     reader = csv.reader(())
     try:
-        first = next(found := lines(), "")
+        first = next(found := read_lines(), "")
         delimiter = next((each for each in delimiters if each in first), delimiters[0])
         reader = csv.reader(chain([first], found), delimiter=delimiter, strict=True)
         for cells in reader:
@@ -350,34 +351,36 @@ def _csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> I
                 yield reader.line_num, cells
     except UnicodeDecodeError as error:
         line = reader.line_num + 1
-        raise _bad_csv(file, line, f"it, or a line soon after it, is not UTF-8 ({error.reason})", field) from error
+        raise _make_csv_error(
+            file, line, f"it, or a line soon after it, is not UTF-8 ({error.reason})", field
+        ) from error
     except csv.Error as error:
-        raise _bad_csv(file, reader.line_num, str(error), field) from error
+        raise _make_csv_error(file, reader.line_num, str(error), field) from error
 
 
-def _csv_columns(file: Path, field: str) -> tuple[str, ...] | None:
-    with opened(file, field) as stream:
-        return csv_columns(stream, file, field)
+def _read_csv_columns(file: Path, field: str) -> tuple[str, ...] | None:
+    with open_file(file, field) as stream:
+        return parse_csv_columns(stream, file, field)
 
 
-def csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ...] | None:
+def parse_csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ...] | None:
     """Return the columns of a CSV file from its first line at least; None if it is empty. Raises `DataError`."""
     delimiters = _DELIMITERS[kind_of(file.name) or ""]
-    _, header = next(_csv_records(stream, file, delimiters, field), (0, None))
+    _, header = next(_parse_csv_records(stream, file, delimiters, field), (0, None))
     return None if header is None else tuple(header)
 
 
-def _bad_csv(file: Path, line: int, why: str, field: str) -> DataError:
+def _make_csv_error(file: Path, line: int, why: str, field: str) -> DataError:
     accepted = "UTF-8 text with one record a line, names in the first, is accepted"
-    return bad_row(field, file, line, f" cannot be read: {why}; {accepted}")
+    return make_row_error(field, file, line, f" cannot be read: {why}; {accepted}")
 
 
-def _csv(delimiters: str) -> FileReader:
-    rows = partial(_csv_rows, delimiters)
-    return FileReader("line", rows, _count_rows(rows), _csv_columns)
+def _make_csv_reader(delimiters: str) -> FileReader:
+    rows = partial(_read_csv, delimiters)
+    return FileReader("line", rows, _make_row_counter(rows), _read_csv_columns)
 
 
-def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+def _read_parquet(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     number = 1
     try:
         for batch in _open_parquet(file, field).iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
@@ -386,9 +389,9 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iter
                 number += 1
     except UnicodeDecodeError as error:
         why = f" or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 ({error.reason})"
-        raise bad_row(field, file, number, f"{why}; UTF-8 text is accepted", unit="row") from error
+        raise make_row_error(field, file, number, f"{why}; UTF-8 text is accepted", unit="row") from error
     except (ValueError, OSError) as error:
-        raise bad_file(field, file, f"cannot be read as parquet: {error}") from error
+        raise make_file_error(field, file, f"cannot be read as parquet: {error}") from error
 
 
 def _open_parquet(file: Path, field: str) -> Any:
@@ -397,32 +400,32 @@ def _open_parquet(file: Path, field: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(file)
     except (ValueError, OSError) as error:
-        raise bad_file(field, file, f"cannot be read as parquet: {error}") from error
+        raise make_file_error(field, file, f"cannot be read as parquet: {error}") from error
 
 
-def _not_json(file: Path | str, line: int, column: int, why: str, field: str) -> DataError:
+def _make_json_error(file: Path | str, line: int, column: int, why: str, field: str) -> DataError:
     accepted = "one object a line, or one array of objects, is accepted"
-    return bad_row(field, file, line, f", column {column} is not JSON: {why}; {accepted}")
+    return make_row_error(field, file, line, f", column {column} is not JSON: {why}; {accepted}")
 
 
-def _not_utf8(file: Path | str, line: int, byte: int, reason: str, field: str) -> DataError:
-    return bad_row(field, file, line, f", byte {byte} is not UTF-8 ({reason}); UTF-8 text is accepted")
+def _make_encoding_error(file: Path | str, line: int, byte: int, reason: str, field: str) -> DataError:
+    return make_row_error(field, file, line, f", byte {byte} is not UTF-8 ({reason}); UTF-8 text is accepted")
 
 
-_JSON_LINES = FileReader("line", _line_rows, _count_lines, lambda _file, _field: None)
-_JSON_ARRAY = FileReader("row", _array_rows, _count_rows(_array_rows), lambda _file, _field: None)
+_JSON_LINES = FileReader("line", _read_json_lines, _count_lines, lambda _file, _field: None)
+_JSON_ARRAY = FileReader("row", _read_json_array, _make_row_counter(_read_json_array), lambda _file, _field: None)
 _PARQUET = FileReader(
     "row",
-    _parquet_rows,
+    _read_parquet,
     lambda file, field: int(_open_parquet(file, field).metadata.num_rows),
     lambda file, field: tuple(_open_parquet(file, field).schema_arrow.names),
 )
-_TEXT = FileReader("row", _text_rows, _count_rows(_text_rows), lambda _file, _field: ("text",))
+_TEXT = FileReader("row", _read_text, _make_row_counter(_read_text), lambda _file, _field: ("text",))
 READERS = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": _JSON_LINES,
-    **{kind: _csv(delimiters) for kind, delimiters in _DELIMITERS.items()},
+    **{kind: _make_csv_reader(delimiters) for kind, delimiters in _DELIMITERS.items()},
     ".parquet": _PARQUET,
     ".txt": _TEXT,
     ".py": _TEXT,

@@ -1,4 +1,4 @@
-"""Row formats: which columns make a row a text or a conversation. Knows no file and no tokenizer."""
+"""Row formats: parse the columns of a row as a text or a conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.data.files import Row
-from swiftkv_platform.data.messages import Message, RowError, read_messages, read_prompt, read_tools, shown, turns_of
+from swiftkv_platform.data.messages import (
+    Message,
+    RowError,
+    format_value,
+    parse_turns,
+    read_messages,
+    read_prompt,
+    read_tools,
+)
 from swiftkv_platform.errors import DataError
 
 
@@ -24,11 +32,11 @@ class Conversation:
     def __bool__(self) -> bool:
         return bool(self.messages)
 
-    def as_json(self) -> str:
+    def to_json(self) -> str:
         """Return the conversation as canonical JSON, without the weights of its messages."""
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in self.messages]
-        said = messages if self.tools is None else {"messages": messages, "tools": self.tools}
-        return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+        value = messages if self.tools is None else {"messages": messages, "tools": self.tools}
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 Content = str | Conversation
@@ -68,191 +76,195 @@ class RowReader:
             raise RowError("it is nested too deeply to be read") from error
 
 
-class Holdings:
-    """Tells which columns of a table are not empty, reading only as many rows as needed. `read` returns the rows from
-    the beginning."""
+class NonEmptyColumns:
+    """Finds the non-empty columns of a table, reading only as many rows as necessary. `read` returns the rows from the
+    beginning."""
 
     def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
         self._read = read
         self._rows: Iterator[Row] | None = None
-        self._held: dict[frozenset[str], set[str]] = {}
+        self._filled_by_layout: dict[frozenset[str], set[str]] = {}
 
-    def hold(self, layout: Collection[str], columns: Collection[str]) -> bool:
-        """Whether each of `columns` has a value that is not empty in some row with the columns `layout`."""
-        wanted = _known(layout)
-        held = self._held.setdefault(wanted, set())
-        while not held.issuperset(columns):
+    def are_filled(self, layout: Collection[str], columns: Collection[str]) -> bool:
+        """Whether each of `columns` is non-empty in some row with the columns `layout`."""
+        wanted = _select_format_columns(layout)
+        filled = self._filled_by_layout.setdefault(wanted, set())
+        while not filled.issuperset(columns):
             self._rows = self._read() if self._rows is None else self._rows
             row = next(self._rows, None)
             if row is None:
                 return False
-            found = self._held.get(_known(row))
-            if found is None and len(self._held) < _LAYOUTS_KEPT:
-                found = self._held.setdefault(_known(row), set())
+            found = self._filled_by_layout.get(_select_format_columns(row))
+            if found is None and len(self._filled_by_layout) < _MAX_LAYOUTS:
+                found = self._filled_by_layout.setdefault(_select_format_columns(row), set())
             if found is not None:
-                found.update(column for column, value in row.items() if not _is_nothing(value))
+                found.update(column for column, value in row.items() if not _is_empty(value))
         return True
 
 
-_LONGEST_LIST = 500
-"""Most characters of a list of columns in a message."""
-_LAYOUTS_KEPT = 256
-"""Most sets of columns that a `Holdings` keeps track of."""
+_MAX_LISTED_LENGTH = 500
+"""Max characters of a list of columns in a message."""
+_MAX_LAYOUTS = 256
+"""Max sets of columns that a `NonEmptyColumns` tracks."""
 
 
-def _known(columns: Iterable[str]) -> frozenset[str]:
+def _select_format_columns(columns: Iterable[str]) -> frozenset[str]:
     return COLUMNS.intersection(columns)
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value) or value != value
 
 
 def match_format(
-    columns: Collection[str], formats: Sequence[RowFormat], holdings: Holdings | None = None
+    columns: Collection[str], formats: Sequence[RowFormat], non_empty: NonEmptyColumns | None = None
 ) -> tuple[RowFormat, tuple[str, ...], bool] | None:
-    """Return the first of `formats` that fits, its matched set of columns, and whether those are not empty. Formats
-    whose columns are all empty are tried last; without `holdings`, no column counts as empty."""
+    """Return the first matching format, its matched set of columns, and whether those are non-empty. Formats with empty
+    columns are tried last; without `non_empty`, no column counts as empty."""
     found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
     for candidate, group in found:
-        if holdings is None or holdings.hold(columns, group):
+        if non_empty is None or non_empty.are_filled(columns, group):
             return candidate, group, True
     return (*found[0], False) if found else None
 
 
-def find_format(
+def find_row_reader(
     name: str,
     columns: Sequence[str],
     *,
     origin: str,
-    path: str,
+    source_field: str,
     formats: Sequence[RowFormat],
-    holdings: Holdings | None = None,
+    non_empty: NonEmptyColumns | None = None,
     field: str | None = None,
 ) -> RowReader:
-    """Return the reader for rows with `columns`: of the format `name`, or if that is `auto` of the first of `formats`
-    that fits, see `match_format`. Raises `DataError` about `field` (default: the format of `path`) if none fits."""
+    """Return the reader for rows with `columns`: of the format `name`, or for `auto` the first match of `formats`, see
+    `match_format`. Raises `DataError` about `field` (default: the source's `format`) without a match."""
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
-    matched = match_format(columns, candidates, holdings)
+    matched = match_format(columns, candidates, non_empty)
     if matched is not None:
         candidate, required, _ = matched
         optional = tuple(column for column in candidate.optional if column in columns)
         return RowReader(candidate, required, required + optional)
-    message = f"{path}: {describe_mismatch(origin, columns, candidates)}"
-    raise DataError(message, field=field or f"{path}.format", value=list(columns))
+    message = f"{source_field}: {describe_mismatch(origin, columns, candidates)}"
+    raise DataError(message, field=field or f"{source_field}.format", value=list(columns))
 
 
 def describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:
-    """Return the sentence about rows whose columns fit none of `formats`."""
+    """Return the error message for rows whose columns match none of `formats`."""
     accepted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in formats)
-    held = ", ".join(columns)[:_LONGEST_LIST] or "(none)"
-    return f"{origin} has the columns {held}; these are accepted: {accepted}"
+    listed = ", ".join(columns)[:_MAX_LISTED_LENGTH] or "(none)"
+    return f"{origin} has the columns {listed}; these are accepted: {accepted}"
 
 
 def content_digest(content: Content) -> int:
     """Return a 64-bit hash of a sample's content, the same for every file, format and tokenizer. Raises `RowError` for
     a lone surrogate, which JSON can express but UTF-8 cannot encode."""
-    data = content if isinstance(content, str) else content.as_json()
+    data = content if isinstance(content, str) else content.to_json()
     try:
         return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
     except UnicodeEncodeError as error:
         raise RowError(f"character {error.start} is half of a surrogate pair; whole characters are accepted") from error
 
 
-def _text(value: Any, what: str) -> str:
+def _parse_string(value: Any, label: str) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    raise RowError(f"{what} is {shown(value)}, a {type(value).__name__}; a string is accepted")
+    raise RowError(f"{label} is {format_value(value)}, a {type(value).__name__}; a string is accepted")
 
 
-def _conversation(messages: list[Message], row: Row) -> Conversation:
-    """Return a conversation with the row's `system`, unless its first message is one, and its `tools`, formerly called
-    `functions` by OpenAI."""
-    system = _text(row.get("system"), "system")
+def _build_conversation(messages: list[Message], row: Row) -> Conversation:
+    """Return a conversation with the row's `system`, unless its first message is a system message, and its `tools`
+    (OpenAI formerly called them `functions`)."""
+    system = _parse_string(row.get("system"), "system")
     if system and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
     return Conversation(messages, read_tools(row.get("tools") or row.get("functions")))
 
 
-def _exchange(user: str, assistant: str) -> list[Message]:
+def _make_exchange(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 def _parse_text(values: list[Any], _row: Row) -> Content:
-    return _text(values[0], "text")
+    return _parse_string(values[0], "text")
 
 
-def _chats(read: Callable[[Any, str], list[Message]], column: str) -> Callable[[list[Any], Row], Content]:
-    return lambda values, row: _conversation(read(values[0], column), row)
+def _make_chat_parser(read: Callable[[Any, str], list[Message]], column: str) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _build_conversation(read(values[0], column), row)
 
 
 def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
     prompt, completion = values
     if isinstance(prompt, list) or isinstance(completion, list):
-        return _conversation(_both(prompt, completion), row)
-    user, assistant = _text(prompt, "the prompt"), _text(completion, "the completion")
-    return _conversation(_exchange(user, assistant) if user and assistant else [], row)
+        return _build_conversation(_join_prompt_and_completion(prompt, completion), row)
+    user, assistant = _parse_string(prompt, "the prompt"), _parse_string(completion, "the completion")
+    return _build_conversation(_make_exchange(user, assistant) if user and assistant else [], row)
 
 
-def _both(prompt: Any, completion: Any) -> list[Message]:
+def _join_prompt_and_completion(prompt: Any, completion: Any) -> list[Message]:
     """Return the messages of a prompt and its completion, each a list of messages or a text."""
     sides = (("prompt", "user", prompt), ("completion", "assistant", completion))
     return read_messages(
         [
             turn
-            for what, role, said in sides
-            for turn in ([{"role": role, "content": said}] if isinstance(said, str) else turns_of(said, what))
+            for label, role, value in sides
+            for turn in ([{"role": role, "content": value}] if isinstance(value, str) else parse_turns(value, label))
         ],
         "prompt and completion",
     )
 
 
 def _parse_alpaca(values: list[Any], row: Row) -> Content:
-    instruction, output = (_text(v, what) for v, what in zip(values, ("instruction", "output"), strict=True))
+    instruction, output = (_parse_string(v, label) for v, label in zip(values, ("instruction", "output"), strict=True))
     if not (instruction and output):
-        return _conversation([], row)
-    return _conversation([*_history(row), *_exchange(_instruction(instruction, row), output)], row)
+        return _build_conversation([], row)
+    return _build_conversation(
+        [*_parse_history(row), *_make_exchange(_join_instruction_and_input(instruction, row), output)], row
+    )
 
 
-def _history(row: Row) -> list[Message]:
+def _parse_history(row: Row) -> list[Message]:
     """Return the messages of `history`, pairs of instruction and output."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")
-    pairs = (_exchange(*(_text(part, "history") for part in pair)) for pair in history)
+    pairs = (_make_exchange(*(_parse_string(part, "history") for part in pair)) for pair in history)
     return read_messages([message for pair in pairs for message in pair], "history")
 
 
-def _instruction(instruction: str, row: Row) -> str:
-    context = _text(row.get("input") or row.get("context"), "input")
+def _join_instruction_and_input(instruction: str, row: Row) -> str:
+    context = _parse_string(row.get("input") or row.get("context"), "input")
     return f"{instruction}\n\n{context}" if context else instruction
 
 
-def _question(prompt: str) -> list[Message]:
+def _make_user_messages(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}] if prompt else []
 
 
-def _prompt_of_prompt(values: list[Any], row: Row) -> Content:
+def _parse_prompt(values: list[Any], row: Row) -> Content:
     if isinstance(values[0], list):
-        return _conversation(read_prompt(values[0], "prompt"), row)
-    return _conversation(_question(_text(values[0], "the prompt")), row)
+        return _build_conversation(read_prompt(values[0], "prompt"), row)
+    return _build_conversation(_make_user_messages(_parse_string(values[0], "the prompt")), row)
 
 
-def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
-    question = _question(_instruction(_text(values[0], "instruction"), row))
-    return _conversation([*_history(row), *question] if question else [], row)
+def _parse_alpaca_prompt(values: list[Any], row: Row) -> Content:
+    question = _make_user_messages(_join_instruction_and_input(_parse_string(values[0], "instruction"), row))
+    return _build_conversation([*_parse_history(row), *question] if question else [], row)
 
 
-_BESIDE = ("system", "tools", "functions")
+_CONVERSATION_COLUMNS = ("system", "tools", "functions")
 """Optional columns of every conversation."""
 _SHAREGPT = (("conversations",), ("conversation",))
-_OF_ALPACA = ("input", "context", "history", *_BESIDE)
+_ALPACA_COLUMNS = ("input", "context", "history", *_CONVERSATION_COLUMNS)
 
 FORMATS = (
-    RowFormat("messages", (("messages",),), _chats(read_messages, "messages"), optional=_BESIDE),
-    RowFormat("sharegpt", _SHAREGPT, _chats(read_messages, "conversations"), optional=_BESIDE),
+    RowFormat(
+        "messages", (("messages",),), _make_chat_parser(read_messages, "messages"), optional=_CONVERSATION_COLUMNS
+    ),
+    RowFormat("sharegpt", _SHAREGPT, _make_chat_parser(read_messages, "conversations"), optional=_CONVERSATION_COLUMNS),
     RowFormat(
         "prompt_completion",
         (
@@ -264,20 +276,25 @@ FORMATS = (
             ("query", "response"),
         ),
         _parse_prompt_completion,
-        optional=_BESIDE,
+        optional=_CONVERSATION_COLUMNS,
     ),
-    RowFormat("alpaca", (("instruction", "output"), ("instruction", "response")), _parse_alpaca, optional=_OF_ALPACA),
+    RowFormat(
+        "alpaca", (("instruction", "output"), ("instruction", "response")), _parse_alpaca, optional=_ALPACA_COLUMNS
+    ),
     RowFormat("text", (("text",),), _parse_text),
 )
 """Row formats in the order in which `auto` tries them, the most specific first."""
 
 PROMPT_FORMATS = (
-    RowFormat("messages", (("messages",),), _chats(read_prompt, "messages"), optional=_BESIDE),
-    RowFormat("sharegpt", _SHAREGPT, _chats(read_prompt, "conversations"), optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _make_chat_parser(read_prompt, "messages"), optional=_CONVERSATION_COLUMNS),
+    RowFormat("sharegpt", _SHAREGPT, _make_chat_parser(read_prompt, "conversations"), optional=_CONVERSATION_COLUMNS),
     RowFormat(
-        "prompt_completion", (("prompt",), ("query",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE
+        "prompt_completion",
+        (("prompt",), ("query",), ("question",), ("problem",)),
+        _parse_prompt,
+        optional=_CONVERSATION_COLUMNS,
     ),
-    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=_OF_ALPACA),
+    RowFormat("alpaca", (("instruction",),), _parse_alpaca_prompt, optional=_ALPACA_COLUMNS),
     RowFormat("text", (("text",),), _parse_text),
 )
 """Row formats that read only the prompt, for the teacher to answer; in the same order."""

@@ -1,6 +1,5 @@
-"""Normalize messages of any convention to the form that chat templates read. Rows, uploads, evaluation and served
-requests follow the same rules. Knows no row, no template and no route.
-"""
+"""Normalize messages of any convention to the form that chat templates read; the same for rows, uploads, evaluation and
+served requests."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from swiftkv_platform.specs.base import MAX_SCHEMA_DEPTH
 
 Message = dict[str, Any]
 """`role`, `content` (str; None for a call without text) and other keys that chat templates read, such as `tool_calls`;
-`weight` is 0 if the loss leaves the message out."""
+`weight` 0 excludes the message from the loss."""
 
-MAX_DEPTH = 100
-"""Most nested lists and objects in a message or a tool."""
+MAX_MESSAGE_DEPTH = 100
+"""Max nesting of lists and objects in a message or a tool."""
 
 ROLES = {
     "system": "system",
@@ -38,51 +37,49 @@ ROLES = {
     "function_response": "tool",
 }
 """Roles by their names in any convention."""
-_CALLS = frozenset({"function_call", "tool_call"})
-"""Role names of an assistant's turn whose content is a call as JSON."""
-_CONTENTS = ("content", "value", "text")
-_READ = frozenset({"role", "from", *_CONTENTS, "weight", "tool_calls", "function_call"})
+_CALL_ROLES = frozenset({"function_call", "tool_call"})
+"""Role names of assistant messages whose content is a call as JSON."""
+_CONTENT_KEYS = ("content", "value", "text")
+_PARSED_KEYS = frozenset({"role", "from", *_CONTENT_KEYS, "weight", "tool_calls", "function_call"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key that holds the text of a content part, by the part's type."""
 
 
 class RowError(ValueError):
-    """A row or message that cannot be read; the caller adds its place."""
+    """An invalid row or message; the caller adds its location."""
 
 
-def read_messages(turns: Any, what: str) -> list[Message]:
-    """Return messages to train on. `turns`: a list, or a JSON list as text. `what`: its name in error messages.
+def read_messages(turns: Any, label: str) -> list[Message]:
+    """Return messages to train on. `turns`: a list, or a JSON list as text. `label`: its name in error messages.
 
     Raises `RowError` if it is not a list, or for an unknown role, a turn without content, an assistant turn without
     content and calls, or call arguments that are not an object.
     """
-    return _checked(turns_of(turns, what))
+    return _parse_and_validate(parse_turns(turns, label))
 
 
-def read_prompt(turns: Any, what: str) -> list[Message]:
-    """Return the messages up to the last one that is not the assistant's; answers after it are not checked. Raises as
-    `read_messages`."""
-    found = turns_of(turns, what)
-    end = next((i for i in range(len(found), 0, -1) if _role_of(found[i - 1])[1] != "assistant"), 0)
-    return _checked(found[:end])
+def read_prompt(turns: Any, label: str) -> list[Message]:
+    """Return the messages without the assistant's last ones, which are not checked. Raises as `read_messages`."""
+    found = parse_turns(turns, label)
+    end = next((i for i in range(len(found), 0, -1) if _parse_role(found[i - 1])[1] != "assistant"), 0)
+    return _parse_and_validate(found[:end])
 
 
-def turns_of(turns: Any, what: str) -> list[Mapping[str, Any]]:
-    """Return the turns unchanged except for null values. Raises `RowError` if `turns` is neither a list nor JSON of
-    one."""
+def parse_turns(turns: Any, label: str) -> list[Mapping[str, Any]]:
+    """Return the turns without null values. Raises `RowError` if `turns` is neither a list nor a JSON list."""
     if turns is None:
         return []
-    found = parse_json(turns, what) if isinstance(turns, str) and turns.lstrip().startswith("[") else turns
+    found = parse_json(turns, label) if isinstance(turns, str) and turns.lstrip().startswith("[") else turns
     if not isinstance(found, list) or not all(isinstance(turn, Mapping) for turn in found):
-        raise RowError(f"{what} is {shown(turns)}; a list of messages is accepted")
-    return [without_nulls(turn) for turn in found]
+        raise RowError(f"{label} is {format_value(turns)}; a list of messages is accepted")
+    return [remove_nulls(turn) for turn in found]
 
 
-def template_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Return messages as chat templates read them; those in this form already stay the same. Calls without an id get
-    one, and so do the results that follow them, since some templates write it. Raises `RowError` for content or a call
-    in an unknown form."""
-    messages = [_message(turn) for turn in turns]
+def normalize_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return messages as chat templates read them; normalized messages stay the same. Calls without an id get one, and
+    so do the results that follow them, since some templates write it. Raises `RowError` for content or a call in an
+    unknown form."""
+    messages = [_normalize_message(turn) for turn in turns]
     unanswered, number = list[str](), 0
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -101,19 +98,19 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     of functions or tools. Raises `RowError`."""
     if not value or (isinstance(value, str) and not value.strip()):
         return None
-    found = parse_json(value, "tools") if isinstance(value, str) else without_nulls(value)
+    found = parse_json(value, "tools") if isinstance(value, str) else remove_nulls(value)
     tools = [found] if isinstance(found, Mapping) else found
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"tools is {shown(value)}; a list of functions is accepted")
-    return template_tools(tools) or None
+        raise RowError(f"tools is {format_value(value)}; a list of functions is accepted")
+    return normalize_tools(tools) or None
 
 
-def template_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as chat templates read them, with keys in a fixed order, in which templates write them."""
-    return [_tool(tool) for tool in tools]
+def normalize_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as chat templates read them. Templates write the keys in this order."""
+    return [_normalize_tool(tool) for tool in tools]
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool if "name" in tool else tool.get("function")
     if not isinstance(function, Mapping):
         return dict(tool)
@@ -122,58 +119,58 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**first, **others}}
 
 
-def _message(turn: Mapping[str, Any]) -> Message:
-    name, role = _role_of(turn)
-    content, calls = _content(turn), _calls(turn)
-    if content and name in _CALLS:
-        calls, content = _listed_calls(parse_json(content, f"the content of {name}")), None
-    others = {key: value for key, value in turn.items() if key not in _READ and value is not None}
+def _normalize_message(turn: Mapping[str, Any]) -> Message:
+    name, role = _parse_role(turn)
+    content, calls = _parse_content(turn), _parse_calls(turn)
+    if content and name in _CALL_ROLES:
+        calls, content = _normalize_calls(parse_json(content, f"the content of {name}")), None
+    others = {key: value for key, value in turn.items() if key not in _PARSED_KEYS and value is not None}
     message = {"role": role, "content": (content or None) if calls else content, **others}
     if calls:
         message["tool_calls"] = calls
-    if _weight(turn) == 0:
+    if _parse_weight(turn) == 0:
         message["weight"] = 0
     return message
 
 
-def _role_of(turn: Mapping[str, Any]) -> tuple[Any, Any]:
+def _parse_role(turn: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the role name of a turn in lower case (None if it is not text), and the role; an unknown one unchanged."""
     name = turn.get("role") if turn.get("from") is None else turn["from"]
     known = name.lower() if isinstance(name, str) else None
     return known, ROLES.get(known or "", name)
 
 
-def _checked(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _parse_and_validate(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
     for turn in turns:
-        if _role_of(turn)[0] not in ROLES:
+        if _parse_role(turn)[0] not in ROLES:
             given = turn.get("role") if turn.get("from") is None else turn["from"]
             raise RowError(f"a message has the role {given!r}; {', '.join(ROLES)} are accepted")
-    messages = template_messages(turns)
+    messages = normalize_messages(turns)
     for number, (message, turn) in enumerate(zip(messages, turns, strict=True), start=1):
-        _check(message, f"message {number}, of the role {_role_of(turn)[0]},")
+        _validate_message(message, f"message {number} (role {_parse_role(turn)[0]})")
     return messages
 
 
-def _check(message: Message, where: str) -> None:
-    calls, speaks = message.get("tool_calls"), message["role"] == "assistant"
+def _validate_message(message: Message, label: str) -> None:
+    calls, is_assistant = message.get("tool_calls"), message["role"] == "assistant"
     for call in calls or ():
         function = call["function"]
         if not isinstance(function["arguments"], dict):
             raise RowError(
-                f"{where} calls {function['name']} with the arguments {function['arguments']!r:.80}; an object, or "
+                f"{label} calls {function['name']} with the arguments {function['arguments']!r:.80}; an object, or "
                 "JSON of one, is accepted"
             )
-    if calls and not speaks:
-        raise RowError(f"{where} has tool_calls; they are accepted only from the assistant")
-    says = message["content"] is not None and (not speaks or message["content"].strip())
-    if not says and not calls and not message.get("reasoning_content") and message.get("weight") != 0:
-        can = "content or tool_calls are needed, or weight: 0" if speaks else "content (or value) is needed"
-        raise RowError(f"{where} has no text; {can}")
+    if calls and not is_assistant:
+        raise RowError(f"{label} has tool_calls; they are accepted only from the assistant")
+    has_text = message["content"] is not None and (not is_assistant or message["content"].strip())
+    if not has_text and not calls and not message.get("reasoning_content") and message.get("weight") != 0:
+        accepted = "add content or tool_calls, or set weight: 0" if is_assistant else "add content (or value)"
+        raise RowError(f"{label} has no text; {accepted}")
 
 
-def _content(turn: Mapping[str, Any]) -> str | None:
+def _parse_content(turn: Mapping[str, Any]) -> str | None:
     """Return the text of a message, given as a string or a list of text parts; None if it has none."""
-    found = [(key, turn[key]) for key in _CONTENTS if turn.get(key) is not None]
+    found = [(key, turn[key]) for key in _CONTENT_KEYS if turn.get(key) is not None]
     if len(found) > 1:
         raise RowError(f"a message has {' and '.join(key for key, _ in found)}; one of them is accepted")
     if not found:
@@ -182,11 +179,11 @@ def _content(turn: Mapping[str, Any]) -> str | None:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise RowError(f"a message's {key} is {shown(value)}, a {type(value).__name__}; a string is accepted")
-    return "".join(map(_part_text, value))
+        raise RowError(f"a message's {key} is {format_value(value)}, a {type(value).__name__}; a string is accepted")
+    return "".join(map(_parse_text_part, value))
 
 
-def _part_text(part: Any) -> str:
+def _parse_text_part(part: Any) -> str:
     key = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     text = part.get(key) if isinstance(part, Mapping) else None
     if not isinstance(text, str):
@@ -194,24 +191,24 @@ def _part_text(part: Any) -> str:
     return text
 
 
-def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _parse_calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls, legacy = turn.get("tool_calls"), turn.get("function_call")
     if calls and legacy:
         raise RowError("a message has tool_calls and function_call; one of them is accepted")
     if isinstance(calls, str) and calls.strip():
         calls = parse_json(calls, "tool_calls")
-    return _listed_calls(calls or legacy)
+    return _normalize_calls(calls or legacy)
 
 
-def _listed_calls(value: Any) -> list[dict[str, Any]]:
+def _normalize_calls(value: Any) -> list[dict[str, Any]]:
     calls = [value] if isinstance(value, Mapping) else value or []
     if not isinstance(calls, list):
-        raise RowError(f"tool_calls is {shown(value)}; a list of calls is accepted")
-    return [_call(call) for call in calls]
+        raise RowError(f"tool_calls is {format_value(value)}; a list of calls is accepted")
+    return [_normalize_call(call) for call in calls]
 
 
-def _call(call: Any) -> dict[str, Any]:
-    """Return a call in OpenAI's current form, with arguments as `call_arguments` returns them."""
+def _normalize_call(call: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's current form, with arguments as `parse_call_arguments` returns them."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -221,13 +218,13 @@ def _call(call: Any) -> dict[str, Any]:
     return {
         "id": call.get("id"),
         "type": "function",
-        "function": {"name": name, "arguments": call_arguments(arguments)},
+        "function": {"name": name, "arguments": parse_call_arguments(arguments)},
     }
 
 
-def call_arguments(value: Any) -> Any:
-    """Return arguments of a call as templates take them: an object if they are one, or JSON of one, that templates can
-    nest; {} for None and ""; anything else unchanged, such as a model's text that was cut off."""
+def parse_call_arguments(value: Any) -> Any:
+    """Return arguments of a call as templates read them: an object, also from JSON, {} for None and "". Other values,
+    such as a model's truncated text, and objects too deep for templates, stay unchanged."""
     if value in (None, ""):
         return {}
     found = value
@@ -236,46 +233,46 @@ def call_arguments(value: Any) -> Any:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return value
-    return found if isinstance(found, dict) and not _is_deep(found) else value
+    return found if isinstance(found, dict) and not _exceeds_depth(found) else value
 
 
-def _is_deep(value: Any, most: int = MAX_SCHEMA_DEPTH) -> bool:
-    """Whether a value has more than `most` nested lists and objects; by default, more than templates can follow."""
+def _exceeds_depth(value: Any, max_depth: int = MAX_SCHEMA_DEPTH) -> bool:
+    """Whether lists and objects are nested more than `max_depth` deep (default: the limit of templates)."""
     level: list[Any] = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [one for several in inner for one in several]
     return bool(level)
 
 
-def _weight(turn: Mapping[str, Any]) -> int:
-    """Return 0 if the loss leaves the message out (`weight` is 0, or `train` or `loss` is false), else 1."""
+def _parse_weight(turn: Mapping[str, Any]) -> int:
+    """Return 0 if the message is excluded from the loss (`weight` is 0, or `train` or `loss` is false), else 1."""
     weight = turn.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise RowError(f"a message has the weight {shown(weight)}; 0 and 1 are accepted")
+        raise RowError(f"a message has the weight {format_value(weight)}; 0 and 1 are accepted")
     return 0 if weight == 0 or any(turn.get(key) is False for key in ("train", "loss")) else 1
 
 
-def without_nulls(value: Any, depth: int = 0) -> Any:
-    """Return the value without keys that hold null, which tables add to give every message the same keys. Raises
-    `RowError` for NaN and infinities, and for values nested too deeply."""
-    if depth > MAX_DEPTH:
-        raise _too_deep()
+def remove_nulls(value: Any, depth: int = 0) -> Any:
+    """Return the value without null keys, which tables add to give all messages the same keys. Raises `RowError` for
+    NaN and infinities, and for values nested too deeply."""
+    if depth > MAX_MESSAGE_DEPTH:
+        raise _make_depth_error()
     if isinstance(value, Mapping):
-        return {key: without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
+        return {key: remove_nulls(item, depth + 1) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item, depth + 1) for item in value]
+        return [remove_nulls(item, depth + 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise RowError(f"a value is {shown(value)}, which is not a JSON number; null or a number is accepted")
+        raise RowError(f"a value is {format_value(value)}, which is not a JSON number; null or a number is accepted")
     return value
 
 
-def shown(value: Any) -> str:
-    """Return a value as error messages show it, with NaN and infinities by their names in JSON files."""
+def format_value(value: Any) -> str:
+    """Return a value as text for error messages, with NaN and infinities as in JSON files."""
     return json.dumps(value) if isinstance(value, float) else f"{value!r:.80}"
 
 
-def parse_json(text: str, what: str) -> Any:
+def parse_json(text: str, label: str) -> Any:
     """Parse JSON. Raises `RowError`, also for NaN and infinities and for deep nesting."""
 
     def refuse(constant: str) -> None:
@@ -284,11 +281,11 @@ def parse_json(text: str, what: str) -> Any:
     try:
         found = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} is {text!r:.80}, which is not JSON: {error}") from error
-    if _is_deep(found, MAX_DEPTH):
-        raise _too_deep()
+        raise RowError(f"{label} is {text!r:.80}, which is not JSON: {error}") from error
+    if _exceeds_depth(found, MAX_MESSAGE_DEPTH):
+        raise _make_depth_error()
     return found
 
 
-def _too_deep() -> RowError:
-    return RowError(f"a message or tool has lists and objects more than {MAX_DEPTH} deep; use fewer")
+def _make_depth_error() -> RowError:
+    return RowError(f"a message or tool has lists and objects more than {MAX_MESSAGE_DEPTH} deep; use fewer")

@@ -3,7 +3,7 @@
 A row is a run of samples, each with positions from 0, then padding, which continues the last positions: causal
 attention of counted tokens never reaches it. Without attention mask and cache, transformers treats every restart of the
 positions as a new sequence and separates their attention. Training instead lays samples end to end without padding and
-uses their lengths (`PackedRows.end_to_end`).
+uses their lengths (`PackedRows.make_padding_free_batch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 _SAMPLES_PER_FIT = 1 << 20
-"""Samples that are packed together; best fit gains nothing from more."""
+"""Samples per run of the packing algorithm; more gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Samples:
 
     tokens: TokenArray
     """[num_tokens]"""
-    counts: BoolArray
-    """[num_tokens]: whether the loss counts the position: the next token of the same sample is a target. False on the
-    last token of every sample."""
+    loss_mask: BoolArray
+    """[num_tokens]: whether the next token of the same sample is a target of the loss; False on a sample's last
+    token."""
     starts: IntArray
     """[num_samples + 1]: where each sample begins; the last entry is `num_tokens`."""
-    texts: IntArray | None = None
-    """[num_samples]: number of the conversation or text that a sample belongs to, equal for equal content; None: every
-    sample is a text of its own."""
+    text_ids: IntArray | None = None
+    """[num_samples]: id of the conversation or text that a sample belongs to, equal for equal content; None: every
+    sample is a separate text."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -73,107 +73,107 @@ class PackedRows:
 
     @cached_property
     def num_counted_tokens(self) -> int:
-        """Positions of all rows that the loss counts."""
+        """Number of loss targets of all rows."""
         if not len(self.members):
             return 0
-        counted = np.add.reduceat(self.samples.counts, self.samples.starts[:-1], dtype=np.int32)
+        counted = np.add.reduceat(self.samples.loss_mask, self.samples.starts[:-1], dtype=np.int32)
         return int(counted[self.members].sum(dtype=np.int64))
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the rows that is not padding; 0.0 without rows."""
+        """Share of all positions that is not padding; 0.0 without rows."""
         return self.num_tokens / (len(self) * self.max_length) if len(self) else 0.0
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         """Return one row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length]."""
-        return {name: array[0] for name, array in self.batch([index]).items()}
+        return {name: array[0] for name, array in self.make_padded_batch([index]).items()}
 
-    def batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    def make_padded_batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return rows stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]."""
-        batch = self._blank(len(indices), self.max_length)
+        batch = self._allocate_arrays(len(indices), self.max_length)
         for row, index in enumerate(indices):
             end = 0
-            for member in self.members_of(index):
-                end = self._write(batch, row, end, member)
+            for member in self.get_members(index):
+                end = self._write_sample(batch, row, end, member)
             begin = int(batch["position_ids"][row, end - 1]) + 1 if end else 0
             batch["position_ids"][row, end:] = np.arange(begin, begin + self.max_length - end)
         return batch
 
-    def end_to_end(
+    def make_padding_free_batch(
         self, indices: Sequence[int], *, multiple: int = 1, num_counted: int | None = None
     ) -> tuple[dict[str, npt.NDArray[Any]], tuple[int, ...]]:
-        """Return the samples of the rows `indices` end to end, without padding: arrays as of `batch`, each
+        """Return the samples of rows end to end, without padding between them: arrays as of `make_padded_batch`, each
         [1, num_tokens], and the lengths of the samples.
 
         Args:
             multiple: pad after the last sample to a multiple of this number of tokens.
-            num_counted: the loss counts only positions of the first `num_counted` rows; None: of all.
+            num_counted: only the first `num_counted` rows keep their `loss_mask`; None: all.
         """
-        members = [list(self.members_of(index)) for index in indices]
+        members = [list(self.get_members(index)) for index in indices]
         lengths = [self.samples.lengths[row].tolist() for row in members]
         num_tokens = sum(map(sum, lengths))
-        batch = self._blank(1, -(-num_tokens // multiple) * multiple)
+        batch = self._allocate_arrays(1, -(-num_tokens // multiple) * multiple)
         end = 0
         for number, row in enumerate(members):
             begin = end
             for member in row:
-                end = self._write(batch, 0, end, member)
+                end = self._write_sample(batch, 0, end, member)
             if num_counted is not None and number >= num_counted:
                 batch["loss_mask"][0, begin:end] = False
         batch["position_ids"][0, end:] = np.arange(batch["position_ids"].shape[1] - end)
         return batch, tuple(chain.from_iterable(lengths))
 
-    def texts(self, index: int) -> IntArray:
-        """Return the number of the conversation or text of each sample of a row, in its order."""
-        members = self.members_of(index)
-        return members if self.samples.texts is None else self.samples.texts[members]
+    def get_text_ids(self, index: int) -> IntArray:
+        """Return the text id of each sample of a row."""
+        members = self.get_members(index)
+        return members if self.samples.text_ids is None else self.samples.text_ids[members]
 
-    def lengths(self, index: int) -> IntArray:
-        """Return the number of tokens of each sample of a row, in its order."""
-        return self.samples.lengths[self.members_of(index)]
+    def get_sample_lengths(self, index: int) -> IntArray:
+        """Return the number of tokens of each sample of a row."""
+        return self.samples.lengths[self.get_members(index)]
 
     @cached_property
-    def sample_counts(self) -> tuple[tuple[int, int], ...]:
+    def sample_length_histogram(self) -> tuple[tuple[int, int], ...]:
         """Histogram of the lengths of placed samples: (length, number of samples)."""
         lengths, numbers = np.unique(self.samples.lengths[self.members], return_counts=True)
         return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
-    def members_of(self, index: int) -> IntArray:
-        """Return the indices of the samples of a row, in its order."""
+    def get_members(self, index: int) -> IntArray:
+        """Return the sample indices of a row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.members[self.row_starts[index] : self.row_starts[index + 1]]
 
-    def _blank(self, *shape: int) -> dict[str, npt.NDArray[Any]]:
+    def _allocate_arrays(self, *shape: int) -> dict[str, npt.NDArray[Any]]:
         return {
             "input_ids": np.full(shape, self.pad_token_id, dtype=np.int64),
             "position_ids": np.zeros(shape, dtype=np.int64),
             "loss_mask": np.zeros(shape, dtype=np.bool_),
         }
 
-    def _write(self, batch: dict[str, npt.NDArray[Any]], row: int, begin: int, member: int) -> int:
+    def _write_sample(self, batch: dict[str, npt.NDArray[Any]], row: int, begin: int, member: int) -> int:
         """Write a sample at `begin` of a row, and return its end."""
         source = slice(self.samples.starts[member], self.samples.starts[member + 1])
         end = begin + int(source.stop - source.start)
         batch["input_ids"][row, begin:end] = self.samples.tokens[source]
         batch["position_ids"][row, begin:end] = np.arange(end - begin)
-        batch["loss_mask"][row, begin:end] = self.samples.counts[source]
+        batch["loss_mask"][row, begin:end] = self.samples.loss_mask[source]
         return end
 
 
 def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: int, packing: bool = True) -> PackedRows:
     """Pack the samples `chosen` (indices, repeats allowed) into rows.
 
-    Uses best-fit decreasing: samples are placed longest first, each where it leaves the least room. Every
-    `_SAMPLES_PER_FIT` samples are packed separately, which bounds memory. Without `packing` every sample has a row of
-    its own. Deterministic.
+    Uses best-fit decreasing: samples are placed longest first, each in the row with the fewest free tokens that fits.
+    Every `_SAMPLES_PER_FIT` samples are packed separately, which bounds memory. Without `packing`, one sample per row.
+    Deterministic.
     """
     lengths = samples.lengths[chosen]
     if len(lengths) and lengths.max() > max_length:
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit a row of {max_length}")
     if packing:
         fits = [
-            (begin, _best_fit(lengths[begin : begin + _SAMPLES_PER_FIT], max_length))
+            (begin, _pack_best_fit(lengths[begin : begin + _SAMPLES_PER_FIT], max_length))
             for begin in range(0, len(chosen), _SAMPLES_PER_FIT)
         ]
         order = np.concatenate([np.empty(0, dtype=np.int64), *(begin + members for begin, (members, _) in fits)])
@@ -189,33 +189,33 @@ def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: i
     )
 
 
-def _best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+def _pack_best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
     """Return indices into `lengths` row by row, and the number of samples in each row. Best-fit decreasing, in about
     constant time per sample.
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by_room[r]: rows with room for r more tokens
-    open_rooms = 0  # bit r is set if by_room[r] is not empty
+    rows_by_free_tokens: list[list[int]] = [[] for _ in range(capacity + 1)]
+    free_mask = 0  # bit n is set if rows_by_free_tokens[n] is not empty
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
-        fitting = open_rooms >> length
+        fitting = free_mask >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1  # the lowest set bit: the tightest row that fits
-            row = by_room[room].pop()
-            if not by_room[room]:
-                open_rooms &= ~(1 << room)
+            free_tokens = length + (fitting & -fitting).bit_length() - 1  # lowest set bit: the tightest row
+            row = rows_by_free_tokens[free_tokens].pop()
+            if not rows_by_free_tokens[free_tokens]:
+                free_mask &= ~(1 << free_tokens)
             rows[row].append(index)
         else:
-            room, row = capacity, len(rows)
+            free_tokens, row = capacity, len(rows)
             rows.append([index])
-        if room > length:
-            by_room[room - length].append(row)
-            open_rooms |= 1 << (room - length)
+        if free_tokens > length:
+            rows_by_free_tokens[free_tokens - length].append(row)
+            free_mask |= 1 << (free_tokens - length)
     members = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
     return members, np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
 
 
-def batch_rows(num_rows: int, *, batch_size: int, seed: int, step: int) -> list[int]:
+def select_batch_rows(num_rows: int, *, batch_size: int, seed: int, step: int) -> list[int]:
     """Return the rows of optimizer step `step` (from 0), over all workers.
 
     Every epoch is a new permutation seeded by (seed, epoch), and epochs follow one another without a gap, so a batch
@@ -223,19 +223,19 @@ def batch_rows(num_rows: int, *, batch_size: int, seed: int, step: int) -> list[
     number of workers sees the same batches.
     """
     batch = []
-    for place in range(step * batch_size, (step + 1) * batch_size):
-        epoch, offset = divmod(place, num_rows)
-        batch.append(int(_epoch_order(num_rows, seed, epoch)[offset]))
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, offset = divmod(position, num_rows)
+        batch.append(int(_shuffle_rows(num_rows, seed, epoch)[offset]))
     return batch
 
 
 @lru_cache(maxsize=4)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> IntArray:
+def _shuffle_rows(num_rows: int, seed: int, epoch: int) -> IntArray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
 
 
-def rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return this worker's share of a batch. If it does not divide evenly, the last workers have one row less."""
+def select_rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return a worker's share of a batch; in an uneven one, the last workers have one row less."""
     return list(rows[rank::world_size])
 
 

@@ -1,8 +1,8 @@
-"""Training and held-out rows from a data spec: read, tokenize, hold out, weigh, pack. Knows no model and no worker.
+"""Prepare training and held-out rows of a data spec: read, tokenize, split, repeat by weight, pack.
 
 The same spec, files, tokenizer and seed give the same rows on every machine, for any number of workers. Sources are
 streamed and token ids are written to files, so neither has to fit into memory; a source with `streaming` need not fit
-on disk either. Training reads rows by number from the mapped files, so the step alone is the position in the data.
+on disk either.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv_platform.data.completions import Answer, PromptSource, WrittenBy
-from swiftkv_platform.data.documents import DocumentCollector, DocumentEncoder, Documents, Draft, Encoded
+from swiftkv_platform.data.completions import Completion, PromptSource, TeacherCompletions
+from swiftkv_platform.data.documents import (
+    DocumentEncoder,
+    Documents,
+    DocumentWriter,
+    EncodedDocument,
+    RenderedDocument,
+)
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.opening import RemoteFiles, SourceRow, source_rows
 from swiftkv_platform.data.packing import BoolArray, IntArray, pack
 from swiftkv_platform.data.prepared import (
     DataStatistics,
@@ -28,8 +33,9 @@ from swiftkv_platform.data.prepared import (
     PreparedData,
     RowStatistics,
     SourceStatistics,
-    fingerprint,
+    compute_fingerprint,
 )
+from swiftkv_platform.data.source_rows import RemoteFiles, SourceRow, read_source_rows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
@@ -37,7 +43,7 @@ from swiftkv_platform.specs import DataSourceSpec, DataSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DRAFTS_PER_BATCH = 512
+_DOCUMENTS_PER_BATCH = 512
 _CHARACTERS_PER_BATCH = 1 << 22
 
 
@@ -49,112 +55,114 @@ def prepare_data(
     seed: int,
     remote: RemoteFiles | None = None,
     access: Access = OPEN,
-    written: WrittenBy | None = None,
-    splits: bool = False,
-    steers: bool = False,
+    completions: TeacherCompletions | None = None,
+    mask_prompts: bool = False,
+    with_steering: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
 
     Args:
-        tokenizer: the teacher's; needs a `tokenizer.json` if `train_on` is `assistant`.
-        directory: an empty one, to write the rows to; `PreparedData.load` opens it again.
-        seed: decides which rows `sample_count` and fractional weights keep, but not which samples are held out.
+        tokenizer: the teacher's; must have a `tokenizer.json` if `train_on` is `assistant`.
+        directory: an empty directory for the rows; `PreparedData.load` opens it again.
+        seed: decides which rows `sample_count` and fractional weights select, but not which samples are held out.
         remote: downloads `s3://` sources.
-        access: what sources may read.
-        written: the teacher's answers to the prompts of sources with `complete`.
-        splits: begin samples with an uncounted prompt, see `DocumentEncoder`.
-        steers: set aside a share of the held-out texts to steer training by, see `PreparedData.steering`.
+        access: sources that may be read.
+        completions: the teacher's completions for sources with `complete`.
+        mask_prompts: exclude a leading prompt of each sample from the loss, see `DocumentEncoder`.
+        with_steering: use a share of the held-out texts as validation rows, see `PreparedData.steering`.
         progress: called after each source with the number of sources read so far and in total.
 
     Raises:
-        DataError: a source is missing, undecodable, empty or without the columns of a known format, or no document is
-            left to train on.
+        DataError: a source is missing, undecodable, empty or without the columns of a known format, or there are no
+            training documents.
         InvalidInputError: an `s3://` source without `remote`.
-        StorageError: the hub does not answer.
+        StorageError: the hub is unavailable.
     """
-    encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on, splits=splits)
-    collector = DocumentCollector(directory, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on, mask_prompts=mask_prompts)
+    writer = DocumentWriter(directory, vocab_size=max(tokenizer.get_vocab().values()) + 1)
     sources = []
     for index, source in enumerate(spec.sources):
-        reading = SourceReading(source, index, encoder, collector)
+        collector = SourceCollector(source, index, encoder, writer)
         if source.complete is None:
-            sources.append(reading.read(source_rows(source, index, seed=seed, remote=remote, access=access)))
-        else:
-            assert written is not None, "the teacher has written before rows are prepared"
-            prompts = PromptSource(
-                source, index, encoder, teacher=written.teacher, seed=seed, remote=remote, access=access
+            sources.append(
+                collector.read_rows(read_source_rows(source, index, seed=seed, remote=remote, access=access))
             )
-            sources.append(reading.read_written(prompts.answers(written.store)))
+        else:
+            assert completions is not None, "the teacher completes prompts before rows are prepared"
+            prompts = PromptSource(
+                source, index, encoder, teacher=completions.teacher, seed=seed, remote=remote, access=access
+            )
+            sources.append(collector.read_completions(prompts.read_completions(completions.store)))
         progress(len(sources), len(spec.sources))
-    documents = collector.finish()
-    held_out = _held_out_samples(documents, spec.validation_fraction)
+    documents = writer.finish()
+    held_out = _select_held_out(documents, spec.validation_fraction)
     of_document = np.repeat(np.arange(len(documents)), documents.num_samples)
     trained = np.bincount(of_document[~held_out], minlength=len(documents)) > 0
-    chosen = _weigh(documents, trained, [source.weight for source in spec.sources], seed)
+    chosen = _repeat_by_weight(documents, trained, [source.weight for source in spec.sources], seed)
     if not len(chosen):
         raise DataError(
-            f"data.sources leaves nothing to train on: of {sum(s.rows for s in sources)} rows {len(documents)} have a "
-            f"position that counts under data.train_on {spec.train_on!r}, {(~trained).sum()} of them held out; "
-            "use more samples, or data.train_on: all",
+            f"data.sources has no training documents: of {sum(s.rows for s in sources)} rows, {len(documents)} have "
+            f"loss targets under data.train_on {spec.train_on!r}, and {(~trained).sum()} of those are held out; "
+            "add samples, or set data.train_on: all",
             field="data.sources",
         )
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    samples = documents.samples_of(chosen)
-    steering = _steering_samples(documents, held_out) if steers else np.zeros_like(held_out)
+    samples = documents.select_samples(chosen)
+    steering = _select_steering(documents, held_out) if with_steering else np.zeros_like(held_out)
     reported = held_out & ~steering
-    train, evaluation, steered = (
-        pack(documents.samples, side, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
-        for side in (samples[~held_out[samples]], np.flatnonzero(reported), np.flatnonzero(steering))
+    train, evaluation, validation = (
+        pack(documents.samples, members, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
+        for members in (samples[~held_out[samples]], np.flatnonzero(reported), np.flatnonzero(steering))
     )
     statistics = DataStatistics(
-        train=RowStatistics.of(train, len(chosen)),
-        held_out=RowStatistics.of(evaluation, len(np.unique(of_document[reported]))),
-        steering=RowStatistics.of(steered, len(np.unique(of_document[steering]))) if steers else None,
+        train=RowStatistics.from_rows(train, len(chosen)),
+        held_out=RowStatistics.from_rows(evaluation, len(np.unique(of_document[reported]))),
+        steering=RowStatistics.from_rows(validation, len(np.unique(of_document[steering]))) if with_steering else None,
         sources=tuple(sources),
     )
-    sides = train, evaluation, steered
-    prepared = PreparedData(*sides, statistics, fingerprint(spec, directory, *sides))
+    splits = train, evaluation, validation
+    prepared = PreparedData(*splits, statistics, compute_fingerprint(spec, directory, *splits))
     prepared.save(directory)
     return prepared
 
 
-def _held_out_samples(documents: Documents, fraction: float) -> BoolArray:
-    """Return [num_samples]: whether a sample is held out, by its source or by `fraction`: documents whose digests lie
-    in the lowest part of the range, so that a document is on the same side in every data set. If `fraction` of the
-    documents is less than one, samples are held out instead. Of two or more distinct ones each side gets at least one.
+def _select_held_out(documents: Documents, fraction: float) -> BoolArray:
+    """Return the mask [num_samples] of held-out samples: those that their source holds out, and `fraction` of the other
+    documents, by digest, so that a document is in the same split of every data set. If `fraction` of the documents is
+    less than one, samples are selected instead. With two or more distinct ones, each split gets at least one.
     """
     counts = documents.num_samples
-    held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.is_settled, counts)
+    held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.has_source_split, counts)
     digests = np.repeat(documents.digests, counts)
-    if fraction * len(np.unique(documents.digests[~documents.is_settled])) < 1.0:
-        digests = _apart(documents, digests)
-    return held_out | _share(digests, eligible, fraction)
+    if fraction * len(np.unique(documents.digests[~documents.has_source_split])) < 1.0:
+        digests = _derive_sample_digests(documents, digests)
+    return held_out | _select_share(digests, eligible, fraction)
 
 
 _STEERING_SHARE = 0.25
 
 
-def _steering_samples(documents: Documents, held_out: BoolArray) -> BoolArray:
-    """Return [num_samples]: whether a sample steers training. Takes a quarter of the held-out texts, by a second hash
-    of their content, so that it is the same in every data set; of a single text, a quarter of its samples; of a single
-    sample, none.
+def _select_steering(documents: Documents, held_out: BoolArray) -> BoolArray:
+    """Return the mask [num_samples] of validation samples: a quarter of the held-out texts, by a second hash of their
+    content, so that a text is in the same split of every data set. Of a single text, a quarter of its samples; of a
+    single sample, none.
     """
-    digests = _scattered(np.repeat(documents.digests, documents.num_samples))
+    digests = _hash_integers(np.repeat(documents.digests, documents.num_samples))
     if len(np.unique(digests[held_out])) < 2:
-        digests = _apart(documents, digests)
-    return _share(digests, held_out, _STEERING_SHARE)
+        digests = _derive_sample_digests(documents, digests)
+    return _select_share(digests, held_out, _STEERING_SHARE)
 
 
-def _apart(documents: Documents, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Turn digests of documents, repeated to [num_samples], into distinct digests of their samples."""
+def _derive_sample_digests(documents: Documents, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return distinct digests of samples, from their documents' `digests` [num_samples]."""
     within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], documents.num_samples)
-    return digests ^ _scattered(within)
+    return digests ^ _hash_integers(within)
 
 
-def _share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float) -> BoolArray:
-    """Return [num_samples]: whether a sample is eligible with a digest in the lowest `fraction` of the range. Of two or
-    more distinct digests at least one is taken and one left; of a single one, or for a fraction of 0, none is taken."""
+def _select_share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float) -> BoolArray:
+    """Return the mask [num_samples] of eligible samples with a digest in the lowest `fraction` of the range. Of two or
+    more distinct digests, at least one is selected and one is not; of a single one, or for a fraction of 0, none is."""
     different = np.unique(digests[eligible])
     if fraction == 0.0 or len(different) < 2:
         return np.zeros_like(eligible)
@@ -163,7 +171,7 @@ def _share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float
     return eligible & below
 
 
-def _scattered(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+def _hash_integers(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Hash integers to 64 bits by the finaliser of splitmix64, which maps 0 to 0."""
     bits = numbers.astype(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -171,9 +179,9 @@ def _scattered(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _weigh(documents: Documents, training: BoolArray, weights: Sequence[float], seed: int) -> IntArray:
-    """Return the documents to train on, with repeats: those of each source as often as the integer part of its weight,
-    and a random share of them, as large as the fractional part (at least one), once more.
+def _repeat_by_weight(documents: Documents, training: BoolArray, weights: Sequence[float], seed: int) -> IntArray:
+    """Return the training documents with repeats. A source of weight 2.25 has its documents twice, and a random quarter
+    of them (at least one) a third time.
     """
     chosen = []
     for source, weight in enumerate(weights):
@@ -187,13 +195,13 @@ def _weigh(documents: Documents, training: BoolArray, weights: Sequence[float], 
 
 
 @dataclass
-class SourceReading:
-    """Reads one source into the collector and gathers its statistics."""
+class SourceCollector:
+    """Writes the documents of one source and collects its statistics."""
 
     source: DataSourceSpec
     index: int
     encoder: DocumentEncoder
-    collector: DocumentCollector
+    writer: DocumentWriter
     _rows: int = 0
     _formats: Counter[str] = field(default_factory=Counter)
     _lengths: array[int] = field(default_factory=lambda: array("q"))
@@ -202,28 +210,30 @@ class SourceReading:
     _truncated_tokens: int = 0
     _written_tokens: int = 0
 
-    def read(self, rows: Iterable[SourceRow]) -> SourceStatistics:
-        """Read rows of a source. Raises `DataError` if there are none, or one cannot be used."""
-        for batch in _batches(self._drafts(rows)):
-            self._collect(batch)
-        return self._statistics()
+    def read_rows(self, rows: Iterable[SourceRow]) -> SourceStatistics:
+        """Read the source's rows. Raises `DataError` without rows, or for an unusable one."""
+        for batch in _batch_documents(self._render_rows(rows)):
+            self._encode_batch(batch)
+        return self._summarize()
 
-    def read_written(self, answers: Iterable[Answer]) -> SourceStatistics:
-        """Read the teacher's answers to the prompts of a source. Raises `DataError` if there are none."""
+    def read_completions(self, completions: Iterable[Completion]) -> SourceStatistics:
+        """Read the teacher's completions of the source's prompts. Raises `DataError` if there are none."""
         held_out = True if self.source.is_held_out else None
-        for answer in answers:
+        for completion in completions:
             self._rows += 1
-            self._formats[answer.format] += 1
-            encoded = self.encoder.encode_written(answer.prompt_token_ids, answer.token_ids)
-            if answer.token_ids and encoded.samples:
-                self._written_tokens += len(answer.token_ids)
-                self._add(encoded, answer.digest, held_out=held_out, may_lose_its_end=True)
-        return self._statistics()
+            self._formats[completion.format] += 1
+            encoded = self.encoder.encode_completion(completion.prompt_token_ids, completion.token_ids)
+            if completion.token_ids and encoded.samples:
+                self._written_tokens += len(completion.token_ids)
+                self._add_document(encoded, completion.digest, held_out=held_out, is_conversation=True)
+        return self._summarize()
 
-    def _statistics(self) -> SourceStatistics:
+    def _summarize(self) -> SourceStatistics:
         if not self._rows:
             name = self.source.name_or_path
-            raise DataError.for_field(f"{self._path}.name_or_path", name, ", which has no rows; at least one is needed")
+            raise DataError.for_field(
+                f"{self._source_field}.name_or_path", name, ", which has no rows; at least one is needed"
+            )
         lengths = np.array(self._lengths, dtype=np.int64)
         return SourceStatistics(
             name_or_path=self.source.name_or_path,
@@ -232,7 +242,7 @@ class SourceReading:
             documents=len(lengths),
             dropped=self._rows - len(lengths),
             tokens=int(lengths.sum()),
-            lengths=DocumentLengths.of(lengths),
+            lengths=DocumentLengths.from_lengths(lengths),
             split=self._split,
             truncated=self._truncated,
             truncated_tokens=self._truncated_tokens,
@@ -240,46 +250,50 @@ class SourceReading:
         )
 
     @property
-    def _path(self) -> str:
+    def _source_field(self) -> str:
         return f"data.sources[{self.index}]"
 
-    def _drafts(self, rows: Iterable[SourceRow]) -> Iterator[tuple[Draft, bool | None]]:
-        """Yield drafts, each with whether the source marks it as held out (None if it does not say)."""
+    def _render_rows(self, rows: Iterable[SourceRow]) -> Iterator[tuple[RenderedDocument, bool | None]]:
+        """Yield rendered documents, each with whether its source holds it out (None if the source has no splits)."""
         for row in rows:
             self._rows += 1
             self._formats[row.format] += 1
             if not row.content:
                 continue
             try:
-                draft = self.encoder.draft(row.content)
+                document = self.encoder.render(row.content)
             except RowError as error:
-                raise row.error(error, self._path) from error
-            yield draft, row.held_out
+                raise row.make_error(error, self._source_field) from error
+            yield document, row.held_out
 
-    def _collect(self, batch: list[tuple[Draft, bool | None]]) -> None:
-        drafts = [draft for draft, _ in batch]
-        for (draft, held_out), encoded in zip(batch, self.encoder.encode(drafts), strict=True):
+    def _encode_batch(self, batch: list[tuple[RenderedDocument, bool | None]]) -> None:
+        documents = [document for document, _ in batch]
+        for (document, held_out), encoded in zip(batch, self.encoder.encode(documents), strict=True):
             if not encoded.samples:
                 continue
-            self._add(encoded, draft.digest, held_out=held_out, may_lose_its_end=draft.is_conversation)
+            self._add_document(encoded, document.digest, held_out=held_out, is_conversation=document.is_conversation)
 
-    def _add(self, encoded: Encoded, digest: int, *, held_out: bool | None, may_lose_its_end: bool) -> None:
-        self.collector.add(encoded, digest=digest, source=self.index, held_out=held_out)
+    def _add_document(
+        self, encoded: EncodedDocument, digest: int, *, held_out: bool | None, is_conversation: bool
+    ) -> None:
+        self.writer.add(encoded, digest=digest, source=self.index, held_out=held_out)
         self._lengths.append(encoded.num_tokens)
-        if encoded.was_cut and may_lose_its_end:
+        if encoded.is_too_long and is_conversation:
             self._truncated += 1
-            self._truncated_tokens += encoded.num_lost
-        elif encoded.was_cut:
+            self._truncated_tokens += encoded.num_truncated_tokens
+        elif encoded.is_too_long:
             self._split += 1
 
 
-def _batches(drafts: Iterable[tuple[Draft, bool | None]]) -> Iterator[list[tuple[Draft, bool | None]]]:
-    """Yield batches to tokenize at once, bounded in characters since tokenizers need about 50 bytes for each."""
-    batch, size = list[tuple[Draft, "bool | None"]](), 0
-    for draft in drafts:
-        batch.append(draft)
-        size += draft[0].num_characters
-        if len(batch) >= _DRAFTS_PER_BATCH or size >= _CHARACTERS_PER_BATCH:
+def _batch_documents(
+    documents: Iterable[tuple[RenderedDocument, bool | None]],
+) -> Iterator[list[tuple[RenderedDocument, bool | None]]]:
+    """Yield batches to tokenize at once, limited in characters, since tokenizers take about 50 bytes per character."""
+    batch, size = list[tuple[RenderedDocument, "bool | None"]](), 0
+    for document in documents:
+        batch.append(document)
+        size += document[0].num_characters
+        if len(batch) >= _DOCUMENTS_PER_BATCH or size >= _CHARACTERS_PER_BATCH:
             yield batch
             batch, size = [], 0
     if batch:

@@ -1,8 +1,7 @@
-"""Prepared rows as files, memory-mapped so that neither training nor evaluation loads them; and statistics of rows, as
-numbers and as sentences. Knows no source and no tokenizer.
+"""Prepared rows in memory-mapped files, which training and evaluation read without loading them; statistics of rows.
 
-    tokens.bin, counts.bin          `Samples.tokens` (type in data.json) and `Samples.counts`
-    samples.npy, texts.npy          `Samples.starts` and `Samples.texts`
+    tokens.bin, counts.bin          `Samples.tokens` (dtype in data.json) and `Samples.loss_mask`
+    samples.npy, texts.npy          `Samples.starts` and `Samples.text_ids`
     {train,held_out,steering}-*.npy samples of each row
     data.json                       statistics, fingerprint, and metadata of the arrays
 
@@ -26,20 +25,20 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import DataSpec
 
 _BYTES_PER_READ = 1 << 22
-_SIDES = ("train", "held_out", "steering")
-_NOTABLE_LOSS = 0.1
-"""Share of dropped documents, or of tokens cut off, above which a source gets a warning."""
+_SPLITS = ("train", "held_out", "steering")
+_WARNING_SHARE = 0.1
+"""Share of dropped documents, or of truncated tokens, above which a source gets a warning."""
 
 
 class DocumentLengths(FrozenModel):
-    """Lengths of a source's documents in tokens, before any is cut."""
+    """Lengths of a source's documents in tokens, before truncation."""
 
     median: int
     p95: int
     longest: int
 
     @classmethod
-    def of(cls, lengths: IntArray) -> DocumentLengths:
+    def from_lengths(cls, lengths: IntArray) -> DocumentLengths:
         if not len(lengths):
             return cls(median=0, p95=0, longest=0)
         median, p95, longest = np.quantile(lengths, (0.5, 0.95, 1.0), method="lower").tolist()
@@ -54,21 +53,21 @@ class PreparedData:
     held_out: PackedRows
     """Rows whose metrics are reported. Empty if nothing is held out."""
     steering: PackedRows
-    """Further held-out rows, not reported, by which training chooses a learning rate and a state. Empty if nothing is
-    chosen, or if only one sample is held out."""
+    """Validation rows: held out and not reported; training selects the learning rate and checkpoint by them. Empty
+    without validation, or if only one sample is held out."""
     statistics: DataStatistics
     fingerprint: str
-    """SHA-256 over all tokens, sample borders, counted positions and rows, and the settings that shaped them."""
+    """SHA-256 of all tokens, sample borders, loss masks, rows and data settings."""
 
     def save(self, directory: Path) -> None:
-        """Write all files to `directory` except the token files, which it holds already."""
+        """Write all files to `directory` except the token files, which exist already."""
         samples = self.train.samples
         np.save(directory / "samples.npy", samples.starts)
-        np.save(directory / "texts.npy", np.arange(len(samples)) if samples.texts is None else samples.texts)
-        for side in _SIDES:
-            rows: PackedRows = getattr(self, side)
-            np.save(directory / f"{side}-members.npy", rows.members)
-            np.save(directory / f"{side}-rows.npy", rows.row_starts)
+        np.save(directory / "texts.npy", np.arange(len(samples)) if samples.text_ids is None else samples.text_ids)
+        for split in _SPLITS:
+            rows: PackedRows = getattr(self, split)
+            np.save(directory / f"{split}-members.npy", rows.members)
+            np.save(directory / f"{split}-rows.npy", rows.row_starts)
         description = {
             "dtype": self.train.samples.tokens.dtype.name,
             "max_length": self.train.max_length,
@@ -80,8 +79,8 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: Path) -> PreparedData:
-        """Load the data saved in `directory`; its files may be deleted while in use. In data of versions without
-        `steering`, the reported rows steer training, as they did when its run began."""
+        """Load the data saved in `directory`; its files may be deleted while in use. Data of older versions has no
+        `steering`: there, the reported rows are the validation rows."""
         description = json.loads((directory / "data.json").read_text(encoding="utf-8"))
         texts, has_steering = directory / "texts.npy", (directory / "steering-rows.npy").is_file()
         samples = Samples(
@@ -92,12 +91,12 @@ class PreparedData:
         train, held_out, steering = (
             PackedRows(
                 samples=samples,
-                members=np.load(directory / f"{side}-members.npy", mmap_mode="r"),
-                row_starts=np.load(directory / f"{side}-rows.npy", mmap_mode="r"),
+                members=np.load(directory / f"{split}-members.npy", mmap_mode="r"),
+                row_starts=np.load(directory / f"{split}-rows.npy", mmap_mode="r"),
                 max_length=description["max_length"],
                 pad_token_id=description["pad_token_id"],
             )
-            for side in (_SIDES if has_steering else ("train", "held_out", "held_out"))
+            for split in (_SPLITS if has_steering else ("train", "held_out", "held_out"))
         )
         statistics = DataStatistics.model_validate(description["statistics"])
         return cls(train, held_out, steering, statistics, description["fingerprint"])
@@ -105,25 +104,25 @@ class PreparedData:
 
 def open_tokens(directory: Path, dtype: npt.DTypeLike) -> tuple[TokenArray, BoolArray]:
     """Memory-map the token files of a directory, read-only."""
-    return _map(directory / "tokens.bin", dtype), _map(directory / "counts.bin", np.bool_)
+    return _memory_map(directory / "tokens.bin", dtype), _memory_map(directory / "counts.bin", np.bool_)
 
 
-def _map(path: Path, dtype: npt.DTypeLike) -> Any:
+def _memory_map(path: Path, dtype: npt.DTypeLike) -> Any:
     if not path.stat().st_size:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def fingerprint(spec: DataSpec, directory: Path, *sides: PackedRows) -> str:
-    """Compute `PreparedData.fingerprint`. `directory`: holds the token files."""
+def compute_fingerprint(spec: DataSpec, directory: Path, *splits: PackedRows) -> str:
+    """Compute `PreparedData.fingerprint`. `directory` has the token files."""
     settings = {"max_length": spec.max_length, "packing": spec.packing, "train_on": spec.train_on}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in ("tokens.bin", "counts.bin"):
         with (directory / name).open("rb") as file:
             while chunk := file.read(_BYTES_PER_READ):
                 digest.update(chunk)
-    arrays = [array for side in sides for array in (side.members, side.row_starts)]
-    for array in (sides[0].samples.starts, *arrays):
+    arrays = [array for split in splits for array in (split.members, split.row_starts)]
+    for array in (splits[0].samples.starts, *arrays):
         digest.update(str(len(array)).encode())
         digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
     return digest.hexdigest()
@@ -140,36 +139,36 @@ class SourceStatistics(FrozenModel):
     documents: int
     """Rows that became training or held-out text."""
     dropped: int
-    """Rows without a position that the loss counts: empty, or without an assistant message within `max_length`."""
+    """Rows without loss targets: empty, or without an assistant message within `max_length`."""
     tokens: int
-    """Tokens of the documents, before any is cut."""
+    """Tokens of the documents, before truncation."""
     lengths: DocumentLengths
     split: int
-    """Plain texts longer than `max_length`, cut into consecutive samples."""
+    """Plain texts longer than `max_length`, split into consecutive samples."""
     truncated: int
-    """Conversations longer than `max_length`, cut at its end."""
+    """Conversations truncated to `max_length`."""
     truncated_tokens: int
-    """Tokens cut off conversations."""
+    """Tokens truncated from conversations."""
     written_tokens: int = 0
     """Tokens that the teacher wrote, for a source of prompts."""
 
 
 class RowStatistics(FrozenModel):
-    """Statistics of the training, held-out or steering rows."""
+    """Statistics of the training, held-out or validation rows."""
 
     documents: int
-    """Documents, counted as often as their source's weight repeats them."""
+    """Documents, with the repeats of their source's weight."""
     samples: int
-    """Documents, and the parts of split ones."""
+    """Documents, or parts of split ones."""
     tokens: int
     counted_tokens: int
-    """Positions that the loss counts."""
+    """Loss targets."""
     rows: int
     packing_efficiency: float
     """Share of all positions that is not padding."""
 
     @classmethod
-    def of(cls, rows: PackedRows, num_documents: int) -> RowStatistics:
+    def from_rows(cls, rows: PackedRows, num_documents: int) -> RowStatistics:
         return cls(
             documents=num_documents,
             samples=len(rows.members),
@@ -187,30 +186,32 @@ class DataStatistics(FrozenModel):
     held_out: RowStatistics
     """Statistics of the rows whose metrics are reported."""
     steering: RowStatistics | None = None
-    """Statistics of the rows that steer training; None if none do, and in data of versions that used reported rows."""
+    """Statistics of the validation rows; None without validation, and in data of older versions."""
     sources: tuple[SourceStatistics, ...]
 
-    def messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield a sentence on each source and each side, and whether it is a warning."""
+    def format_messages(self) -> Iterator[tuple[str, bool]]:
+        """Yield a sentence about each source and each split, and whether it is a warning."""
         for index, source in enumerate(self.sources):
-            yield f"data.sources[{index}] {source.name_or_path}: {_describe(source)}", _loses_much(source)
-        for name, side in (("training", self.train), ("held out", self.held_out), ("steering", self.steering)):
-            if side is None:
+            yield (
+                f"data.sources[{index}] {source.name_or_path}: {_describe_source(source)}",
+                _exceeds_warning_share(source),
+            )
+        for name, split in (("training", self.train), ("held out", self.held_out), ("validation", self.steering)):
+            if split is None:
                 continue
             yield (
-                f"{name}: {side.documents} documents, {side.tokens} tokens, {side.counted_tokens} of them counted, in "
-                f"{side.rows} rows ({side.packing_efficiency:.1%} full)",
+                f"{name}: {split.documents} documents, {split.tokens} tokens ({split.counted_tokens} loss targets), "
+                f"{split.rows} rows ({split.packing_efficiency:.1%} full)",
                 False,
             )
         if self.steering is not None and not self.steering.rows:
             yield (
-                "a single sample is held out for the report; nothing is measured during training, which keeps its last "
-                "step",
+                "validation: no rows, since only one sample is held out, for the report; training keeps its last step",
                 True,
             )
 
 
-def _describe(source: SourceStatistics) -> str:
+def _describe_source(source: SourceStatistics) -> str:
     formats = ", ".join(f"{count} {name}" for name, count in source.formats.items())
     parts = [
         f"{source.rows} rows ({formats})",
@@ -218,15 +219,15 @@ def _describe(source: SourceStatistics) -> str:
         f"(median {source.lengths.median}, 95% below {source.lengths.p95 + 1}, longest {source.lengths.longest})",
     ]
     if source.dropped:
-        parts.append(f"{source.dropped} dropped: empty, or no position that counts")
+        parts.append(f"{source.dropped} dropped (empty, or no loss targets)")
     if source.written_tokens:
         parts.append(f"{source.written_tokens} tokens written by the teacher")
     if source.truncated:
-        parts.append(f"{source.truncated} conversations cut, {source.truncated_tokens} tokens lost")
+        parts.append(f"{source.truncated} conversations truncated by {source.truncated_tokens} tokens")
     if source.split:
         parts.append(f"{source.split} texts split")
     return "; ".join(parts)
 
 
-def _loses_much(source: SourceStatistics) -> bool:
-    return source.dropped > _NOTABLE_LOSS * source.rows or source.truncated_tokens > _NOTABLE_LOSS * source.tokens
+def _exceeds_warning_share(source: SourceStatistics) -> bool:
+    return source.dropped > _WARNING_SHARE * source.rows or source.truncated_tokens > _WARNING_SHARE * source.tokens

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from swiftkv_platform.data.packing import PackedRows, batch_rows
+from swiftkv_platform.data.packing import PackedRows, select_batch_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.packed_attention import to_tensors
@@ -45,13 +45,13 @@ def iter_calibration_batches(
     """Yield one row of the first epoch at a time, without padding, until `num_tokens` tokens. Of these rows, a worker
     yields every `num_shares`-th one, starting at its `share`."""
     for index, length in _select_rows(rows, num_tokens, seed)[share::num_shares]:
-        yield {name: tensor[:, :length] for name, tensor in to_tensors(rows.batch([index])).items()}
+        yield {name: tensor[:, :length] for name, tensor in to_tensors(rows.make_padded_batch([index])).items()}
 
 
 def _select_rows(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
     """Return index and number of tokens of each row."""
     lengths, selected = rows.samples.lengths, []
-    for index in batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
+    for index in select_batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
         length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())
         selected.append((int(index), length))
         num_tokens -= length

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftkv_platform.contract.attempts import StopRequest
 from swiftkv_platform.contract.events import SteeringReason, TriedRate
-from swiftkv_platform.data.packing import PackedRows, batch_rows, rank_rows
+from swiftkv_platform.data.packing import PackedRows, select_batch_rows, select_rank_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.steering import (
@@ -296,7 +296,7 @@ class Trainer:
     def _build_micro_batches(self, step: int) -> list[MicroBatch]:
         training = self._spec.training
         assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
-        batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
+        batch = select_batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
         return build_micro_batches(self._strategy, self._rows, batch, training)
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
@@ -320,7 +320,7 @@ def build_micro_batches(
     """Return this worker's share of the rows `batch` in micro batches of `micro_batch_size` rows. Every worker has the
     same number: a worker with a smaller share adds a row that no loss counts."""
     # 1. this worker's rows, padded to the same number on every worker
-    own_rows = rank_rows(batch, strategy.data_rank, strategy.data_size)
+    own_rows = select_rank_rows(batch, strategy.data_rank, strategy.data_size)
     indices = [*own_rows, *batch[: -(-len(batch) // strategy.data_size) - len(own_rows)]]
     if training.compile:  # compiled layers need batches of one size
         indices += [batch[0]] * (-len(indices) % training.micro_batch_size)
@@ -331,7 +331,7 @@ def build_micro_batches(
         step = math.lcm(strategy.sequence_parallel_size, TOKENS_MULTIPLE)
         multiple = len(chosen) * rows.max_length if training.compile else step
         num_counted = max(len(own_rows) - start, 0)
-        arrays, lengths = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)
+        arrays, lengths = rows.make_padding_free_batch(chosen, multiple=multiple, num_counted=num_counted)
         tensors = to_tensors(arrays)
         tensors["loss_mask"] = strategy.mask_own_positions(tensors["loss_mask"])
         micro_batches.append((tensors, lengths))

@@ -278,7 +278,7 @@ def analyze(
     context = getattr(model.config, "max_position_embeddings", None)
     needles = _needles(tokenizer, options, context)
     seen, held_out = _read_text(text, tokenizer, min(options.max_length, context or options.max_length), options)
-    batches = [to_tensors(seen.batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
+    batches = [to_tensors(seen.make_padded_batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
     measurement = _Measurement(model, batches, held_out, options.max_tokens, needles)
@@ -426,7 +426,9 @@ def _read_text(
         validation_fraction=_HELD_OUT if options.measures else 0.0,
     )
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files stay open after it is deleted
-        data = prepare_data(spec, tokenizer, Path(directory), seed=0, splits=options.num_prefill_layers is not None)
+        data = prepare_data(
+            spec, tokenizer, Path(directory), seed=0, mask_prompts=options.num_prefill_layers is not None
+        )
     if len(data.held_out) or not options.measures:
         return data.train, data.held_out
     samples = data.train.samples

@@ -121,8 +121,8 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
         return None
     samples: list[torch.Tensor] = []
     for index in np.unique(np.linspace(0, len(rows) - 1, num_prompts).round().astype(int)):
-        row = to_tensors(rows.batch([int(index)]))
-        borders = [0, *np.cumsum(rows.lengths(int(index))).tolist()]
+        row = to_tensors(rows.make_padded_batch([int(index)]))
+        borders = [0, *np.cumsum(rows.get_sample_lengths(int(index))).tolist()]
         for begin, end in pairwise(borders):
             if row["loss_mask"][0, begin:end].any():
                 samples.append(row["input_ids"][0, begin:end])

@@ -175,7 +175,7 @@ def measure(
     with evaluation_mode(model):
         for start in range(0, len(taken), batch_size):
             chosen = taken[start : start + batch_size]
-            batch = to_tensors(rows.batch(chosen))
+            batch = to_tensors(rows.make_padded_batch(chosen))
             batch["loss_mask"][max(len(indices) - start, 0) :] = False
             on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
             totals += _measure_batch(model, on_device, _Placed.of(rows, chosen))
@@ -194,11 +194,11 @@ class _Placed:
     def of(cls, rows: PackedRows, indices: Sequence[int]) -> _Placed:
         placed = cls([], [], [])
         for index in indices:
-            own = [int(length) for length in rows.lengths(index)]
+            own = [int(length) for length in rows.get_sample_lengths(index)]
             own[-1] += rows.max_length - sum(own)
             placed.lengths.extend(own)
-            placed.samples.extend(map(int, rows.members_of(index)))
-            placed.texts.extend(map(int, rows.texts(index)))
+            placed.samples.extend(map(int, rows.get_members(index)))
+            placed.texts.extend(map(int, rows.get_text_ids(index)))
         return placed
 
 

@@ -81,38 +81,38 @@ def data_files(path: Path) -> list[Path]:
 def _files(directory: Path) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()
-    for place, subdirectories, files in os.walk(directory, followlinks=True):
-        real = os.path.realpath(place)
+    for parent, subdirectories, files in os.walk(directory, followlinks=True):
+        real = os.path.realpath(parent)
         if real in seen:  # a link to a directory that was visited already
             subdirectories.clear()
             continue
         seen.add(real)
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        found += [Path(place, name) for name in files if not name.startswith(".") and name not in _DESCRIPTIONS]
+        found += [Path(parent, name) for name in files if not name.startswith(".") and name not in _DESCRIPTIONS]
     return sorted(file for file in found if file.is_file())
 
 
-def source_files(path: Path, source: DataSourceSpec, where: str) -> list[Path]:
+def source_files(path: Path, source: DataSourceSpec, source_field: str) -> list[Path]:
     """Return the files of the split that `source` reads from the file or directory `path`. Raises as `choose`."""
     if not path.is_dir():
-        check_whole(source, where)
+        check_whole(source, source_field)
         return data_files(path)
     files = {file.relative_to(path).as_posix(): file for file in _files(path)}
-    return [files[name] for name in choose(list(files), source, where)]
+    return [files[name] for name in choose(list(files), source, source_field)]
 
 
-def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str]:
+def choose(names: Sequence[str], source: DataSourceSpec, source_field: str) -> list[str]:
     """Return the names of readable files that belong to the source's split.
 
     `names`: files below a directory, relative to it. If none has a word of `SPLITS`, all belong to the split `train`.
     Raises `DataError` for a data format that is not supported, files of no clear split next to files of one, a split
     that does not exist, or a subset.
     """
-    check_subset(source, where)
+    check_subset(source, source_field)
     unread = [name for name in names if kind_of(name) is None and PurePosixPath(name.lower()).suffix in _UNREAD]
     if unread:
         raise DataError.for_field(
-            f"{where}.name_or_path",
+            f"{source_field}.name_or_path",
             source.name_or_path,
             f", which holds {_shown(unread)}, which cannot be read; unpack, convert or remove it: {ACCEPTED}",
         )
@@ -125,7 +125,7 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
     unclear = [name for name, split in splits.items() if len(split) != 1]
     if unclear and any(splits.values()):
         raise DataError.for_field(
-            f"{where}.name_or_path",
+            f"{source_field}.name_or_path",
             source.name_or_path,
             f", which holds files of splits ({_shown([name for name in found if name not in unclear])}) beside "
             f"{_shown(unclear)}, whose names do not contain exactly one split; name the file to read, or remove those",
@@ -133,18 +133,20 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
     wanted = {_WORDS.get(source.split.lower().replace("-", "_"), source.split)}
     chosen = [name for name in found if splits[name] == wanted]
     if found and not chosen:
-        raise DataError.for_field(f"{where}.split", source.split, f"; {source.name_or_path} has {_described(splits)}")
+        raise DataError.for_field(
+            f"{source_field}.split", source.split, f"; {source.name_or_path} has {_described(splits)}"
+        )
     return chosen
 
 
-def check_whole(source: DataSourceSpec, where: str) -> None:
+def check_whole(source: DataSourceSpec, source_field: str) -> None:
     """Raise `DataError` for a subset of a single file, or for a split other than `train` that its name does not
     tell."""
-    check_subset(source, where)
+    check_subset(source, source_field)
     wanted = _WORDS.get(source.split.lower().replace("-", "_"), source.split)
     if source.split != "train" and _split_of(PurePosixPath(source.name_or_path).name) != {wanted}:
         raise DataError.for_field(
-            f"{where}.split",
+            f"{source_field}.split",
             source.split,
             f", and {source.name_or_path} is a file, which is read whole; leave split out, or name the split's file",
         )
@@ -159,27 +161,29 @@ BUILTIN_SPLITS = {
 """Splits of each built-in data set. Only the teacher answers the rows of all but the first."""
 
 
-def check_builtin(source: DataSourceSpec, where: str) -> None:
+def check_builtin(source: DataSourceSpec, source_field: str) -> None:
     """Raise `DataError` for an unknown built-in data set, a subset or split that it lacks, or requests that no teacher
     answers."""
     name = source.name_or_path
     if name not in BUILTIN_SPLITS:
         raise DataError.for_field(
-            f"{where}.name_or_path", name, f"; the built-in data sets are {', '.join(BUILTIN_SPLITS)}"
+            f"{source_field}.name_or_path", name, f"; the built-in data sets are {', '.join(BUILTIN_SPLITS)}"
         )
-    check_subset(source, where)
+    check_subset(source, source_field)
     if name != BUILTIN_DATA and source.complete is None:
         why = ", whose rows are requests that the teacher has to answer; add complete: {}"
-        raise DataError.for_field(f"{where}.name_or_path", name, why)
+        raise DataError.for_field(f"{source_field}.name_or_path", name, why)
     if source.split not in BUILTIN_SPLITS[name]:
-        raise DataError.for_field(f"{where}.split", source.split, f"; {name} has {' and '.join(BUILTIN_SPLITS[name])}")
+        raise DataError.for_field(
+            f"{source_field}.split", source.split, f"; {name} has {' and '.join(BUILTIN_SPLITS[name])}"
+        )
 
 
-def check_subset(source: DataSourceSpec, where: str) -> None:
+def check_subset(source: DataSourceSpec, source_field: str) -> None:
     """Raise `DataError` for a subset of a source that has no configurations."""
     if source.subset is not None:
         raise DataError.for_field(
-            f"{where}.subset",
+            f"{source_field}.subset",
             source.subset,
             f", and {source.name_or_path} has no configurations; leave it out, or name the directory to read",
         )

@@ -9,8 +9,8 @@ import pytest
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
 from swiftkv_platform.control_plane.jobs.estimates import read_object
-from swiftkv_platform.data.opening import RemoteFile, source_rows
 from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.data.source_rows import RemoteFile, read_source_rows
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import Access, S3Source
@@ -69,7 +69,7 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
     assert sorted(file.key for file in remote.list(place)) == sorted(f"{place.key}/{key}" for key in ODD)
     for name in (place.name, *(f"{place.name}/{key}" for key in ODD)):
         source = DataSourceSpec(name_or_path=name)
-        found = [row.content for row in source_rows(source, 0, seed=0, remote=remote)]
+        found = [row.content for row in read_source_rows(source, 0, seed=0, remote=remote)]
         assert sorted(found) == (sorted(ODD) if name == place.name else [name.removeprefix(f"{place.name}/")])
     download_below(place.name, tmp_path / "model", DataError, field="model")
     assert len([path for path in (tmp_path / "model").rglob("*") if path.is_file()]) == len(ODD)

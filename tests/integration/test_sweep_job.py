@@ -136,7 +136,9 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
     artifact, rows = tmp_path / "artifact", tmp_path / "rows"
     spec = sweep_spec(artifact, corpus)
     rows.mkdir()
-    data = prepare_data(spec.data, load_tokenizer(spec, str(artifact)), rows, seed=0, steers=True, splits=True)
+    data = prepare_data(
+        spec.data, load_tokenizer(spec, str(artifact)), rows, seed=0, with_steering=True, mask_prompts=True
+    )
     student = AutoModelForCausalLM.from_pretrained(artifact)
     assert evaluate(student, data.held_out, max_tokens=65536, batch_size=4).student.kl == pytest.approx(kl, rel=1e-4)
 

@@ -59,7 +59,7 @@ def tiny_rows(num_samples: int = 60, *, seed: int = 0) -> PackedRows:
     counts[np.cumsum(lengths) - 1] = False
     samples = Samples(
         tokens=generator.integers(0, VOCAB, lengths.sum()).astype(np.int32),
-        counts=counts,
+        loss_mask=counts,
         starts=np.concatenate([[0], np.cumsum(lengths)]),
     )
     return pack(samples, np.arange(num_samples), max_length=ROW_LENGTH, pad_token_id=0)

@@ -39,7 +39,7 @@ def make_student(dtype: torch.dtype, **changes: Any) -> Any:
 
 
 def packed_batch(multiple: int = 1) -> dict[str, Any]:
-    arrays, lengths = make_rows([20, 9, 30]).end_to_end([0, 1], multiple=multiple)
+    arrays, lengths = make_rows([20, 9, 30]).make_padding_free_batch([0, 1], multiple=multiple)
     return {name: tensor.to(DEVICE) for name, tensor in to_tensors(arrays).items()} | {"sample_lengths": lengths}
 
 

@@ -144,8 +144,8 @@ def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torc
     state, inv_freq = student.state_dict(keep_vars=True), reference.frequencies(student.model.rotary_emb)
     student_loss, exit_loss = torch.zeros(()), torch.zeros(())
     for row in range(len(rows)):
-        batch, begin = to_tensors(rows.batch([row])), 0
-        for length in rows.lengths(row).tolist():
+        batch, begin = to_tensors(rows.make_padded_batch([row])), 0
+        for length in rows.get_sample_lengths(row).tolist():
             ids, counted = (batch[name][0, begin : begin + length] for name in ("input_ids", "loss_mask"))
             begin += length
             begins = counted & ~torch.cat((torch.tensor([False]), counted[:-1]))
@@ -184,7 +184,7 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
     parameters = student.swiftkv_parameters()
     expected = reference_losses(student, rows)
     wanted = torch.autograd.grad(sum(expected), list(parameters.values()), allow_unused=True)
-    batch, lengths = rows.end_to_end(range(len(rows)), multiple=64)
+    batch, lengths = rows.make_padding_free_batch(range(len(rows)), multiple=64)
 
     def operator(*args: Any, **kwargs: Any) -> torch.Tensor:
         used = args[4].diff()

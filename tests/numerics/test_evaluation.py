@@ -67,7 +67,7 @@ def naive(model: Any, rows: PackedRows) -> tuple[TeacherQuality, Quality]:
     targets = []
     for begin, end in zip(rows.samples.starts, rows.samples.starts[1:], strict=False):
         ids = torch.from_numpy(rows.samples.tokens[begin:end].astype(np.int64))
-        counted = torch.from_numpy(rows.samples.counts[begin:end])
+        counted = torch.from_numpy(rows.samples.loss_mask[begin:end])
         targets.append(ids[1:][counted[:-1]])
         for mode in (False, True):
             logits[mode].append(model.swiftkv(mode)(ids[None]).logits[0, counted].double())
@@ -90,7 +90,7 @@ def test_figures_equal_naive_ones(
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
     teacher, expected = naive(student, rows)
     assert totals.num_positions == rows.num_counted_tokens
-    counted = np.add.reduceat(rows.samples.counts, rows.samples.starts[:-1], dtype=int)
+    counted = np.add.reduceat(rows.samples.loss_mask, rows.samples.starts[:-1], dtype=int)
     assert sorted((one.sample, one.positions) for one in totals.samples) == list(enumerate(counted))
     for name in ("teacher_nll", "student_nll", "kl", "agreements"):
         assert sum(getattr(one, name) for one in totals.samples) == pytest.approx(getattr(totals, name))
@@ -183,7 +183,7 @@ def test_the_exit_head_is_binned_by_its_confidence() -> None:
         context = model.model.make_context(ids)
         p, tokens = model.exit_logits(model.model.run_lower(context))[0].double().softmax(-1).max(-1)
         agrees = tokens == model.swiftkv(True)(ids).logits[0].argmax(-1)
-        for i in np.flatnonzero(rows.samples.counts[begin:end]):
+        for i in np.flatnonzero(rows.samples.loss_mask[begin:end]):
             positions[int(p[i] / 0.05)] += 1
             agreements[int(p[i] / 0.05)] += bool(agrees[i])
     counts = evaluate(model, rows, max_tokens=1 << 20, batch_size=2).exit_head
@@ -207,7 +207,7 @@ def plain_greedy(model: Any, prompt: torch.Tensor, num_tokens: int) -> list[int]
 @pytest.mark.parametrize("end", [None, 5])
 def test_continuations_are_compared_up_to_the_first_difference(end: int | None) -> None:
     model, rows = make_student(2, 2, std=0.25), make_rows([24] * 6 + [3], packing=False)
-    teacher_tokens = plain_greedy(model.swiftkv(False), to_tensors(rows.batch([0]))["input_ids"][:, :12], 6)
+    teacher_tokens = plain_greedy(model.swiftkv(False), to_tensors(rows.make_padded_batch([0]))["input_ids"][:, :12], 6)
     model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
     model.swiftkv(False)
     quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4, decode=repr)
@@ -215,7 +215,7 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
     matched, written, identical, texts = 0, 0, 0, []
     for row in range(len(rows)):
-        batch = to_tensors(rows.batch([row]))
+        batch = to_tensors(rows.make_padded_batch([row]))
         if not batch["loss_mask"][0, 12:].any() and rows.samples.lengths[rows.members[row]] < 12:
             continue
         pair = [plain_greedy(model.swiftkv(on), batch["input_ids"][:, :12], 6) for on in (False, True)]

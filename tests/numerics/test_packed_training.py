@@ -53,7 +53,7 @@ def step(
     distillation_model = DistillationModel(student, DistillationSpec(hidden_loss_weight=1.0), dtype=dtype)
     distillation_model.uses_static_shapes = all_tokens
     distillation_model.zero_grad()
-    batch, lengths = rows.end_to_end(range(len(rows)), multiple=multiple)
+    batch, lengths = rows.make_padding_free_batch(range(len(rows)), multiple=multiple)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         sums = distillation_model(**to_tensors(batch), sample_lengths=lengths)
     sum(
@@ -215,7 +215,7 @@ def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
     """Transformers detects packed samples only in batches of one row."""
     student, rows = make_student("llama", "sdpa"), make_rows(packing=True)
     student.config._attn_implementation = "flash_attention_2"
-    batch = to_tensors(rows.batch([0, 1]))
+    batch = to_tensors(rows.make_padded_batch([0, 1]))
     with pytest.raises(ModelError, match=r"packed samples .* one row") as error:
         student.model.make_context(batch["input_ids"], position_ids=batch["position_ids"])
     assert error.value.field == "attn_implementation"

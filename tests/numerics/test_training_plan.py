@@ -44,7 +44,7 @@ def make_batch(vocab_size: int, batch: int, length: int, *, packed: bool) -> dic
     }
 
 
-def sample_counts(length: int, number: int = 1) -> tuple[tuple[int, int], ...]:
+def sample_length_histogram(length: int, number: int = 1) -> tuple[tuple[int, int], ...]:
     """The samples of `make_batch`, packed."""
     return (length // 3, number), (length - length // 3, number)
 
@@ -55,7 +55,7 @@ def two_rows(
     """Return a micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
     batch = make_batch(vocab_size, 2, 24, packed=True)
     batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
-    rows: Any = {"sequence_length": 24, "samples": sample_counts(24, 2), "counted_share": counted_share}
+    rows: Any = {"sequence_length": 24, "samples": sample_length_histogram(24, 2), "counted_share": counted_share}
     rows |= {"micro_batch_size": 2, "dtype": "float32"}
     learnt: Any = {"trainable": spec.trainable, "objective": spec.objective}
     return batch, TrainingSetup(**rows, **learnt, hidden_loss=spec.hidden_loss_weight > 0)
@@ -116,7 +116,7 @@ def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any]
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
-    setup = TrainingSetup(sequence_length=20, samples=sample_counts(20), dtype="float32")
+    setup = TrainingSetup(sequence_length=20, samples=sample_length_histogram(20), dtype="float32")
     counted = count_step(
         DistillationModel(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True)
     )

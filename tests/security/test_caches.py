@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import HfFileSystem
 
-from swiftkv_platform.data.opening import read_source
+from swiftkv_platform.data.source_rows import open_source
 from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import DataSourceSpec
@@ -32,8 +32,8 @@ def access(tmp_path: Path, tenant: str) -> Access:
 
 def read(tmp_path: Path, tenant: str, name: Path | str, **options: object) -> set[str]:
     source = DataSourceSpec.model_validate({"name_or_path": str(name), **options})
-    tables = read_source(source, path="data.sources[0]", remote=None, access=access(tmp_path, tenant))
-    return {str(row["text"]) for table in tables for _, row in table.rows(None)}
+    tables = open_source(source, source_field="data.sources[0]", remote=None, access=access(tmp_path, tenant))
+    return {str(row["text"]) for table in tables for _, row in table.read_rows(None)}
 
 
 def parquet(text: str) -> bytes:
@@ -92,7 +92,7 @@ def test_rows_of_an_organization_that_a_tenant_may_not_name_stay_unread(
     for each in (name, "open/secret___x"):
         source = DataSourceSpec(name_or_path=each)
         with pytest.raises(SwiftKVError, match=r"may not read|prepared no rows"):
-            read_source(source, path="data.sources[0]", remote=None, access=closed)
+            open_source(source, source_field="data.sources[0]", remote=None, access=closed)
 
 
 @pytest.mark.parametrize("subset", [None, "default", "../org___other/default", "*", ".."])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.opening import read_source
+from swiftkv_platform.data.source_rows import open_source
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.evaluation.harness import trust
 from swiftkv_platform.evaluation.harness.run import run_tasks
@@ -55,8 +55,8 @@ def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
     source = DataSourceSpec(name_or_path=str(name), **options)
     spec = JobSpec.model_validate({"name": "t", "data": {"sources": [source]}})
     access(stage).check(spec)
-    tables = read_source(source, path="data.sources[0]", remote=None, access=access(stage))
-    return "".join(str(row) for table in tables for _, row in table.rows(None))
+    tables = open_source(source, source_field="data.sources[0]", remote=None, access=access(stage))
+    return "".join(str(row) for table in tables for _, row in table.read_rows(None))
 
 
 def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:

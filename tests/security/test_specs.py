@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.attempt_events import exceeded_limit
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
-from swiftkv_platform.data.opening import read_source
+from swiftkv_platform.data.source_rows import open_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.worker.setup import access_of
 from swiftkv_platform.security.keys import Scope, create_key
@@ -111,10 +111,10 @@ def test_what_shadows_a_hub_id_is_refused_by_the_worker_where_paths_have_rules(
     monkeypatch.chdir(tmp_path)
     source = DataSourceSpec(name_or_path="org/rows")
     with pytest.raises(InvalidInputError, match="hub id") as caught:
-        read_source(source, path="data.sources[0]", remote=None, access=SourceRules(()).access("acme"))
+        open_source(source, source_field="data.sources[0]", remote=None, access=SourceRules(()).access("acme"))
     assert caught.value.field == "data.sources[0].name_or_path"
-    [table] = read_source(source, path="data.sources[0]", remote=None)
-    assert table.count() == 1
+    [table] = open_source(source, source_field="data.sources[0]", remote=None)
+    assert table.count_rows() == 1
 
 
 def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> None:
@@ -146,7 +146,9 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
         job_id="job_1", attempt=1, spec=job("gpt2"), run_id="r", allowed_roots=(), hub_organizations=("gpt2",)
     )
     with pytest.raises(InvalidInputError, match="may not read"):
-        read_source(DataSourceSpec(name_or_path="secret/rows"), path="d", remote=None, access=access_of(request))
+        open_source(
+            DataSourceSpec(name_or_path="secret/rows"), source_field="d", remote=None, access=access_of(request)
+        )
 
 
 def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Server) -> None:

@@ -64,8 +64,8 @@ def prepare(
     tokenizer: Any = None,
     remote: Any = None,
     directory: Path | None = None,
-    splits: bool = False,
-    steers: bool = False,
+    mask_prompts: bool = False,
+    with_steering: bool = False,
     access: Access = OPEN,
     **settings: Any,
 ) -> PreparedData:
@@ -74,7 +74,14 @@ def prepare(
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
     tokenizer = tokenizer or byte_tokenizer(chat_template=template)
     return prepare_data(
-        spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, steers=steers, access=access
+        spec,
+        tokenizer,
+        directory,
+        seed=seed,
+        remote=remote,
+        mask_prompts=mask_prompts,
+        with_steering=with_steering,
+        access=access,
     )
 
 
@@ -91,7 +98,7 @@ def targets(rows: PackedRows) -> list[str]:
 def _samples(rows: PackedRows) -> list[tuple[Any, Any]]:
     samples = rows.samples
     spans = (slice(samples.starts[member], samples.starts[member + 1]) for member in rows.members)
-    return [(samples.tokens[span], samples.counts[span]) for span in spans]
+    return [(samples.tokens[span], samples.loss_mask[span]) for span in spans]
 
 
 def _text(tokens: Any) -> str:

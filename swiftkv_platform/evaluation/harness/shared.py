@@ -268,8 +268,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         """Render a chat as training and serving do."""
         render = partial(
             ChatRenderer(self.tokenizer).render_prompt,
-            asks=add_generation_prompt,
-            goes_on=not add_generation_prompt,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
         try:
             return render(Conversation(list(chat_history)))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.chat import ChatRenderer, Passage
+from swiftkv_platform.data.chat import ChatRenderer, RenderedText
 from swiftkv_platform.data.formats import Conversation
-from swiftkv_platform.data.messages import Message, RowError, template_messages
+from swiftkv_platform.data.messages import Message, RowError, normalize_messages
 from swiftkv_platform.errors import ModelError
 from tests.support.fakes.tokenizers import byte_tokenizer
 
@@ -59,17 +59,17 @@ TALK = [
 ]
 
 
-def counted(passage: Passage) -> list[str]:
-    assert passage.spans is not None
-    return [passage.text[begin:end] for begin, end in passage.spans]
+def counted(rendered: RenderedText) -> list[str]:
+    assert rendered.loss_spans is not None
+    return [rendered.text[begin:end] for begin, end in rendered.loss_spans]
 
 
 def renderer(template: Any = None) -> ChatRenderer:
     return ChatRenderer(byte_tokenizer(chat_template=template))
 
 
-def rendered(template: Any, conversation: Conversation) -> str:
-    return renderer(template).render_prompt(conversation, asks=False)
+def render_text(template: Any, conversation: Conversation) -> str:
+    return renderer(template).render_prompt(conversation, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def rendered(template: Any, conversation: Conversation) -> str:
 def test_an_assistant_turn_is_its_content_and_what_closes_it_whatever_the_template_makes_of_it(
     template: str | None, messages: list[Message], expected: list[str]
 ) -> None:
-    [passage] = renderer(template).passages(Conversation(messages), "assistant")
-    assert counted(passage) == expected
-    assert rendered(template, Conversation(messages)) == passage.text
+    [rendered] = renderer(template).render_for_training(Conversation(messages), "assistant")
+    assert counted(rendered) == expected
+    assert render_text(template, Conversation(messages)) == rendered.text
 
 
 def test_without_a_template_messages_stand_under_headings() -> None:
     assert renderer().is_plain
     headed = "### System:\nBe brief.\n### User:\nassistant\n### Assistant:\nuser\n"
-    assert rendered(None, Conversation(TALK[:3])) == headed
+    assert render_text(None, Conversation(TALK[:3])) == headed
 
 
 def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> None:
@@ -107,38 +107,40 @@ def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> Non
     asks += "{% else %}<{{ m.tool_calls | length }}>{% endif %}|{% endfor %}"
     plain = "{% if tools is none %}-{% endif %}{% for m in messages %}{{ m.content }}"
     plain += "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}|{% endfor %}"
-    called = json.dumps(template_messages([CALL])[0]["tool_calls"])
-    assert rendered(asks, call) == "Sum?|<1>|"
-    assert rendered(plain, call) == f"-Sum?|{called}|"
+    called = json.dumps(normalize_messages([CALL])[0]["tool_calls"])
+    assert render_text(asks, call) == "Sum?|<1>|"
+    assert render_text(plain, call) == f"-Sum?|{called}|"
 
 
 def test_a_template_reads_the_functions_that_may_be_called() -> None:
     asked = Conversation([ASK], [{"name": "add"}])
-    assert rendered("{{ tools[0].function.name }}: {{ messages[0].content }}", asked) == "add: Sum?"
-    assert rendered(None, asked) == '### Tools:\n[{"type": "function", "function": {"name": "add"}}]\n### User:\nSum?\n'
+    assert render_text("{{ tools[0].function.name }}: {{ messages[0].content }}", asked) == "add: Sum?"
+    assert (
+        render_text(None, asked) == '### Tools:\n[{"type": "function", "function": {"name": "add"}}]\n### User:\nSum?\n'
+    )
 
 
 def test_templates_of_which_none_is_the_default_are_refused_for_conversations_alone() -> None:
     without = renderer({"tools": CHATML, "rag": CHATML})
-    with pytest.raises(ModelError, match="none of them named 'default'"):
+    with pytest.raises(ModelError, match="none is named 'default'"):
         without.render_prompt(Conversation(TALK))
-    assert rendered({"tools": "", "default": CHATML}, Conversation(TALK)).startswith("<|im_start|>system")
+    assert render_text({"tools": "", "default": CHATML}, Conversation(TALK)).startswith("<|im_start|>system")
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
         (ALTERNATING, TALK, "refuses the conversation: roles must alternate"),
-        (CHATML, [ASK, CALL, TOLD], "has no place for tool_calls"),
+        (CHATML, [ASK, CALL, TOLD], "leaves out tool_calls"),
     ],
 )
 def test_what_a_template_cannot_do_is_said(template: str, messages: list[Message], message: str) -> None:
     with pytest.raises(RowError, match=message):
-        renderer(template).passages(Conversation(messages), "assistant")
+        renderer(template).render_for_training(Conversation(messages), "assistant")
 
 
 def test_an_answer_that_the_whole_conversation_leaves_out_has_a_text_of_its_own() -> None:
-    whole, first = renderer(FORGETFUL).passages(Conversation(TALK), "assistant")
+    whole, first = renderer(FORGETFUL).render_for_training(Conversation(TALK), "assistant")
     assert (whole.text, counted(whole)) == ("assistant\nSum?\nuser\n", ["user\n"])
     assert (first.text, counted(first)) == ("assistant\nuser\n", ["user\n"])
 
@@ -146,16 +148,16 @@ def test_an_answer_that_the_whole_conversation_leaves_out_has_a_text_of_its_own(
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, None])
 def test_a_turn_without_weight_counts_nowhere(template: str | None) -> None:
     talk = [*TALK[:2], {"role": "assistant", "content": "wrong", "weight": 0}, *TALK[3:]]
-    [assistant] = renderer(template).passages(Conversation(talk), "assistant")
-    [everything] = renderer(template).passages(Conversation(talk), "all")
+    [assistant] = renderer(template).render_for_training(Conversation(talk), "assistant")
+    [everything] = renderer(template).render_for_training(Conversation(talk), "all")
     assert [said.rpartition("user")[1] for said in counted(assistant)] == ["user"]
     assert "wrong" in everything.text
     assert "wrong" not in "".join(counted(everything))
     assert "".join(counted(everything)).count("Sum?") == 1
-    [whole] = renderer(template).passages(Conversation(TALK), "all")
-    assert whole.spans is None
+    [whole] = renderer(template).render_for_training(Conversation(TALK), "all")
+    assert whole.loss_spans is None
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:
     for template in (DATED, "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"):
-        assert rendered(template, Conversation(TALK)) == "26 Jul 2024 Be brief."
+        assert render_text(template, Conversation(TALK)) == "26 Jul 2024 Be brief."

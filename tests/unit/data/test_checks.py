@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.data.checks import Budget, SourceEstimate, check_sources
+from swiftkv_platform.data.checks import ReadBudget, SourceEstimate, check_sources
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.limits import CHECKED_SOURCE_FILES, MIB
 from swiftkv_platform.specs import DataSourceSpec
@@ -23,7 +23,7 @@ def directory(place: Path, num_files: int, row: str = ROW) -> DataSourceSpec:
     return DataSourceSpec(name_or_path=str(place))
 
 
-def check(budget: Budget, *sources: DataSourceSpec) -> tuple[SourceEstimate, ...]:
+def check(budget: ReadBudget, *sources: DataSourceSpec) -> tuple[SourceEstimate, ...]:
     return check_sources(sources, budget=budget)
 
 
@@ -34,7 +34,7 @@ def unread(found: SourceEstimate) -> str:
 
 def test_every_source_gets_a_share_of_the_files(tmp_path: Path) -> None:
     sources = [directory(tmp_path / name, 5) for name in "abc"]
-    budget = Budget(num_files=6)
+    budget = ReadBudget(num_files=6)
     found = check(budget, *sources)
     assert budget.num_files == 0
     assert [each.formats for each in found] == [("text",)] * 3
@@ -43,7 +43,7 @@ def test_every_source_gets_a_share_of_the_files(tmp_path: Path) -> None:
 
 
 def test_long_rows_are_read_until_the_bytes_are_spent(tmp_path: Path) -> None:
-    budget = Budget(num_bytes=3 * MIB)
+    budget = ReadBudget(num_bytes=3 * MIB)
     [first, second] = check(budget, directory(tmp_path / "a", 5, LONG), directory(tmp_path / "b", 1, LONG))
     assert "the rows of 2 of 5 files were not read: a check reads at most" in unread(first)
     assert unread(second)
@@ -51,7 +51,7 @@ def test_long_rows_are_read_until_the_bytes_are_spent(tmp_path: Path) -> None:
 
 
 def test_short_rows_cost_few_bytes(tmp_path: Path) -> None:
-    budget = Budget()
+    budget = ReadBudget()
     before = budget.num_bytes
     [found] = check(budget, directory(tmp_path / "a", 9))
     assert found.not_checked is None
@@ -61,20 +61,20 @@ def test_short_rows_cost_few_bytes(tmp_path: Path) -> None:
 def test_directories_are_listed_until_the_entries_are_spent(tmp_path: Path) -> None:
     source = directory(tmp_path / "a", 9)
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
-    assert check(Budget(num_entries=10), source)[0].not_checked is None
-    [found] = check(Budget(num_entries=9), source)
+    assert check(ReadBudget(num_entries=10), source)[0].not_checked is None
+    [found] = check(ReadBudget(num_entries=9), source)
     assert (found.num_files, found.formats) == (None, ())
     assert "entries of directories" in unread(found)
 
 
 def test_without_time_no_file_is_read(tmp_path: Path) -> None:
-    [found] = check(Budget(seconds=0.0), directory(tmp_path / "a", 1, "not JSON"))
+    [found] = check(ReadBudget(seconds=0.0), directory(tmp_path / "a", 1, "not JSON"))
     assert "CPU time" in unread(found)
 
 
 def test_files_beyond_those_of_one_source_are_named(tmp_path: Path) -> None:
     most = CHECKED_SOURCE_FILES.default
-    [found] = check(Budget(), directory(tmp_path / "a", most + 1))
+    [found] = check(ReadBudget(), directory(tmp_path / "a", most + 1))
     assert f"the rows of 1 of {most + 1} files were not read" in unread(found)
 
 
@@ -85,7 +85,7 @@ def test_a_first_line_without_an_end_is_left_to_the_workers(
     ending = ".gz" if open_ is not Path.write_bytes else ""
     for name, data in (("a.jsonl", b'{"text": "'), ("b.csv", b"text,")):
         open_(tmp_path / f"{name}{ending}", data + b"x" * 2 * MIB)
-        budget = Budget()
+        budget = ReadBudget()
         before = budget.num_bytes
         [found] = check(budget, DataSourceSpec(name_or_path=str(tmp_path / f"{name}{ending}")))
         assert found.formats == ()
@@ -94,7 +94,7 @@ def test_a_first_line_without_an_end_is_left_to_the_workers(
 
 def test_a_mistake_within_the_budget_is_still_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has the columns other"):
-        check(Budget(), directory(tmp_path / "a", 1, '{"other": 1}\n'))
+        check(ReadBudget(), directory(tmp_path / "a", 1, '{"other": 1}\n'))
     (tmp_path / "b.csv").write_text("other\n" + "x\n" * 50_000)
     with pytest.raises(DataError, match="has the columns other"):
-        check(Budget(), DataSourceSpec(name_or_path=str(tmp_path / "b.csv")))
+        check(ReadBudget(), DataSourceSpec(name_or_path=str(tmp_path / "b.csv")))

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.data import completions
-from swiftkv_platform.data.completions import Answer, PromptSource, Teacher, WrittenBy
+from swiftkv_platform.data.completions import Completion, PromptSource, TeacherCompletions, TeacherIdentity
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
@@ -29,7 +29,7 @@ SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 
 
 class InMemoryAnswers(dict[str, bytes]):
-    """An `AnswerStore` that refuses to overwrite."""
+    """An `CompletionStore` that refuses to overwrite."""
 
     def put(self, key: str, data: bytes) -> None:
         assert key not in self, "an answer is written twice"
@@ -67,14 +67,14 @@ def tokenizer_of(template: str | None = None) -> Any:
 
 def prompts_of(spec: DataSpec, template: str | None = None) -> PromptSource:
     encoder = DocumentEncoder(tokenizer_of(template), max_length=spec.max_length, train_on=spec.train_on)
-    teacher = Teacher(BUILTIN_TEACHER, None, "float32", 2048)
+    teacher = TeacherIdentity(BUILTIN_TEACHER, None, "float32", 2048)
     return PromptSource(spec.sources[0], 0, encoder, teacher=teacher, seed=0, remote=None)
 
 
-def written(source: PromptSource, engine: LLMEngine) -> tuple[InMemoryAnswers, list[Answer]]:
+def written(source: PromptSource, engine: LLMEngine) -> tuple[InMemoryAnswers, list[Completion]]:
     store = InMemoryAnswers()
     write_answers(source, store, lambda: engine)
-    return store, list(source.answers(store))
+    return store, list(source.read_completions(store))
 
 
 def test_every_prompt_is_answered_by_the_teacher_itself(prompts: Prompts, engine: LLMEngine) -> None:
@@ -89,7 +89,7 @@ def test_every_prompt_is_answered_by_the_teacher_itself(prompts: Prompts, engine
 
 
 def test_answers_depend_on_the_seed_and_on_nothing_around_them(prompts: Prompts, engine: LLMEngine) -> None:
-    def answered(rows: list[dict[str, Any]], **settings: Any) -> list[Answer]:
+    def answered(rows: list[dict[str, Any]], **settings: Any) -> list[Completion]:
         return written(prompts_of(data_spec(prompts(rows, **settings))), engine)[1]
 
     answers, others, backwards = answered(ROWS), answered(ROWS, seed=4), answered(ROWS[::-1])
@@ -114,7 +114,7 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: P
     assert store == whole
     del store[next(iter(whole))]
     with pytest.raises(StorageError, match="are missing"):
-        list(source.answers(store))
+        list(source.read_completions(store))
     told.clear()
     write()
     assert store == whole
@@ -136,15 +136,15 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: P
     ],
 )
 def test_a_prompt_ends_where_the_answer_begins(prompts: Prompts, row: dict[str, Any], prompt: str) -> None:
-    ((found,),) = [shard.prompts for shard in prompts_of(data_spec(prompts([row])), CHAT).shards()]
+    ((found,),) = [shard.prompts for shard in prompts_of(data_spec(prompts([row])), CHAT).plan_shards()]
     assert tokenizer_of().decode(found.prompt_token_ids, skip_special_tokens=True) == prompt
 
 
 def test_texts_may_give_their_beginning_only(prompts: Prompts) -> None:
     source = prompts_of(data_spec(prompts(ROWS, prompt_tokens=3)))
-    assert {len(prompt.prompt_token_ids) for shard in source.shards() for prompt in shard.prompts} == {3}
+    assert {len(prompt.prompt_token_ids) for shard in source.plan_shards() for prompt in shard.prompts} == {3}
     with pytest.raises(DataError, match="alpaca: instruction;"):
-        list(prompts_of(data_spec(prompts([{"completion": "an answer"}]))).shards())
+        list(prompts_of(data_spec(prompts([{"completion": "an answer"}]))).plan_shards())
 
 
 def prepared(spec: DataSpec, engine: LLMEngine, directory: Path) -> PreparedData:
@@ -153,7 +153,7 @@ def prepared(spec: DataSpec, engine: LLMEngine, directory: Path) -> PreparedData
         if source.complete is not None:
             write_answers(replace(one, source=source, index=index), store, lambda: engine)
     directory.mkdir()
-    return prepare_data(spec, tokenizer_of(), directory, seed=0, written=WrittenBy(one.teacher, store))
+    return prepare_data(spec, tokenizer_of(), directory, seed=0, completions=TeacherCompletions(one.teacher, store))
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
@@ -169,7 +169,7 @@ def test_written_data_mixes_with_the_rest_token_for_token(
         span = slice(samples.starts[i], samples.starts[i + 1])
         assert tuple(samples.tokens[span].tolist()) == answer.prompt_token_ids + answer.token_ids
         first = len(answer.prompt_token_ids) - 1 if train_on == "assistant" else 0
-        assert np.flatnonzero(samples.counts[span]).tolist() == list(range(first, span.stop - span.start - 1))
+        assert np.flatnonzero(samples.loss_mask[span]).tolist() == list(range(first, span.stop - span.start - 1))
     source, other = data.statistics.sources
     assert (source.rows, source.documents, source.formats) == (10, 10, {"text": 10})
     assert source.written_tokens == sum(len(answer.token_ids) for answer in answers)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from swiftkv_platform.data import files as data_files
-from swiftkv_platform.data.files import reader_for
+from swiftkv_platform.data.files import find_reader
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.layout import SUFFIXES
 
@@ -25,9 +25,9 @@ def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    reader: Any = reader_for(path, "data")
-    rows = list(reader.rows(path, None, "data"))
-    assert reader.count(path, "data") == len(rows)
+    reader: Any = find_reader(path, "data")
+    rows = list(reader.read_rows(path, None, "data"))
+    assert reader.count_rows(path, "data") == len(rows)
     return rows
 
 
@@ -52,7 +52,7 @@ def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> No
 
 def test_every_ending_that_counts_as_data_has_a_reader_and_no_other() -> None:
     assert set(data_files.READERS) == set(SUFFIXES)
-    assert reader_for(Path("rows.xlsx"), "data") is None
+    assert find_reader(Path("rows.xlsx"), "data") is None
 
 
 COMPRESSED: dict[str, Any] = {
@@ -93,7 +93,7 @@ def test_a_compression_that_no_package_reads_is_named(tmp_path: Path, monkeypatc
 
 
 def test_a_line_that_goes_on_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_files, "_LONGEST_LINE", 64)
+    monkeypatch.setattr(data_files, "_MAX_LINE_LENGTH", 64)
     for name, line in (("rows.jsonl.gz", 2), ("rows.csv.gz", 1)):
         path = tmp_path / name
         path.write_bytes(gzip.compress(b'{"a": 1}\n' + b" " * 1000))
@@ -164,10 +164,10 @@ def test_damage_is_named_with_its_place(tmp_path: Path, content: bytes, message:
 def test_damage_in_a_large_array_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"a": 1}, {"a" 2}' + " " * 100_000 + "]")
-    monkeypatch.setattr(data_files, "_LONGEST_ELEMENT", 64)
+    monkeypatch.setattr(data_files, "_MAX_ELEMENT_LENGTH", 64)
     reads = []
-    original = data_files._Window._read
-    monkeypatch.setattr(data_files._Window, "_read", lambda self: (reads.append(1), original(self))[1])
+    original = data_files._JsonParser._read_chunk
+    monkeypatch.setattr(data_files._JsonParser, "_read_chunk", lambda self: (reads.append(1), original(self))[1])
     with pytest.raises(DataError, match="line 1, column 17"):
         read(path)
     assert len(reads) < 50

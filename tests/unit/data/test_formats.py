@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Content, Conversation, content_digest, find_format
+from swiftkv_platform.data.formats import (
+    FORMATS,
+    PROMPT_FORMATS,
+    Content,
+    Conversation,
+    content_digest,
+    find_row_reader,
+)
 from swiftkv_platform.data.messages import ROLES, Message, RowError
 from swiftkv_platform.errors import DataError
 
@@ -33,7 +40,7 @@ def said(*messages: Message, tools: list[dict[str, Any]] | None = None) -> Conve
 
 
 def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
-    reader = find_format(name, tuple(row), origin="rows.jsonl", path="data.sources[0]", formats=FORMATS)
+    reader = find_row_reader(name, tuple(row), origin="rows.jsonl", source_field="data.sources[0]", formats=FORMATS)
     return reader.format.name, reader({column: row[column] for column in reader.columns})
 
 
@@ -129,11 +136,11 @@ def test_a_named_format_overrides_detection() -> None:
         ({"text": 3}, "text is 3, a int; a string is accepted"),
         ({"messages": "hello"}, "messages is 'hello'; a list of messages is accepted"),
         ({"messages": [{"content": "?"}]}, "a message has the role None; system, developer, user"),
-        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 2, of the role assistant, has no text"),
-        ({"messages": [{"role": "assistant", "content": " "}]}, "message 1, of the role assistant, has no text"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 2 (role assistant) has no text"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "message 1 (role assistant) has no text"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "has no text"),
-        ({"conversations": [{"from": "gpt", "value": None}]}, "message 1, of the role gpt, has no text"),
-        ({"messages": [{"role": "user", "words": "?"}]}, "of the role user, has no text; content (or value)"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "message 1 (role gpt) has no text"),
+        ({"messages": [{"role": "user", "words": "?"}]}, "(role user) has no text; add content (or value)"),
         ({"messages": [{"role": "user", "content": "?", "value": "!"}]}, "a message has content and value"),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "a message has the weight 0.5; 0 and 1 are accepted"),
         ({"messages": [{**CALL, "function_call": ADD}]}, "a message has tool_calls and function_call"),
@@ -187,7 +194,7 @@ def test_a_weight_changes_what_is_counted_and_not_what_is_said() -> None:
 @pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
 def test_answers_that_the_teacher_writes_itself_are_left_out_unread(column: str) -> None:
     row = {column: [QUESTION, {"role": "assistant", "content": None}]}
-    reader = find_format("auto", tuple(row), origin="rows.jsonl", path="data", formats=PROMPT_FORMATS)
+    reader = find_row_reader("auto", tuple(row), origin="rows.jsonl", source_field="data", formats=PROMPT_FORMATS)
     assert reader(row) == said(QUESTION)
 
 
@@ -195,7 +202,7 @@ def test_deep_rows_are_refused_and_not_followed() -> None:
     deep: Any = "?"
     for _ in range(100_000):
         deep = [deep]
-    reader = find_format("auto", ("messages",), origin="rows.jsonl", path="data", formats=FORMATS)
+    reader = find_row_reader("auto", ("messages",), origin="rows.jsonl", source_field="data", formats=FORMATS)
     with pytest.raises(RowError, match="more than 100 deep"):
         reader({"messages": [{"role": "user", "content": "?", "name": deep}]})
 

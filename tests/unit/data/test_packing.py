@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.data.packing import PackedRows, Samples, batch_rows, pack, rank_rows, total_steps
+from swiftkv_platform.data.packing import PackedRows, Samples, pack, select_batch_rows, select_rank_rows, total_steps
 
 MAX_LENGTH = 16
 PAD = 9999
@@ -44,15 +44,15 @@ def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], pack
     samples = rows.samples
     for index in range(len(rows)):
         parts = segments(rows[index])
-        assert len(parts) == len(rows.lengths(index))
+        assert len(parts) == len(rows.get_sample_lengths(index))
         for number, segment in enumerate(parts, start=1):
             ids = segment["input_ids"]
             assert segment["position_ids"].tolist() == list(range(len(ids)))
             found.append(int(np.searchsorted(samples.starts, int(ids[0]))))
             span = slice(samples.starts[found[-1]], samples.starts[found[-1] + 1])
-            length = int(rows.lengths(index)[number - 1])
+            length = int(rows.get_sample_lengths(index)[number - 1])
             assert ids[:length].tolist() == samples.tokens[span].tolist()
-            assert segment["loss_mask"][:length].tolist() == samples.counts[span].tolist()
+            assert segment["loss_mask"][:length].tolist() == samples.loss_mask[span].tolist()
             assert (ids[length:] == PAD).all()
             assert not segment["loss_mask"][length:].any()
             assert length == len(ids) or number == len(parts), "padding comes after the last sample"
@@ -65,8 +65,8 @@ def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, da
     rows = packed(lengths)
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=4))
     num_counted = data.draw(st.integers(0, len(chosen)))
-    batch, found = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)
-    per_row = [rows.lengths(index).tolist() for index in chosen]
+    batch, found = rows.make_padding_free_batch(chosen, multiple=multiple, num_counted=num_counted)
+    per_row = [rows.get_sample_lengths(index).tolist() for index in chosen]
     assert list(found) == [length for row in per_row for length in row]
     num_tokens = sum(found)
     assert {array.shape for array in batch.values()} == {(1, -(-num_tokens // multiple) * multiple)}
@@ -83,10 +83,10 @@ def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, da
 def test_rows_are_counted_and_no_two_could_be_one(lengths: list[int]) -> None:
     """Best fit opens a row only if no other has room, so no two rows would fit into one."""
     rows = packed(lengths)
-    batch = rows.batch(range(len(rows)))
+    batch = rows.make_padded_batch(range(len(rows)))
     filled = sorted((batch["input_ids"] != PAD).sum(axis=1).tolist())
     assert all(filled[0] + other > MAX_LENGTH for other in filled[1:])
-    assert dict(rows.sample_counts) == Counter(lengths)
+    assert dict(rows.sample_length_histogram) == Counter(lengths)
     assert rows.num_tokens == sum(filled)
     assert rows.num_counted_tokens == int(batch["loss_mask"].sum())
     assert rows.packing_efficiency == rows.num_tokens / batch["input_ids"].size
@@ -99,7 +99,7 @@ def test_the_tightest_row_is_taken() -> None:
 
 def test_a_batch_has_the_types_a_model_takes() -> None:
     rows = packed([5, 16, 9])
-    batch = rows.batch([1, 0])
+    batch = rows.make_padded_batch([1, 0])
     assert {array.shape for array in batch.values()} == {(2, MAX_LENGTH)}
     types = {"input_ids": np.int64, "position_ids": np.int64, "loss_mask": np.bool_}
     assert {name: array.dtype for name, array in batch.items()} == types
@@ -118,7 +118,9 @@ def test_a_sample_may_be_repeated_or_left_out() -> None:
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
 def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
     steps = total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
-    taken = [row for step in range(steps) for row in batch_rows(num_rows, batch_size=batch_size, seed=seed, step=step)]
+    taken = [
+        row for step in range(steps) for row in select_batch_rows(num_rows, batch_size=batch_size, seed=seed, step=step)
+    ]
     assert num_rows * epochs <= len(taken) < num_rows * epochs + batch_size
     for epoch in range(epochs):
         assert sorted(taken[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
@@ -127,13 +129,13 @@ def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     pairs = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    orders = {tuple(batch_rows(100, batch_size=100, seed=seed, step=epoch)) for seed, epoch in pairs}
+    orders = {tuple(select_batch_rows(100, batch_size=100, seed=seed, step=epoch)) for seed, epoch in pairs}
     assert len(orders) == 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_workers_share_a_batch_without_overlap_whatever_their_number(world_size: int) -> None:
-    batch = batch_rows(50, batch_size=8, seed=3, step=5)
-    shares = [rank_rows(batch, rank, world_size) for rank in range(world_size)]
+    batch = select_batch_rows(50, batch_size=8, seed=3, step=5)
+    shares = [select_rank_rows(batch, rank, world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} <= {8 // world_size, -(-8 // world_size)}
     assert sorted(chain.from_iterable(shares)) == sorted(batch)

@@ -70,11 +70,11 @@ def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -
     lengths, begins = [], []
     for source, settings in ((rows, {}), (talks, {"train_on": "all"})):
         path = write(source, f"{len(lengths)}.jsonl")
-        split = prepare(path, template=CHAT, splits=True, **settings).train
+        split = prepare(path, template=CHAT, mask_prompts=True, **settings).train
         whole = prepare(path, template=CHAT, **settings).train
         assert np.array_equal(split.samples.tokens, whole.samples.tokens)
         for first, end in pairwise(split.samples.starts):
-            counts = split.samples.counts[first:end]
+            counts = split.samples.loss_mask[first:end]
             begin = int(counts.argmax())
             assert counts[begin:-1].all()
             assert not counts[-1]
@@ -84,10 +84,12 @@ def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -
     assert np.mean(np.array(begins) / (np.array(lengths) - 1)) == pytest.approx(0.5, abs=0.1)
     assert len(set(begins[-3:])) == 1, "equal content is split equally"
     path = write(talks)
-    answers = [prepare(path, template=CHAT, splits=splits, train_on="assistant") for splits in (False, True)]
+    answers = [
+        prepare(path, template=CHAT, mask_prompts=mask_prompts, train_on="assistant") for mask_prompts in (False, True)
+    ]
     assert answers[0].fingerprint == answers[1].fingerprint
-    encoder = documents.DocumentEncoder(byte_tokenizer(), max_length=64, train_on="all", splits=True)
-    [(_, counts)] = encoder.encode_written([1, 2, 3], [4, 5]).samples
+    encoder = documents.DocumentEncoder(byte_tokenizer(), max_length=64, train_on="all", mask_prompts=True)
+    [(_, counts)] = encoder.encode_completion([1, 2, 3], [4, 5]).samples
     assert counts.tolist() == [False, False, True, True, False], "what the teacher wrote begins after its prompt"
 
 
@@ -102,7 +104,7 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(wr
     assert (texts(prepared.train), targets(prepared.train)) == (["<user>ask|<assistant>say"], ["say"])
     source = prepared.statistics.sources[0]
     assert (source.documents, source.dropped, source.truncated, source.split) == (1, 3, 1, 0)
-    with pytest.raises(DataError, match="of 1 rows 0 have a position that counts") as caught:
+    with pytest.raises(DataError, match="of 1 rows, 0 have loss targets") as caught:
         prepare(write(rows[2:3]), template=CHAT, train_on="assistant")
     assert caught.value.field == "data.sources"
 
@@ -152,8 +154,8 @@ def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
 def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
     """A whole conversation either steers or is reported, and is on the same side in every data set."""
     long = [{"text": f"{i:03d} " * 40} for i in range(100)]
-    whole = prepare(write(long), validation_fraction=0.4, steers=True)
-    part = prepare(write(long[:60][::-1], "part.jsonl"), validation_fraction=0.4, steers=True, seed=7)
+    whole = prepare(write(long), validation_fraction=0.4, with_steering=True)
+    part = prepare(write(long[:60][::-1], "part.jsonl"), validation_fraction=0.4, with_steering=True, seed=7)
     undivided = prepare(write(long, "undivided.jsonl"), validation_fraction=0.4)
 
     def numbers(rows: PackedRows) -> set[str]:
@@ -166,18 +168,18 @@ def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
     assert numbers(part.steering) <= steering
     assert numbers(part.held_out) <= reported
     assert (len(undivided.steering), undivided.statistics.steering) == (0, None)
-    texts_of_rows = [set(map(int, rows.samples.texts[rows.members])) for rows in (whole.steering, whole.held_out)]
+    texts_of_rows = [set(map(int, rows.samples.text_ids[rows.members])) for rows in (whole.steering, whole.held_out)]
     assert [len(found) for found in texts_of_rows] == [len(steering), len(reported)], "parts of a text are one text"
 
 
 def test_of_one_text_parts_steer_and_of_one_sample_nothing_does(write: Write) -> None:
     text = "".join(f"line {i:03d} of one text\n" for i in range(200))
-    one = prepare(write(text, "corpus.txt"), validation_fraction=0.2, steers=True)
+    one = prepare(write(text, "corpus.txt"), validation_fraction=0.2, with_steering=True)
     assert 1 <= len(one.steering.members) < len(one.held_out.members)
     assert not set(texts(one.steering)) & set(texts(one.held_out))
-    alone = prepare(write([{"text": "a"}, {"text": "b"}]), validation_fraction=0.5, steers=True)
+    alone = prepare(write([{"text": "a"}, {"text": "b"}]), validation_fraction=0.5, with_steering=True)
     assert (len(alone.steering), len(alone.held_out)) == (0, 1)
-    assert any(warns and "nothing is measured during training" in said for said, warns in alone.statistics.messages())
+    assert any(warns and "only one sample is held out" in said for said, warns in alone.statistics.format_messages())
 
 
 def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> Non
         (directory / name).unlink()
     opened = PreparedData.load(directory)
     assert texts(opened.steering) == texts(opened.held_out) == texts(prepared.held_out)
-    assert list(opened.held_out.texts(0)) == list(opened.held_out.members_of(0))
+    assert list(opened.held_out.get_text_ids(0)) == list(opened.held_out.get_members(0))
 
 
 def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:
@@ -200,7 +202,7 @@ def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> Non
 def test_a_long_text_is_tokenized_in_pieces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("a few words\n" * 20 + "x" * 90, "long.txt")
     whole = texts(prepare(path).train)
-    monkeypatch.setattr(documents, "_LONG_TEXT", 50)
+    monkeypatch.setattr(documents, "_MAX_PIECE_LENGTH", 50)
     assert texts(prepare(path).train) == whole
 
 
@@ -253,7 +255,7 @@ def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> Non
 
 def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    made = prepare(write(NUMBERED), validation_fraction=0.2, directory=tmp_path / "made", steers=True)
+    made = prepare(write(NUMBERED), validation_fraction=0.2, directory=tmp_path / "made", with_steering=True)
     opened = PreparedData.load(tmp_path / "made")
     assert isinstance(made.train.samples.tokens, np.memmap)
     assert (opened.statistics, opened.fingerprint) == (made.statistics, made.fingerprint)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.data.documents import DocumentEncoder
-from swiftkv_platform.data.formats import FORMATS, find_format
+from swiftkv_platform.data.formats import FORMATS, find_row_reader
 from swiftkv_platform.serve.chat import render_chat
 from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.tools.calling import Tool
@@ -151,10 +151,10 @@ def served(tokenizer: Any, turn: int) -> list[int]:
 def test_before_each_answer_stands_what_is_served(family: str, row: dict[str, Any]) -> None:
     template: Any = TEMPLATES[family]
     tokenizer = byte_tokenizer(chat_template=template)
-    content = find_format("auto", tuple(row), origin="rows", path="data", formats=FORMATS)(row)
+    content = find_row_reader("auto", tuple(row), origin="rows", source_field="data", formats=FORMATS)(row)
     for train_on in ("assistant", "all"):
         encoder = DocumentEncoder(tokenizer, max_length=4096, train_on=train_on)
-        [document] = encoder.encode([encoder.draft(content)])
+        [document] = encoder.encode([encoder.render(content)])
         for turn in COUNTED:
             prompt = served(tokenizer, turn)
             assert any(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
 from swiftkv_platform.data.checks import check_sources, check_upload
-from swiftkv_platform.data.opening import RemoteFile
+from swiftkv_platform.data.source_rows import RemoteFile
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec
@@ -185,7 +185,7 @@ def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, lay
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        ({"role": "assistant", "content": None}, "message 2, of the role assistant, has no text"),
+        ({"role": "assistant", "content": None}, "message 2 (role assistant) has no text"),
         ({"role": "critic", "content": "no"}, "a message has the role 'critic'"),
         ({"from": "gpt", "value": "say", "weight": 2}, "a message has the weight 2; 0 and 1 are accepted"),
         ({"role": "assistant", "function_call": {"name": "f", "arguments": "-"}}, "calls f with the arguments '-'"),
@@ -292,8 +292,8 @@ def test_a_subset_names_one_of_several_configurations(write: Write, tmp_path: Pa
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_directory_laid_out_as_on_the_hub_gives_the_split(write: Write, tmp_path: Path, streaming: bool) -> None:
     sides = ("train", "test")
-    splits = "".join(f"\n  - {{split: {side}_sft, path: chat/{side}.parquet}}" for side in sides)
-    write(card(default=splits), "hub/README.md")
+    mask_prompts = "".join(f"\n  - {{split: {side}_sft, path: chat/{side}.parquet}}" for side in sides)
+    write(card(default=mask_prompts), "hub/README.md")
     for side in sides:
         write([{"prompt": f"{side} {i}", "completion": "say"} for i in range(4)], f"hub/chat/{side}.parquet")
     source = {"name_or_path": str(tmp_path / "hub"), "streaming": streaming}
@@ -366,7 +366,7 @@ def test_an_empty_directory_lists_what_would_do(tmp_path: Path) -> None:
 def test_a_hub_that_does_not_answer_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for constants in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(StorageError, match="no such path here, and the hub does not answer") as caught:
+    with pytest.raises(StorageError, match="no such local path, and the hub is unavailable") as caught:
         prepare("nobody/nothing")
     assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", "nobody/nothing")
 

@@ -158,7 +158,7 @@ def test_the_end_says_which_step_the_model_is_of_and_why() -> None:
 
 def test_measured_rows_are_a_tenth_of_those_trained_on_between() -> None:
     tokens = np.zeros(1000, dtype=np.int32)
-    samples = Samples(tokens=tokens, counts=np.ones(1000, dtype=np.bool_), starts=np.arange(0, 1001, 10))
+    samples = Samples(tokens=tokens, loss_mask=np.ones(1000, dtype=np.bool_), starts=np.arange(0, 1001, 10))
     rows = pack(samples, np.arange(100), max_length=10, pad_token_id=0)
     for rows_between, max_tokens, number in ((300, 10_000, 30), (300, 100, 10), (5, 10_000, 1)):
         chosen = select_validation_rows(rows, ValidationSpec(max_tokens=max_tokens), rows_between)

@@ -70,7 +70,7 @@ def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     assert all(part in source for part in ("61 rows (61 text)", "10 dropped", "1 texts split"))
     assert "% full" in training
     assert held_out.startswith("held out: ")
-    assert steering.startswith("steering: ")
+    assert steering.startswith("validation: ")
     assert is_discarded(job)
     job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:

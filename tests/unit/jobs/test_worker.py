@@ -117,7 +117,7 @@ def test_the_arithmetic_is_the_students_own() -> None:
     """A student with fewer layers that compute K and V trains more upper layers: more arithmetic per token."""
     short, long = (convert(random_teacher(), num_key_value_layers=layers).config for layers in (5, 2))
     rows = tiny_rows()
-    all_count = replace(rows, samples=replace(rows.samples, counts=np.ones_like(rows.samples.counts)))
+    all_count = replace(rows, samples=replace(rows.samples, loss_mask=np.ones_like(rows.samples.loss_mask)))
     of_short, of_long, of_all = (
         training_flops_per_token(spec(), config, some)
         for config, some in ((short, rows), (long, rows), (long, all_count))

@@ -19,7 +19,7 @@ from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.files.rows import File
 from swiftkv_platform.control_plane.files.service import FileSweeper
-from swiftkv_platform.data.checks import LONGEST_ROW
+from swiftkv_platform.data.checks import MAX_ROW_BYTES
 from swiftkv_platform.errors import DatabaseUnavailableError
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
 
@@ -92,7 +92,7 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (b'{"text": "x"}\nnonsense\n', "line 2, column 1 is not JSON"),
         (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
         (b'{"text": "x"}\n{"other": 1}\n', "line 2, has the columns other"),
-        (b'{"text": "' + b"x" * LONGEST_ROW + b'"}\n', "the limit of a row"),
+        (b'{"text": "' + b"x" * MAX_ROW_BYTES + b'"}\n', "the limit of a row"),
         (b'{"text": "x"}\n' * 6, "more than 5 rows"),
         (b"[" * 60_000, "not JSON"),
         (b"[" * 100_000, "line 1 has more than 65536 JSON values"),

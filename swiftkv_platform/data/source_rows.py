@@ -1,0 +1,341 @@
+"""Read the rows of sources: open hub data sets, local files, stored objects and built-in data as tables, sample their
+rows, and parse the columns as texts and conversations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from swiftkv_platform.contract.attempts import FILE_SUFFIX, StoredFile
+from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, find_reader, make_row_error
+from swiftkv_platform.data.formats import (
+    COLUMNS,
+    FORMATS,
+    Content,
+    NonEmptyColumns,
+    RowFormat,
+    RowReader,
+    find_row_reader,
+)
+from swiftkv_platform.data.messages import RowError
+from swiftkv_platform.data.packing import IntArray
+from swiftkv_platform.data.repositories import read_hub_dataset, read_hub_repository, read_saved_dataset
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources.builtin_data import (
+    chat_prompts,
+    long_recall_prompts,
+    recall_prompts,
+    standard_library_modules,
+    unseen_chat_prompts,
+)
+from swiftkv_platform.sources.layout import (
+    ACCEPTED,
+    check_builtin,
+    check_subset,
+    check_whole,
+    choose,
+    is_hub_layout,
+    is_saved_dataset,
+    kind_of,
+    source_files,
+)
+from swiftkv_platform.sources.names import refuse_shadowed
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An object of a store."""
+
+    store: str
+    """Address of the store, such as `s3://bucket`."""
+    key: str
+    """Key in the store, unescaped."""
+
+    @property
+    def origin(self) -> str:
+        """Name of the object in messages."""
+        return f"{self.store}/{self.key}"
+
+
+class RemoteFiles(Protocol):
+    """Lists and downloads objects of stores."""
+
+    def list(self, source: S3Source) -> Sequence[RemoteFile]:
+        """Return the object that `source` names, or those below it, sorted. Raises `DataError` if there are none."""
+
+    def fetch(self, file: RemoteFile) -> Path:
+        """Download an object unless its copy exists, and return the copy's path."""
+
+
+def open_source(
+    source: DataSourceSpec, *, source_field: str, remote: RemoteFiles | None, access: Access = OPEN
+) -> list[Table]:
+    """Open a source. Rows are read lazily, when its tables are iterated.
+
+    Args:
+        source_field: JSON path of the source in the spec, e.g. `data.sources[0]`, for error messages.
+        remote: required for `s3://` sources and uploaded files only.
+        access: sources that may be read; every file is checked before it is opened.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or leads to files that may not be read.
+        InvalidInputError: `remote` is required and missing, or the tenant may not read the source.
+        StorageError: the hub is unavailable.
+    """
+    field = f"{source_field}.name_or_path"
+    named = access.data(source.name_or_path, field)
+    match named:
+        case BuiltinSource():
+            return _open_builtin(source, source_field)
+        case FileSource(name):
+            assert access.files is not None, "`Access` refuses files without an entry"
+            check_whole(source, source_field)
+            return [_open_upload(_require_remote(remote, name, field), access.files[name], name, field)]
+        case S3Source(name):
+            return _open_objects(_require_remote(remote, name, field), named, source, source_field)
+        case PathSource(name, location):
+            if not location.exists():
+                raise DataError.for_field(field, name, ": no such file or directory")
+            boundary = access.boundary
+            location = boundary.check(location, field)
+            if location.is_dir():
+                boundary.check_tree(location, field)
+                if is_saved_dataset(location):
+                    check_subset(source, source_field)
+                    return [read_saved_dataset(location, source, source_field, boundary)]
+                if is_hub_layout(location):
+                    return [read_hub_dataset(str(location), source, source_field, boundary)]
+            return _open_local_files(location, source, source_field, boundary)
+        case HubSource(name):
+            if access.is_restricted:
+                refuse_shadowed(name, field)
+                return [read_hub_repository(source, source_field)]
+            return [read_hub_dataset(name, source, source_field)]
+
+
+def _require_remote(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
+    if remote is None:
+        raise InvalidInputError.for_field(
+            field, name, ", but this process has no object store to fetch it from; use a local path"
+        )
+    return remote
+
+
+def _open_upload(remote: RemoteFiles, stored: StoredFile, name: str, field: str) -> Table:
+    """Return the table of an uploaded file. Raises `DataError` if its SHA-256 is not that of the upload."""
+    store, _, key = stored.uri.rpartition("/")
+    file = remote.fetch(RemoteFile(store, key))
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != stored.sha256:
+        why = f", whose rows differ from those uploaded (SHA-256 {digest} instead of {stored.sha256})"
+        raise DataError.for_field(field, name, f"{why}; upload the file again")
+    return replace(_open_file(file, READERS[FILE_SUFFIX], field), origin=name)
+
+
+_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
+
+
+def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
+    check_builtin(source, source_field)
+    name = source.name_or_path
+    if name in _PROMPTS:
+        is_unseen, is_held_out = source.split == "unseen", source.split == "held_out"
+        prompts = unseen_chat_prompts() if is_unseen else _PROMPTS[name](held_out=is_held_out)
+        return [_make_table(name, "prompt", prompts)]
+    modules = list(standard_library_modules())
+    return [
+        _make_table(name, "text", [module.text for module in modules if module.held_out is side], held_out=side)
+        for side in (False, True)
+    ]
+
+
+def _make_table(origin: str, column: str, texts: Sequence[str], *, held_out: bool | None = None) -> Table:
+    def rows(_columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        return enumerate(({column: text} for text in texts), start=1)
+
+    return Table(origin, (column,), rows, lambda: len(texts), held_out=held_out)
+
+
+def _open_local_files(location: Path, source: DataSourceSpec, source_field: str, boundary: Boundary) -> list[Table]:
+    name, field = source.name_or_path, f"{source_field}.name_or_path"
+    files = [boundary.check(file, field) for file in source_files(location, source, source_field)]
+    readers = [(file, find_reader(file, field)) for file in files]
+    tables = [_open_file(file, reader, field) for file, reader in readers if reader is not None]
+    if not tables:
+        what = "a directory without readable files" if location.is_dir() else "not a readable file"
+        raise DataError.for_field(field, name, f", {what}; {ACCEPTED}")
+    return tables
+
+
+def _open_file(file: Path, reader: FileReader, field: str) -> Table:
+    return Table(
+        str(file),
+        reader.read_columns(file, field) if file.stat().st_size else None,
+        lambda columns: reader.read_rows(file, columns, field) if file.stat().st_size else iter(()),
+        lambda: reader.count_rows(file, field) if file.stat().st_size else 0,
+        reader.unit,
+    )
+
+
+def _open_objects(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, source_field: str) -> list[Table]:
+    """Return one table per object. Each is downloaded when read; a streamed source's copies are deleted afterwards."""
+    field = f"{source_field}.name_or_path"
+    objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list(named)}
+    if list(objects) == [""]:
+        check_whole(source, source_field)
+        chosen = [file for file in objects.values() if kind_of(file.key) is not None]
+    else:
+        chosen = [objects[name] for name in choose(list(objects), source, source_field)]
+    if not chosen:
+        raise DataError.for_field(field, named.name, f", which has no readable objects; {ACCEPTED}")
+    return [_open_object(remote, file, field, keep=not source.streaming) for file in chosen]
+
+
+def _open_object(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: bool) -> Table:
+    def download() -> Table:
+        copy = remote.fetch(file)
+        reader = find_reader(copy, field)
+        assert reader is not None, "the key ends like a readable file"
+        return _open_file(copy, reader, field)
+
+    def rows(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        copy = download()
+        try:
+            yield from copy.read_rows(columns)
+        finally:
+            if not keep:
+                Path(copy.origin).unlink(missing_ok=True)
+
+    return Table(file.origin, None, rows, lambda: download().count_rows(), READERS[kind_of(file.key) or ""].unit)
+
+
+_NUM_STREAMED_ROWS_SEARCHED = 10_000
+"""Rows of a streamed source that are searched for non-empty columns, to find the format."""
+_MAX_CACHED_READERS = 256
+"""Max cached readers, by set of columns, of a file whose rows have different columns."""
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """Content and location of one row."""
+
+    content: Content
+    """Text or conversation; may be empty."""
+    format: str
+    origin: str
+    unit: str
+    number: int
+    held_out: bool | None
+    """The row's split in the source; None if the source has no splits."""
+
+    def make_error(self, why: RowError, source_field: str) -> DataError:
+        """Return the error for an unusable row."""
+        return make_row_error(source_field, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
+
+
+def read_source_rows(
+    source: DataSourceSpec,
+    index: int,
+    *,
+    seed: int,
+    remote: RemoteFiles | None,
+    access: Access = OPEN,
+    formats: Sequence[RowFormat] = FORMATS,
+) -> Iterator[SourceRow]:
+    """Yield the rows of `data.sources[index]`: all, or `sample_count` of them, chosen by the seed (the first ones of a
+    streamed source, whose length is unknown). The source's own held-out rows come in addition. Raises as
+    `prepare_data`, and `DataError` with the line for a row that the format cannot parse."""
+    source_field = f"data.sources[{index}]"
+    tables = open_source(source, source_field=source_field, remote=remote, access=access)
+    training = [table for table in tables if not table.held_out]
+    yield from _read_sample(training, source, (seed, index), _RowParser(source, source_field, formats))
+    for table in tables:
+        if table.held_out:
+            yield from _RowParser(source, source_field, formats).parse_rows(table, None)
+
+
+def _read_sample(
+    tables: Sequence[Table], source: DataSourceSpec, key: tuple[int, int], parser: _RowParser
+) -> Iterator[SourceRow]:
+    count = source.sample_count
+    if count is None or source.streaming:
+        yield from islice(chain.from_iterable(parser.parse_rows(table, None) for table in tables), count)
+        return
+    for table, chosen in zip(
+        tables, _draw_row_indices([table.count_rows() for table in tables], count, key), strict=True
+    ):
+        yield from parser.parse_rows(table, chosen)
+
+
+def _draw_row_indices(lengths: Sequence[int], count: int, key: tuple[int, int]) -> list[IntArray | None]:
+    """Choose `count` rows from tables of `lengths` rows. Returns indices for each table, None for all of its rows."""
+    total = sum(lengths)
+    if count >= total:
+        return [None] * len(lengths)
+    chosen = np.sort(np.random.default_rng(key).choice(total, size=count, replace=False))
+    begins = np.cumsum([0, *lengths])
+    return [chosen[(begin <= chosen) & (chosen < end)] - begin for begin, end in pairwise(begins)]
+
+
+class _RowParser:
+    """Parses rows of tables, by the format that matches their columns."""
+
+    def __init__(self, source: DataSourceSpec, source_field: str, formats: Sequence[RowFormat]) -> None:
+        self._source = source
+        self._source_field = source_field
+        self._formats = formats
+
+    def parse_rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
+        """Yield the rows of a table; only those at the indices `chosen` (from 0, ascending) if it is not None."""
+        non_empty = NonEmptyColumns(partial(self._read_format_columns, table))
+        fixed = None if table.columns is None else self._find_reader(table.columns, table.origin, non_empty)
+        readers: dict[tuple[str, ...], RowReader] = {}
+        for number, row in _select_rows(table.read_rows(None if fixed is None else fixed.columns), chosen):
+            reader = fixed or readers.get(tuple(row))
+            if reader is None:
+                reader = self._find_reader(tuple(row), f"{table.origin}, {table.unit} {number},", non_empty)
+                if len(readers) < _MAX_CACHED_READERS:
+                    readers[tuple(row)] = reader
+            try:
+                content = reader(row)
+            except RowError as error:
+                why = f", read as {reader.format.name}: {error}"
+                raise make_row_error(self._source_field, table.origin, number, why, unit=table.unit) from error
+            yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
+
+    def _find_reader(self, columns: tuple[str, ...], origin: str, non_empty: NonEmptyColumns) -> RowReader:
+        return find_row_reader(
+            self._source.format,
+            columns,
+            origin=origin,
+            source_field=self._source_field,
+            formats=self._formats,
+            non_empty=non_empty,
+        )
+
+    def _read_format_columns(self, table: Table) -> Iterator[Row]:
+        """Return all rows, only the first ones of a streamed source, with just the columns that decide the format."""
+        columns = None if table.columns is None else [name for name in table.columns if name in COLUMNS]
+        rows = (row for _, row in table.read_rows(columns))
+        return islice(rows, _NUM_STREAMED_ROWS_SEARCHED if self._source.streaming else None)
+
+
+def _select_rows(rows: Iterator[NumberedRow], positions: IntArray | None) -> Iterator[NumberedRow]:
+    if positions is None:
+        yield from rows
+        return
+    position = -1
+    for selected in positions.tolist():
+        yield next(islice(rows, selected - position - 1, None))
+        position = selected

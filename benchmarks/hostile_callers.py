@@ -38,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import benchmark_parser, random_llama, write_report
-from swiftkv_platform.local.ray_head import free_ports
+from swiftkv_platform.local.ray_head import find_free_ports
 from swiftkv_platform.model import convert
 from swiftkv_platform.security.keys import Scope, create_key
 
@@ -366,7 +366,7 @@ def main() -> None:
 
 def measure(name: str, directory: Path, options: Any) -> dict[str, Any]:
     case = CASES[name]
-    port = free_ports([0])[0]
+    port = find_free_ports([0])[0]
     keys = directory / "keys.yaml"
     attacker, other = (
         create_key(keys, name=each, tenant=each, scopes=frozenset({Scope.ADMIN})) for each in ("eve", "ann")

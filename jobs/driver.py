@@ -332,7 +332,7 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     store = open_store(store_uri)
     say_placed(store, request, "publish")
-    from swiftkv_platform.reports.model_card import model_card
+    from swiftkv_platform.reports.model_card import render_model_card
     from swiftkv_platform.storage.publishing import publish as run
 
     spec = request.spec.publish.publication
@@ -341,7 +341,7 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
         store,
         key,
         spec.to,
-        card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
+        card=lambda manifest: render_model_card(manifest.lineage, manifest.metrics, licence=None),
         private=spec.private,
         targets=request.publish_targets,
         progress=phase_progress(store, request, "publish", "bytes"),

@@ -38,7 +38,7 @@ from swiftkv_platform.jobs.driver import as_task, measure, publish_trial, train,
 from swiftkv_platform.jobs.failures import explain, root_cause
 from swiftkv_platform.jobs.values import STOPPED, StoppedError
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.reports.pages import sweep_page
+from swiftkv_platform.reports.pages import render_sweep_page
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
@@ -69,7 +69,10 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
             for trial, one in ended
         ]
     )
-    files = {"sweep.json": report.model_dump_json(indent=2) + "\n", "sweep.html": sweep_page(request.spec.name, report)}
+    files = {
+        "sweep.json": report.model_dump_json(indent=2) + "\n",
+        "sweep.html": render_sweep_page(request.spec.name, report),
+    }
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)

@@ -35,7 +35,7 @@ from swiftkv_platform.limits import (
 )
 
 
-def default_home() -> Path:
+def get_default_home() -> Path:
     """Return `~/.swiftkv`, where a machine without configuration keeps databases, stores, logs and pids."""
     return Path.home() / ".swiftkv"
 
@@ -48,15 +48,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def default_keys_file(home: Path) -> Path:
+def get_default_keys_file(home: Path) -> Path:
     """Return the file of API keys that holds unless `api_keys_file` names another one."""
     return home / "keys.json"
 
 
-def _home_keys(values: Mapping[str, Any]) -> Path | None:
+def _find_default_keys_file(values: Mapping[str, Any]) -> Path | None:
     """Return the default file of API keys unless it does not exist. A file that cannot be looked up counts as existing:
     opening it then fails, and nothing starts without keys by mistake."""
-    path = default_keys_file(values["home"])
+    path = get_default_keys_file(values["home"])
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ def _home_keys(values: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def _seen_by_local_ray(name: str, values: Mapping[str, Any]) -> Path | None:
+def _find_serve_file(name: str, values: Mapping[str, Any]) -> Path | None:
     """Return the control plane's own file `name` if Ray Serve runs on this machine, which then has the same files."""
     address = urlsplit(values["serve_dashboard_url"] or values["ray_dashboard_url"])
     path: Path | None = values[name]
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SWIFTKV_", frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    home: Annotated[Path, AfterValidator(Path.expanduser)] = Field(default_factory=default_home)
+    home: Annotated[Path, AfterValidator(Path.expanduser)] = Field(default_factory=get_default_home)
     """Directory for everything that no other setting places elsewhere."""
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
@@ -142,16 +142,16 @@ class Settings(BaseSettings):
     replica, and each swap, fetches its model again."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
-    api_keys_file: Path | None = Field(default_factory=_home_keys)
+    api_keys_file: Path | None = Field(default_factory=_find_default_keys_file)
     """File of hashed API keys (`swiftkv keys create` writes it). Default: `{home}/keys.json` if it exists; without a
     file, every request from this machine is accepted."""
     oidc_file: Path | None = None
     """YAML file of OpenID Connect issuers whose bearer tokens are accepted as well as keys (docs/operations.md)."""
-    serve_api_keys_file: Path | None = Field(default_factory=partial(_seen_by_local_ray, "api_keys_file"))
+    serve_api_keys_file: Path | None = Field(default_factory=partial(_find_serve_file, "api_keys_file"))
     """Path on Ray's nodes of `api_keys_file` or another such file: deployments then accept their tenant's keys with the
     scope `generate`. Default: `api_keys_file` if Ray's dashboard has a loopback address; without a file, deployments
     answer every request that reaches `serve_url`."""
-    serve_oidc_file: Path | None = Field(default_factory=partial(_seen_by_local_ray, "oidc_file"))
+    serve_oidc_file: Path | None = Field(default_factory=partial(_find_serve_file, "oidc_file"))
     """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well. Default: as for
     `serve_api_keys_file`."""
     tenants_file: Path | None = None
@@ -272,17 +272,17 @@ class Settings(BaseSettings):
         return self.serve_dashboard_url or self.ray_dashboard_url
 
     @property
-    def knows_callers(self) -> bool:
+    def requires_credentials(self) -> bool:
         """Whether callers need a key or a token; else all of them are one local tenant."""
         return self.api_keys_file is not None or self.oidc_file is not None
 
     @property
     def resolved_source_roots(self) -> tuple[str, ...] | None:
-        return () if self.source_roots is None and self.knows_callers else self.source_roots
+        return () if self.source_roots is None and self.requires_credentials else self.source_roots
 
     @property
     def resolved_deployments_share(self) -> float:
-        is_shared = self.knows_callers and self.serve_dashboard_url is None
+        is_shared = self.requires_credentials and self.serve_dashboard_url is None
         return self.deployments_share or (0.5 if is_shared else 1.0)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, Manifest
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.reports.pages import STAGES, as_png, evaluation_charts
+from swiftkv_platform.reports.pages import STAGES, plot_evaluation, render_png
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
@@ -53,7 +53,7 @@ class TrackedRun:
 
     def log_report(self, report: Mapping[str, Any], step: int) -> None:
         """An evaluation's figures, tables and plots, after the optimizer step `step`."""
-        images = {name: as_png(chart) for name, chart in evaluation_charts(report).items()}
+        images = {name: render_png(chart) for name, chart in plot_evaluation(report).items()}
         self._tracker.log_report({"evaluation": report}, _tables(report), images, step + 1)
 
     def log_artifact(self, manifest: Manifest) -> None:

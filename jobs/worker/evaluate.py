@@ -41,8 +41,8 @@ from swiftkv_platform.model.weights.checkpoint import Checkpoint, LazyTensors
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.reports.model_card import model_card
-from swiftkv_platform.reports.pages import evaluation_page
+from swiftkv_platform.reports.model_card import render_model_card
+from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.specs import JobSpec
@@ -83,7 +83,7 @@ def evaluate_and_publish(
             report.check_gates()
             with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
-                card = model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
+                card = render_model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
                 _write(files | {CARD: card}, directory / "artifact")
                 manifest = _publish(store, request, directory / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
@@ -134,7 +134,7 @@ def publish_trial(
         _write(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
-        _write({CARD: model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
+        _write({CARD: render_model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
         return _publish(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
@@ -292,7 +292,7 @@ def _report_files(
     curve = read_curve(store, request.attempt_id.list_until_this())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
-        "evaluation.html": evaluation_page(report.model_dump(mode="json"), lineage, curve),
+        "evaluation.html": render_evaluation_page(report.model_dump(mode="json"), lineage, curve),
     }
 
 

@@ -14,7 +14,7 @@ from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.models import models_app
-from swiftkv_platform.cli.output import ReportingGroup
+from swiftkv_platform.cli.output import ErrorReportingGroup
 from swiftkv_platform.cli.serve import serve
 
 
@@ -25,7 +25,7 @@ def _print_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
-    cls=ReportingGroup,
+    cls=ErrorReportingGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",

@@ -49,11 +49,11 @@ ServeUrl = Annotated[
         envvar="SWIFTKV_SERVE_URL", help="Deployment URL. Default: the newest running deployment's.", show_envvar=True
     ),
 ]
-_SPEC_FILE: Any = typer.Option(
+_SPEC_FILE_OPTION: Any = typer.Option(
     "--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False
 )
-SpecFile = Annotated[Path, _SPEC_FILE]
-MaybeSpecFile = Annotated[Path | None, _SPEC_FILE]
+SpecFile = Annotated[Path, _SPEC_FILE_OPTION]
+OptionalSpecFile = Annotated[Path | None, _SPEC_FILE_OPTION]
 PrefillLayers = Annotated[
     str | None,
     typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16, instead of -l."),
@@ -61,20 +61,20 @@ PrefillLayers = Annotated[
 Limit = Annotated[int, typer.Option(min=1, help="Most entries to list, newest first.")]
 
 
-def settings() -> Settings:
+def load_settings() -> Settings:
     """Return the process's settings. Raises `InvalidInputError` for a variable that is not valid."""
     try:
         return Settings()
     except ValidationError as error:
         raise InvalidInputError(
-            f"The environment's SWIFTKV_* variables are refused:\n{_describe(error, Settings)}"
+            f"The environment's SWIFTKV_* variables are refused:\n{_describe_validation_error(error, Settings)}"
         ) from error
 
 
 def connect(url: str | None = None, serve_url: str | None = None, *, max_retries: int = _MAX_RETRIES) -> Client:
     """Return a client of the control plane at `url`, else of the local stack's, else of the one of the settings."""
     if url is None:
-        chosen = settings()
+        chosen = load_settings()
         state = Stack(chosen).state()
         url = f"http://{chosen.host}:{chosen.port}" if state is None else state.url
     return Client(url, os.environ.get("SWIFTKV_API_KEY"), serve_url=serve_url, max_retries=max_retries)
@@ -86,31 +86,31 @@ def read_spec(path: Path) -> JobSpec:
     try:
         return absolute_paths(load_spec(path))
     except ValidationError as error:
-        raise _refusal(f"{path} is", error, JobSpec) from error
+        raise _make_validation_error(f"{path} is", error, JobSpec) from error
     except DuplicateKeyError as error:
         raise InvalidInputError(f"{path}: {error}", field="file", value=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} is neither YAML nor JSON: {error}", field="file", value=str(path)) from error
 
 
-def checked(model: type[Model], values: Mapping[str, Any]) -> Model:
+def validate_options(model: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate options as `model`. Raises `InvalidInputError` naming each that is not valid."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _refusal("The options are", error, model) from error
+        raise _make_validation_error("The options are", error, model) from error
 
 
-def _refusal(what: str, error: ValidationError, model: type[BaseModel]) -> InvalidInputError:
+def _make_validation_error(what: str, error: ValidationError, model: type[BaseModel]) -> InvalidInputError:
     first = error.errors()[0]
     return InvalidInputError(
-        f"{what} refused:\n{_describe(error, model)}",
+        f"{what} refused:\n{_describe_validation_error(error, model)}",
         field=".".join(str(part) for part in first["loc"]),
         value=first["input"],
     )
 
 
-def _describe(error: ValidationError, model: type[BaseModel]) -> str:
+def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
     # A default that depends on a refused value is missing too, which says nothing new.
     errors = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
     found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
@@ -122,22 +122,22 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
-TIMEOUT_S = 1.0
+COMPLETION_TIMEOUT_S = 1.0
 """Seconds that a shell waits for ids."""
-_MOST = 100
+_MAX_COMPLETIONS = 100
 """Newest ids that are requested."""
 
-Offers = list[tuple[str, str]]
+Completions = list[tuple[str, str]]
 """(id, description, which some shells show)"""
 
 
-def _completion(ask: Callable[[Client], Offers]) -> Callable[[typer.Context, str], Offers]:
-    def complete(ctx: typer.Context, incomplete: str) -> Offers:
-        answer: SimpleQueue[Offers] = SimpleQueue()
+def _make_completer(ask: Callable[[Client], Completions]) -> Callable[[typer.Context, str], Completions]:
+    def complete(ctx: typer.Context, incomplete: str) -> Completions:
+        answer: SimpleQueue[Completions] = SimpleQueue()
         url = ctx.params.get("url")
-        threading.Thread(target=lambda: answer.put(_answer(url, ask)), daemon=True).start()
+        threading.Thread(target=lambda: answer.put(_fetch_completions(url, ask)), daemon=True).start()
         try:
-            offers = answer.get(timeout=TIMEOUT_S)
+            offers = answer.get(timeout=COMPLETION_TIMEOUT_S)
         except Empty:
             return []
         return [(identifier, words) for identifier, words in offers if identifier.startswith(incomplete)]
@@ -145,7 +145,7 @@ def _completion(ask: Callable[[Client], Offers]) -> Callable[[typer.Context, str
     return complete
 
 
-def _answer(url: str | None, ask: Callable[[Client], Offers]) -> Offers:
+def _fetch_completions(url: str | None, ask: Callable[[Client], Completions]) -> Completions:
     try:
         with connect(url, max_retries=0) as client:
             return ask(client)
@@ -153,14 +153,18 @@ def _answer(url: str | None, ask: Callable[[Client], Offers]) -> Offers:
         return []
 
 
-complete_job = _completion(
-    lambda client: [(job.id, f"{job.name}, {job.status}") for job in client.jobs.list(limit=_MOST)]
+complete_job = _make_completer(
+    lambda client: [(job.id, f"{job.name}, {job.status}") for job in client.jobs.list(limit=_MAX_COMPLETIONS)]
 )
-complete_model = _completion(lambda client: [(model.id, model.name or "") for model in client.models.list(limit=_MOST)])
-complete_deployment = _completion(
+complete_model = _make_completer(
+    lambda client: [(model.id, model.name or "") for model in client.models.list(limit=_MAX_COMPLETIONS)]
+)
+complete_deployment = _make_completer(
     lambda client: [(each.id, f"{each.model}, {each.status}") for each in client.deployments.list()]
 )
-complete_file = _completion(lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MOST)])
+complete_file = _make_completer(
+    lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MAX_COMPLETIONS)]
+)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).", autocompletion=complete_job)]
 ModelId = Annotated[
@@ -181,10 +185,10 @@ DeploymentId = Annotated[
 ]
 
 
-_SCALARS = (str, int, float, bool)
+_SCALAR_TYPES = (str, int, float, bool)
 
 
-def spec_options(
+def add_spec_options(
     spec: type[BaseModel], *, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator that replaces a command's parameter `given` by one option per field of `spec`, except `without`.
@@ -193,7 +197,7 @@ def spec_options(
     """
     fields = {name: field for name, field in spec.model_fields.items() if name not in without}
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(field))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_make_option(field))
         for name, field in fields.items()
     ]
 
@@ -215,42 +219,44 @@ def spec_options(
     return decorate
 
 
-def _annotation(field: FieldInfo) -> Any:
-    kind = _scalar(field.annotation)
-    several = _several(field.annotation)
+def _make_option(field: FieldInfo) -> Any:
+    kind = _scalar_type(field.annotation)
+    several = _list_type(field.annotation)
     if several is not None:
-        return Annotated[several | None, typer.Option(help=f"{_help(field)} May be repeated.")]
+        return Annotated[several | None, typer.Option(help=f"{_make_help(field)} May be repeated.")]
     if kind is None:
-        return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
+        return Annotated[
+            dict[str, Any] | None, typer.Option(parser=_parse_mapping, metavar="YAML", help=_make_help(field))
+        ]
     limits = next((item for item in field.metadata if isinstance(item, Range)), None)
     low, high = (None, None) if limits is None else (limits.low, limits.high)
-    return Annotated[kind | None, typer.Option(min=low, max=high, help=_help(field))]
+    return Annotated[kind | None, typer.Option(min=low, max=high, help=_make_help(field))]
 
 
-def _several(annotation: Any) -> Any:
+def _list_type(annotation: Any) -> Any:
     """Return `list[item]` for a tuple annotation, optional or not; None for any other."""
     if typing.get_origin(annotation) is tuple:
-        return types.GenericAlias(list, _scalar(typing.get_args(annotation)[0]))
+        return types.GenericAlias(list, _scalar_type(typing.get_args(annotation)[0]))
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
-    return next((found for member in members if (found := _several(member)) is not None), None)
+    return next((found for member in members if (found := _list_type(member)) is not None), None)
 
 
-def _scalar(annotation: Any) -> Any:
+def _scalar_type(annotation: Any) -> Any:
     """Return the type of a scalar annotation, optional or not; None for an object."""
-    if annotation in _SCALARS:
+    if annotation in _SCALAR_TYPES:
         return annotation
     if typing.get_origin(annotation) is Literal:
         return str
     members = [member for member in typing.get_args(annotation) if member is not NoneType]
-    return _scalar(members[0]) if members and typing.get_origin(annotation) is not dict else None
+    return _scalar_type(members[0]) if members and typing.get_origin(annotation) is not dict else None
 
 
-def _help(field: FieldInfo) -> str:
+def _make_help(field: FieldInfo) -> str:
     description = " ".join((field.description or "").split())
     return description if field.default in (None, {}) else f"{description} Default: {field.default}."
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def _parse_mapping(text: str) -> dict[str, Any]:
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:

@@ -12,19 +12,21 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftkv_platform.cli.context import Json, PrefillLayers
-from swiftkv_platform.cli.output import err, needs_extra, print_json, say, tell
-from swiftkv_platform.cli.sources import adapter_base, artifact_teacher, base_directory, model_path
+from swiftkv_platform.cli.output import get_error_console, print_json, print_line, print_result, require_extra
+from swiftkv_platform.cli.sources import open_base_model, read_adapter_base, read_artifact_teacher, resolve_model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import equal_cache_group_size
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.model.conversion import Converted
-    from swiftkv_platform.model.weights.writing import Progress as Report
+    from swiftkv_platform.model.weights.writing import Progress as ProgressCallback
 
 _MIB = 1 << 20
-Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
-Copy = Annotated[bool, typer.Option("--copy", help="Copy unchanged weight files; by default they are hard-linked.")]
+OutputDirectory = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
+CopyOption = Annotated[
+    bool, typer.Option("--copy", help="Copy unchanged weight files; by default they are hard-linked.")
+]
 CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of the calibration text.")]
 
 
@@ -32,7 +34,7 @@ def convert(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Teacher: directory, .gguf, hub id or builtin:python-5m.")
     ],
-    output: Output,
+    output: OutputDirectory,
     num_key_value_layers: Annotated[
         int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. Default: half.")
     ] = None,
@@ -60,18 +62,18 @@ def convert(
         typer.Option(metavar="TEXT", help="Text to calibrate projections on; repeatable. Loads the teacher."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
-    copy: Copy = False,
+    copy: CopyOption = False,
     json: Json = False,
 ) -> None:
     """Make a student from a teacher's checkpoint, file by file, with copied or calibrated projections."""
     if num_key_value_layers is not None and prefill_reduction is not None:
         message = "give --num-key-value-layers or --prefill-reduction, not both"
         raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
-    with needs_extra("This"):
+    with require_extra("This"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
-    path = model_path(model)
-    with _progress("Calibrating" if calibration else "Converting") as report:
+    path = resolve_model_path(model)
+    with _show_progress("Calibrating" if calibration else "Converting") as report:
         converted = convert_checkpoint(
             path,
             output.expanduser(),
@@ -87,20 +89,20 @@ def convert(
             files="copy" if copy else "link",
             progress=report,
         )
-    document, listed = _describe(converted), ""
+    document, listed = _describe_student(converted), ""
     if layers := document["swiftkv_prefill_layers"]:
         listed = f" (prompts run layers {format_layers(layers)})"
     if json:
         print_json(document)
         return
-    say(
+    print_line(
         "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers{listed}, g = {key_value_group_size}, KV "
         "cache {kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
             **document, listed=listed, size=converted.new_bytes / _MIB
         )
     )
     if document["equal_cache_group_size"] not in (None, key_value_group_size):
-        say(
+        print_line(
             "With {sharing} heads, --key-value-group-size {equal_cache_group_size} caches as much as gqa "
             "with {key_value_group_size}.".format(**document, sharing=sharing)
         )
@@ -108,7 +110,7 @@ def convert(
 
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="SwiftKV model or adapter: directory or hub id.")],
-    output: Output,
+    output: OutputDirectory,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the tensors that differ from the base model.")
     ] = False,
@@ -138,11 +140,11 @@ def export(
         typer.Option(metavar="TEXT", help="Text to calibrate --quantize on; repeatable. Default: round to nearest."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
-    copy: Copy = False,
+    copy: CopyOption = False,
     json: Json = False,
 ) -> None:
     """Write a student for serving, without the projections that only its teacher uses, or as an adapter."""
-    with needs_extra("This"):
+    with require_extra("This"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     target = output.expanduser()
@@ -157,7 +159,10 @@ def export(
                 )
         _export_adapter(model, target, base, revision, json=json)
         return
-    with base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
+    with (
+        open_base_model(base or read_adapter_base(model), revision) as base_model,
+        _show_progress("Exporting") as report,
+    ):
         rows = None
         if calibration:
             rows = read_calibration_text(model, calibration, calibration_tokens, train_on="assistant")
@@ -172,14 +177,16 @@ def export(
             base_model=base_model,
             progress=report,
         )
-    size = _weight_bytes(target)
+    size = _sum_weight_bytes(target)
     with_teacher = "with" if teacher else "without"
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
     if quantize is not None:
         line += f", projections in {quantize}"
     if quantize in ("int4", "mixed") and not calibration:
         line += ", rounded to nearest: --calibration TEXT preserves more quality"
-    tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
+    print_result(
+        {"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json
+    )
 
 
 def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:
@@ -187,37 +194,37 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
 
     name = base
     if name is None:
-        name, revision = artifact_teacher(model)
-    with base_directory(name, revision) as directory, _progress("Comparing") as report:
+        name, revision = read_artifact_teacher(model)
+    with open_base_model(name, revision) as directory, _show_progress("Comparing") as report:
         found = str(Path(name).resolve()) if Path(name).is_dir() else name
         written = export_adapter(
             model, target, base=directory or name, name_or_path=found, revision=revision, progress=report
         )
-    size = _weight_bytes(target)
+    size = _sum_weight_bytes(target)
     fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
     counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
     line = (
         f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors added to those of {found}, "
         f"{len(written.replaced)} replaced"
     )
-    tell({**fields, **counts, "weight_bytes": size}, line, json=json)
+    print_result({**fields, **counts, "weight_bytes": size}, line, json=json)
 
 
-def _weight_bytes(directory: Path) -> int:
+def _sum_weight_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Report]:
+def _show_progress(what: str) -> Iterator[ProgressCallback]:
     """Show a progress bar on a terminal, nothing elsewhere. Yields a callback for (done, total)."""
-    console = err()
+    console = get_error_console()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _describe(converted: Converted) -> dict[str, Any]:
+def _describe_student(converted: Converted) -> dict[str, Any]:
     config = converted.config
     layer_map, heads = config.layer_map, getattr(config, "num_key_value_heads", 1)
     cached = [config.cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]

@@ -14,24 +14,24 @@ from swiftkv_platform.cli.context import (
     ModelName,
     ServeUrl,
     Url,
+    add_spec_options,
     complete_deployment,
     connect,
-    spec_options,
 )
 from swiftkv_platform.cli.output import (
     Columns,
-    err,
-    local_time,
+    format_local_time,
+    get_error_console,
+    print_fields_result,
     print_json,
+    print_result,
     print_schema,
     print_table,
-    tell,
-    tell_fields,
-    tell_table,
+    print_table_result,
 )
 from swiftkv_platform.client import Generation, Resource
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import duration, plural
+from swiftkv_platform.local.terminal import format_duration, pluralize
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Served models; `swiftkv deploy` adds one.")
@@ -42,9 +42,15 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
     """List deployments, newest first."""
     with connect(url) as client:
         found = client.deployments.list()
-    columns: Columns = {"deployment": "id", "model": "model", "status": "status", "replicas": _replicas, "url": "url"}
+    columns: Columns = {
+        "deployment": "id",
+        "model": "model",
+        "status": "status",
+        "replicas": _format_replicas,
+        "url": "url",
+    }
     empty = "Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`."
-    tell_table(found, {**columns, "message": "message"}, empty=empty, json=json)
+    print_table_result(found, {**columns, "message": "message"}, empty=empty, json=json)
 
 
 @deployments_app.command()
@@ -52,7 +58,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
     """Show a deployment."""
     with connect(url) as client:
         found = client.deployments.get(deployment_id)
-    tell_fields(found, _sentences(found), json=json)
+    print_fields_result(found, _format_deployment(found), json=json)
 
 
 @deployments_app.command()
@@ -63,7 +69,7 @@ def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) ->
     if json:
         print_json(found)
         return
-    rows = [_row(replica) for replica in found.replicas]
+    rows = [_make_metrics_row(replica) for replica in found.replicas]
     columns = ("replica", "requests", "prompt tokens", "tokens", "exited", "TTFT ms", "KV in use", "running", "waiting")
     print_table(columns, rows, empty="No replica is running.")
 
@@ -73,7 +79,9 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
     """Delete a deployment; replicas finish their running requests."""
     with connect(url) as client:
         client.deployments.delete(deployment_id)
-    tell({"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being taken out of service.", json=json)
+    print_result(
+        {"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being taken out of service.", json=json
+    )
 
 
 @deployments_app.command()
@@ -82,7 +90,7 @@ def schema() -> None:
     print_schema(DeploymentSpec)
 
 
-def _sentences(found: Resource) -> dict[str, Any]:
+def _format_deployment(found: Resource) -> dict[str, Any]:
     candidate = found.candidate
     return {
         "deployment": found.id,
@@ -90,18 +98,18 @@ def _sentences(found: Resource) -> dict[str, Any]:
         "status": found.status,
         "message": found.message,
         "url": found.url,
-        "replicas": _replicas(found),
-        "cold start": _cold_start(found.load_seconds),
-        "scaling": _scaling(found),
+        "replicas": _format_replicas(found),
+        "cold start": _format_cold_start(found.load_seconds),
+        "scaling": _format_scaling(found),
         "engine": ", ".join(f"{name} {value}" for name, value in (found.engine or {}).items()),
         "candidate": f"{candidate['model']}, {candidate['share']:.1%} of the requests" if candidate else None,
         "artifact": found.artifact_uri,
         "version": found.version,
-        "created": local_time(found.created_at),
+        "created": format_local_time(found.created_at),
     }
 
 
-def _replicas(found: Resource) -> str | None:
+def _format_replicas(found: Resource) -> str | None:
     """Return `1 of 1 to 4`; None if the control plane does not say."""
     least, most = found.min_replicas, found.max_replicas
     if least is None or most is None:
@@ -109,7 +117,7 @@ def _replicas(found: Resource) -> str | None:
     return f"{found.replicas or 0} of {most if least == most else f'{least} to {most}'}"
 
 
-def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
+def _format_cold_start(seconds: Mapping[str, float] | None) -> str | None:
     """Return `2.53 s (fetch 1.20, load 1.31, check 0.02)`; None while no replica has reported it."""
     if not seconds:
         return None
@@ -117,15 +125,16 @@ def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
     return f"{sum(seconds.values()):.2f} s ({phases})"
 
 
-def _scaling(found: Resource) -> str | None:
+def _format_scaling(found: Resource) -> str | None:
     if found.min_replicas == found.max_replicas or found.upscale_delay_s is None:
         return None
     target = found.target_ongoing_requests
-    load = "" if target is None else f"{plural(target, 'concurrent request')} per replica, "
-    return f"{load}up after {duration(found.upscale_delay_s)}, down after {duration(found.downscale_delay_s)}"
+    load = "" if target is None else f"{pluralize(target, 'concurrent request')} per replica, "
+    up, down = format_duration(found.upscale_delay_s), format_duration(found.downscale_delay_s)
+    return f"{load}up after {up}, down after {down}"
 
 
-def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+def _make_metrics_row(replica: dict[str, Any]) -> tuple[str, ...]:
     values = replica["values"]
     count, tokens = values.get("time_to_first_token_seconds_count", 0.0), values.get("generation_tokens_total", 0.0)
     return (
@@ -141,14 +150,16 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _deployment_option(text: str) -> Any:
+def _make_deployment_option(text: str) -> Any:
     return typer.Option(metavar="DEPLOYMENT", help=text, autocompletion=complete_deployment)
 
 
-@spec_options(DeploymentSpec, without=("model",))
+@add_spec_options(DeploymentSpec, without=("model",))
 def deploy(
     model: ModelName,
-    replace: Annotated[str | None, _deployment_option("Swap the model of this deployment (dep_...), live.")] = None,
+    replace: Annotated[
+        str | None, _make_deployment_option("Swap the model of this deployment (dep_...), live.")
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
     url: Url = None,
@@ -163,7 +174,7 @@ def deploy(
             field="route_prefix",
             value=given["route_prefix"],
         )
-    with connect(url) as client, err().status(f"Deploying {model}"):
+    with connect(url) as client, get_error_console().status(f"Deploying {model}"):
         if replace is None:
             deployment = client.deployments.create(model, **given)
         else:
@@ -171,7 +182,7 @@ def deploy(
         if wait:
             deployment = client.deployments.wait_ready(deployment.id, timeout)
     where = f" ({deployment.url})" if deployment.url else ""
-    tell(deployment, f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", json=json)
+    print_result(deployment, f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", json=json)
 
 
 def generate(
@@ -182,7 +193,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     deployment: Annotated[
-        str | None, _deployment_option("Deployment to ask (dep_...), through the control plane.")
+        str | None, _make_deployment_option("Deployment to ask (dep_...), through the control plane.")
     ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,
@@ -217,4 +228,4 @@ def _print_statistics(last: Generation, seconds: float) -> None:
     parts = [f"{last.usage.prompt_tokens} + {last.usage.completion_tokens} tokens in {seconds:.2f} s"]
     if last.timings is not None and last.timings.ttft_ms is not None:
         parts.append(f"first token after {last.timings.ttft_ms:.0f} ms")
-    err().print(f"[dim]{', '.join(parts)}[/]", highlight=False)
+    get_error_console().print(f"[dim]{', '.join(parts)}[/]", highlight=False)

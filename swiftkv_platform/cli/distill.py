@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import Json, MaybeSpecFile, PrefillLayers, checked
-from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
+from swiftkv_platform.cli.context import Json, OptionalSpecFile, PrefillLayers, validate_options
+from swiftkv_platform.cli.jobs import SpecChanges, load_spec, parse_spec_change
 from swiftkv_platform.cli.output import (
     Columns,
-    err,
-    needs_extra,
+    get_error_console,
     print_fields,
     print_items,
     print_json,
+    print_line,
+    print_result,
     print_table,
-    say,
-    tell,
+    require_extra,
 )
-from swiftkv_platform.cli.sources import model_config
+from swiftkv_platform.cli.sources import read_model_config
 from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.planning.config import Fields
-from swiftkv_platform.reports.pages import evaluation_page
+from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources.names import absolute
 from swiftkv_platform.sources.recipes import recipe, recipes, suited_to_cpu
 from swiftkv_platform.specs import JobSpec
@@ -47,7 +47,7 @@ def distill(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="New or empty directory for the model.")
     ],
-    file: MaybeSpecFile = None,
+    file: OptionalSpecFile = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -83,9 +83,9 @@ def distill(
     if (file is None) == (model is None) or (model is None) != (not data):
         raise InvalidInputError("use --file with a job spec, or --model together with --data", field="file")
     if model is None:
-        spec = chosen_spec(file, None, set_)
+        spec = load_spec(file, None, set_)
     else:
-        document = job_document(
+        document = build_job_spec(
             model,
             data or (),
             name=output.name,
@@ -95,10 +95,10 @@ def distill(
             prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
             key_value_group_size=key_value_group_size,
         )
-        document = with_changes(document, dict(map(spec_change, set_ or ())))
-        spec = checked(JobSpec, document)
-        save_beside(output, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-    artifact = _run(spec, output)
+        document = with_changes(document, dict(map(parse_spec_change, set_ or ())))
+        spec = validate_options(JobSpec, document)
+        save_spec(output, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    artifact = _run_job(spec, output)
     evaluation = jsonlib.loads((artifact / "evaluation.json").read_text(encoding="utf-8"))
     distilled, teacher = evaluation["distilled"], evaluation["teacher"]
     line = (
@@ -110,18 +110,18 @@ def distill(
     if said := summarize_quality(evaluation):
         line += f" {said}"
     line += f" `swiftkv serve {artifact}` serves it."
-    tell({"output": str(artifact), "verdict": summarize_quality(evaluation), **evaluation}, line, json=json)
+    print_result({"output": str(artifact), "verdict": summarize_quality(evaluation), **evaluation}, line, json=json)
 
 
-def _run(spec: JobSpec, output: Path) -> Path:
-    with needs_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
+def _run_job(spec: JobSpec, output: Path) -> Path:
+    with require_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
         # Imported only when the command runs: torch and Ray take seconds to import.
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain
     configure_logging()
     try:
-        with JobDisplay(err()) as display:
-            return run_local(spec, output, on_event=display.show)
+        with JobDisplay(get_error_console()) as display:
+            return run_local(spec, output, on_event=display.show_event)
     except SwiftKVError:
         raise
     except Exception as error:
@@ -172,7 +172,7 @@ def evaluate(
 
     The exit code is 1 unless every limit of its job's spec is met; a limit that the samples cannot decide is not met.
     """
-    with needs_extra("Evaluating"):
+    with require_extra("Evaluating"):
         from swiftkv_platform.jobs.worker.measure import evaluate_directory
 
     given = {
@@ -186,16 +186,16 @@ def evaluate(
     report, lineage = evaluate_directory(directory, data=data or (), teacher=teacher, evaluation=changes)
     document = report.model_dump(mode="json")
     if html is not None:
-        html.write_text(evaluation_page(document, lineage), encoding="utf-8")
+        html.write_text(render_evaluation_page(document, lineage), encoding="utf-8")
     if json:
         print_json(document)
     else:
-        _print(report)
+        _print_report(report)
     if not all(gate.passed for gate in report.gates):
         raise typer.Exit(1)
 
 
-def _interval_row(report: Report) -> tuple[str, ...]:
+def _make_interval_row(report: Report) -> tuple[str, ...]:
     """Return a table's row with the 95% intervals; the perplexity's is computed from its ratio to the teacher's."""
     found, teacher = report.intervals, report.teacher.perplexity
     if found is None:
@@ -206,12 +206,12 @@ def _interval_row(report: Report) -> tuple[str, ...]:
     return (f"95% interval, {found.num_units:,} {found.unit}s", *shown)
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
     distilled = report.distilled
     rows = [
         ("teacher", f"{report.teacher.perplexity:.3f}", "", ""),
         ("student", f"{distilled.perplexity:.3f}", f"{distilled.kl:.4f}", f"{distilled.top1_agreement:.1%}"),
-        _interval_row(report),
+        _make_interval_row(report),
     ]
     print_table(("held-out text", "perplexity", "KL (nats)", "top-1 agreement"), filter(None, rows), empty="")
     found = report.continuations
@@ -236,7 +236,7 @@ def _print(report: Report) -> None:
     for gate in report.gates:  # the worst first
         needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples are needed"
         of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""
-        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")
+        print_line(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")
 
 
 recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with the package.")
@@ -245,7 +245,7 @@ recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with t
 @recipes_app.command("list")
 def list_recipes(json: Json = False) -> None:
     """List the recipes; docs/recipes.md has their known results."""
-    found = {name: _model(path) for name, path in recipes().items()}
+    found = {name: _read_teacher_name(path) for name, path in recipes().items()}
     if json:
         print_json({"recipes": found})
     else:
@@ -268,23 +268,23 @@ def copy(
             file.write(text)
     except FileExistsError as error:
         raise ConflictError(f"{target} already exists; name another FILE", field="file", value=str(target)) from error
-    tell(
+    print_result(
         {"recipe": name, "file": str(target)},
         f"Copied {name} to {target}; change it, then submit or distil it.",
         json=json,
     )
 
 
-def _model(path: Path) -> str:
+def _read_teacher_name(path: Path) -> str:
     return str(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name_or_path"])
 
 
-_CPU_ROW, _GPU_ROW = 512, 4096
+_MAX_CPU_ROW_LENGTH, _MAX_GPU_ROW_LENGTH = 512, 4096
 """Most tokens of a row."""
-_CPU_STEPS = 200
+_DEFAULT_CPU_STEPS = 200
 
 
-def job_document(
+def build_job_spec(
     model: str,
     data: Sequence[str],
     *,
@@ -309,8 +309,8 @@ def job_document(
         InvalidInputError: a name of a model or data set is not valid.
         ModelError: the model's configuration cannot be read.
     """
-    context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
-    longest = _GPU_ROW if gpus else _CPU_ROW
+    context = Fields(read_model_config(model)).optional_count("max_position_embeddings", "n_positions")
+    longest = _MAX_GPU_ROW_LENGTH if gpus else _MAX_CPU_ROW_LENGTH
     shape = {"num_key_value_layers": num_key_value_layers, "prefill_layers": prefill_layers}
     layers = {name: value for name, value in shape.items() if value is not None}
     document: dict[str, Any] = {
@@ -332,14 +332,14 @@ def job_document(
         document["resources"] = {"num_workers": gpus, "gpus_per_worker": 1, "cpus_per_worker": 1}
     else:
         document = suited_to_cpu(document)
-        document["training"] |= {"max_steps": steps or _CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
+        document["training"] |= {"max_steps": steps or _DEFAULT_CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
         document["evaluation"] |= {"needle_lengths": []}  # minutes for each hundred on a CPU
         document["sharding"] = {"strategy": "ddp"}
         document["resources"] = {"num_workers": 1, "cpus_per_worker": os.cpu_count() or 1}
     return document
 
 
-def save_beside(output: Path, text: str) -> Path:
+def save_spec(output: Path, text: str) -> Path:
     """Write the spec to `{output}.yaml`, and return that path. Raises `ConflictError` if it holds another spec."""
     path = output.with_name(f"{output.name}.yaml")
     if path.exists() and path.read_text(encoding="utf-8") != text:

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.cli.context import settings
-from swiftkv_platform.cli.output import Columns, print_fields, print_items, say
+from swiftkv_platform.cli.context import load_settings
+from swiftkv_platform.cli.output import Columns, print_fields, print_items, print_line
 from swiftkv_platform.client import Resource
 from swiftkv_platform.control_plane.jobs.estimates import speed_for, validate, with_time
-from swiftkv_platform.local.terminal import count, duration, flops, plural, size
+from swiftkv_platform.local.terminal import format_count, format_duration, format_flops, format_size, pluralize
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.sources import OPEN
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.student_shape import format_layers
 
-_SMALLER = "does not fit; use fewer workers or a smaller training.micro_batch_size"
-_SMALLER_ON_GPU = "does not fit; use more workers, or a smaller training.micro_batch_size or data.max_length"
+_CPU_ADVICE = "does not fit; use fewer workers or a smaller training.micro_batch_size"
+_GPU_ADVICE = "does not fit; use more workers, or a smaller training.micro_batch_size or data.max_length"
 
 
 def describe_estimate(found: Resource, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
@@ -26,61 +26,63 @@ def describe_estimate(found: Resource, spec: JobSpec, machine_bytes: int | None)
     workers; None if it is not known.
     """
     of = {"of": "the first trial of the sweep" if spec.sweep is not None else None}
-    data = {"data": "; ".join(map(_source, found.sources or ()))}
+    data = {"data": "; ".join(map(_format_source, found.sources or ()))}
     if found.num_hidden_layers is None:  # the teacher's configuration is on the hub
         return of | data
     tokens = f" for prompts of {spec.data.max_length:,} tokens" if spec.data.max_length else ""
     listed = f", through layers {format_layers(spec.swiftkv.prefill_layers)}" if spec.swiftkv.prefill_layers else ""
-    trained = f"{count(found.trained_parameters)} ({found.trained_parameters / found.parameters:.1%})"
+    trained = f"{format_count(found.trained_parameters)} ({found.trained_parameters / found.parameters:.1%})"
     sentences = {
         "student": f"{found.num_key_value_layers} of {found.num_hidden_layers} layers compute K and V of their own; "
         f"{found.num_kv_cache_layers} layers are cached",
         "prefill": f"{found.prefill_flops_ratio:.1%} of the teacher's FLOPs{tokens}{listed}",
-        "KV cache": f"{size(found.kv_bytes_per_token)} a token in bfloat16, "
+        "KV cache": f"{format_size(found.kv_bytes_per_token)} a token in bfloat16, "
         f"{found.kv_bytes_ratio:.1%} of the teacher's",
-        "parameters": f"{count(found.parameters)}, of which {trained} are trained",
-        "training": _training(found, spec),
-        "memory": _memory(found, spec, machine_bytes),
-        "time": _time(found),
+        "parameters": f"{format_count(found.parameters)}, of which {trained} are trained",
+        "training": _format_training(found, spec),
+        "memory": _format_memory(found, spec, machine_bytes),
+        "time": _format_time(found),
         "cost": None if found.cost is None else f"{found.cost:,.2f} at the operator's prices",
     }
     return {**of, **sentences, **data}
 
 
-def _training(found: Resource, spec: JobSpec) -> str:
-    each = f"{flops(found.flops_per_token)} a token"
+def _format_training(found: Resource, spec: JobSpec) -> str:
+    each = f"{format_flops(found.flops_per_token)} a token"
     if found.max_tokens is None:
         return f"{each}; data and epochs decide the number of tokens"
     training = spec.training
-    steps = plural(training.num_epochs, "epoch") if training.max_steps is None else plural(training.max_steps, "step")
-    return f"{steps}, {count(found.max_tokens)} tokens: {flops(found.total_flops)}, {each}"
+    steps = (
+        pluralize(training.num_epochs, "epoch") if training.max_steps is None else pluralize(training.max_steps, "step")
+    )
+    return f"{steps}, {format_count(found.max_tokens)} tokens: {format_flops(found.total_flops)}, {each}"
 
 
-def _memory(found: Resource, spec: JobSpec, machine_bytes: int | None) -> str:
-    each = f"{size(found.memory_per_worker)} a worker"
+def _format_memory(found: Resource, spec: JobSpec, machine_bytes: int | None) -> str:
+    each = f"{format_size(found.memory_per_worker)} a worker"
     if spec.resources.gpus_per_worker:
-        return each + _on_gpu(found.memory_per_worker, spec.resources.accelerator_type)
+        return each + _format_gpu_memory(found.memory_per_worker, spec.resources.accelerator_type)
     process, workers = found.process_memory or 0, spec.resources.max_workers
     wanted = workers * (found.memory_per_worker + process)
-    each += f" plus {size(process)} for its process" if process else ""
-    total = f"{each}; {plural(workers, 'worker')} {'takes' if workers == 1 else 'take'} {size(wanted)}"
+    each += f" plus {format_size(process)} for its process" if process else ""
+    total = f"{each}; {pluralize(workers, 'worker')} {'takes' if workers == 1 else 'take'} {format_size(wanted)}"
     if machine_bytes is None:
         return total
-    verdict = "fits" if wanted <= machine_bytes else _SMALLER
-    return f"{total} of this machine's {size(machine_bytes)}: {verdict}"
+    verdict = "fits" if wanted <= machine_bytes else _CPU_ADVICE
+    return f"{total} of this machine's {format_size(machine_bytes)}: {verdict}"
 
 
-def _on_gpu(wanted: float, accelerator_type: str | None) -> str:
+def _format_gpu_memory(wanted: float, accelerator_type: str | None) -> str:
     capacity = DEVICE_MEMORY.get(accelerator_type or "")
     if capacity is None:
         return " of GPU memory"
-    return f" of one {accelerator_type}'s {size(capacity)}: {'fits' if wanted <= capacity else _SMALLER_ON_GPU}"
+    return f" of one {accelerator_type}'s {format_size(capacity)}: {'fits' if wanted <= capacity else _GPU_ADVICE}"
 
 
-def _time(found: Resource) -> str:
+def _format_time(found: Resource) -> str:
     if found.seconds is None:
         return "unknown: no similar job has been measured"
-    seconds, source = duration(found.seconds), str(found.speed_source)
+    seconds, source = format_duration(found.seconds), str(found.speed_source)
     if source == "configured":
         return f"{seconds} of training, at the speed that the operator has set"
     if source.startswith("assumed"):
@@ -88,22 +90,22 @@ def _time(found: Resource) -> str:
     return f"{seconds} from start to model, at the speed of {source}"
 
 
-def _source(source: Mapping[str, Any]) -> str:
+def _format_source(source: Mapping[str, Any]) -> str:
     facts = [
-        None if source.get("num_files") is None else plural(source["num_files"], "file"),
-        None if source.get("num_bytes") is None else size(source["num_bytes"]),
+        None if source.get("num_files") is None else pluralize(source["num_files"], "file"),
+        None if source.get("num_bytes") is None else format_size(source["num_bytes"]),
         f"rows of {' or '.join(source['formats'])}" if source.get("formats") else None,
         source.get("not_checked"),
     ]
     return f"{source['name_or_path']}: {', '.join(filter(None, facts)) or 'only the workers can read it'}"
 
 
-def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Resource:
+def estimate_job(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Resource:
     """Estimate a spec in this process, without network. `config`: the teacher's `config.json` or its directory.
     `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
-    speed = speed_for(spec, (), settings().flops_per_second)
+    speed = speed_for(spec, (), load_settings().flops_per_second)
     found = with_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
@@ -114,7 +116,9 @@ def print_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None)
     if estimate.gates:
         print_gates(estimate.gates)
     if estimate.num_hidden_layers is None:
-        say("The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too.")
+        print_line(
+            "The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too."
+        )
 
 
 def print_gates(gates: Sequence[Mapping[str, Any]]) -> None:
@@ -132,13 +136,13 @@ def print_gates(gates: Sequence[Mapping[str, Any]]) -> None:
     }
     print_items(gates, columns, empty="")
     if any(gate["samples_needed"] is not None for gate in gates):
-        say(
+        print_line(
             "A limit below what the samples exclude may leave good students undecided: use more samples, a wider limit "
             "or auto."
         )
     worse = passes_worse(gates)
     if worse is not None and worse > MOST_PASSES_WORSE:
-        say(
+        print_line(
             f"A student {WORSE:g} points worse on every task passes in about {worse:.0%} of evaluations: use more "
             "samples, or further tasks."
         )

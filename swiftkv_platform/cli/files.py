@@ -8,9 +8,16 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import FileId, Json, Limit, Url, connect
-from swiftkv_platform.cli.output import err, local_time, tell, tell_deleted, tell_fields, tell_table
+from swiftkv_platform.cli.output import (
+    format_local_time,
+    get_error_console,
+    print_deleted,
+    print_fields_result,
+    print_result,
+    print_table_result,
+)
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import size
+from swiftkv_platform.local.terminal import format_size
 
 files_app = typer.Typer(no_args_is_help=True, help="Uploaded rows, which jobs name as `file-...`.")
 
@@ -25,10 +32,10 @@ def upload(
     json: Json = False,
 ) -> None:
     """Upload rows; every row is checked first, and the file is stored completely or not at all."""
-    with connect(url) as client, err().status(f"Uploading {path.name}"):
+    with connect(url) as client, get_error_console().status(f"Uploading {path.name}"):
         file = client.files.upload(path, expires_after_s=None if expires_in is None else expires_in * _DAY_S)
     line = f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path."
-    tell(file, line, json=json)
+    print_result(file, line, json=json)
 
 
 @files_app.command("list")
@@ -37,7 +44,7 @@ def list_files(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
     with connect(url) as client:
         files = client.files.list(limit=limit)
     columns = {"file": "id", "name": "filename", "rows": "rows", "format": "format", "size": "bytes"}
-    tell_table(files, {**columns, "created": "created_at"}, empty="No files.", json=json)
+    print_table_result(files, {**columns, "created": "created_at"}, empty="No files.", json=json)
 
 
 @files_app.command()
@@ -49,12 +56,12 @@ def show(file_id: FileId, url: Url = None, json: Json = False) -> None:
         "file": file.id,
         "name": file.filename,
         "rows": f"{file.rows}, read as {file.format}",
-        "size": size(file.bytes),
+        "size": format_size(file.bytes),
         "sha256": file.sha256,
-        "created": local_time(file.created_at),
-        "expires": local_time(file.expires_at),
+        "created": format_local_time(file.created_at),
+        "expires": format_local_time(file.expires_at),
     }
-    tell_fields(file, fields, json=json)
+    print_fields_result(file, fields, json=json)
 
 
 @files_app.command()
@@ -71,7 +78,7 @@ def download(
     with connect(url) as client:
         file = client.files.get(file_id)
         client.files.download(file_id, output, sha256=file.sha256)
-    tell({"output": str(output), "sha256": file.sha256}, f"{file.rows} rows are in {output}.", json=json)
+    print_result({"output": str(output), "sha256": file.sha256}, f"{file.rows} rows are in {output}.", json=json)
 
 
 @files_app.command()
@@ -79,4 +86,4 @@ def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
     """Delete an uploaded file; refused while an unfinished job uses it."""
     with connect(url) as client:
         client.files.delete(file_id)
-    tell_deleted(file_id, json=json)
+    print_deleted(file_id, json=json)

@@ -17,26 +17,36 @@ import typer
 import yaml
 from rich.console import Console
 
-from swiftkv_platform.cli.context import JobId, Json, Limit, MaybeSpecFile, SpecFile, Url, checked, connect, read_spec
-from swiftkv_platform.cli.estimates import foresee, print_estimate
+from swiftkv_platform.cli.context import (
+    JobId,
+    Json,
+    Limit,
+    OptionalSpecFile,
+    SpecFile,
+    Url,
+    connect,
+    read_spec,
+    validate_options,
+)
+from swiftkv_platform.cli.estimates import estimate_job, print_estimate
 from swiftkv_platform.cli.output import (
     Columns,
-    err,
-    local_time,
-    out,
+    format_local_time,
+    get_console,
+    get_error_console,
+    print_deleted,
+    print_fields_result,
     print_json,
+    print_line,
+    print_result,
     print_schema,
     print_table,
-    say,
-    tell,
-    tell_deleted,
-    tell_fields,
-    tell_table,
+    print_table_result,
 )
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.client.models import Resource
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError
-from swiftkv_platform.local.terminal import count, duration, follow, size
+from swiftkv_platform.local.terminal import format_count, format_duration, format_size, show_events
 from swiftkv_platform.sources.names import absolute_change
 from swiftkv_platform.sources.recipes import recipe
 from swiftkv_platform.specs import JobSpec
@@ -55,7 +65,7 @@ jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 
 @jobs_app.command()
 def submit(
-    file: MaybeSpecFile = None,
+    file: OptionalSpecFile = None,
     recipe_: Annotated[
         str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to submit instead (`swiftkv recipes list`).")
     ] = None,
@@ -66,15 +76,15 @@ def submit(
     json: Json = False,
 ) -> None:
     """Submit a job."""
-    spec = chosen_spec(file, recipe_, set_)
+    spec = load_spec(file, recipe_, set_)
     with connect(url) as client:
         job = client.jobs.create(spec, idempotency_key)
         if follow_:
             if not json:
-                say(f"Submitted {job.id}")
+                print_line(f"Submitted {job.id}")
             watch_job(client, job, json=json)
         else:
-            tell_submitted(job, json=json)
+            print_submitted(job, json=json)
 
 
 @jobs_app.command()
@@ -86,10 +96,10 @@ def clone(
     json: Json = False,
 ) -> None:
     """Submit a new job with the spec of another job and some changes."""
-    changes = dict(map(spec_change, set_ or ()))
+    changes = dict(map(parse_spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
-    tell_submitted(job, json=json)
+    print_submitted(job, json=json)
 
 
 @jobs_app.command()
@@ -116,15 +126,15 @@ def validate(
     """Check a spec as `submit` does, and estimate the student and the job's cost; nothing is stored."""
     spec = read_spec(file)
     if config is not None or url is None:
-        estimate = foresee(spec, config=config)
+        estimate = estimate_job(spec, config=config)
     else:
         with connect(url) as client:
             estimate = client.jobs.validate(spec)
     if json:
         print_json(estimate)
     else:
-        say(f"{file} is accepted.")
-        print_estimate(estimate, spec, _memory_here(url))
+        print_line(f"{file} is accepted.")
+        print_estimate(estimate, spec, _get_local_memory(url))
 
 
 @jobs_app.command("list")
@@ -140,12 +150,12 @@ def list_jobs(
     columns: Columns = {
         "job": "id",
         "name": "name",
-        "status": lambda job: ", ".join(filter(None, (job.status, describe_phase(job), describe_place(job)))),
-        "steps": _steps,
+        "status": lambda job: ", ".join(filter(None, (job.status, describe_phase(job), describe_queue_position(job)))),
+        "steps": _format_steps,
         "attempt": "attempt",
         "created": "created_at",
     }
-    tell_table(jobs, columns, empty="No jobs.", json=json)
+    print_table_result(jobs, columns, empty="No jobs.", json=json)
 
 
 @jobs_app.command()
@@ -153,7 +163,7 @@ def recipes(url: Url = None, json: Json = False) -> None:
     """List the example specs that ship with the platform."""
     with connect(url) as client:
         found = client.jobs.recipes()
-    tell_table(found, {"recipe": "id", "purpose": _first_sentence}, empty="No recipes.", json=json)
+    print_table_result(found, {"recipe": "id", "purpose": _extract_first_sentence}, empty="No recipes.", json=json)
 
 
 @jobs_app.command()
@@ -218,7 +228,7 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Delete a finished job with its model, checkpoints and logs; refused while something uses it."""
     with connect(url) as client:
         client.jobs.delete(job_id)
-    tell_deleted(job_id, json=json)
+    print_deleted(job_id, json=json)
 
 
 @jobs_app.command()
@@ -227,7 +237,7 @@ def schema() -> None:
     print_schema(JobSpec)
 
 
-_SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
+_METRIC_COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
 
 
 @jobs_app.command()
@@ -241,7 +251,7 @@ def events(
     with connect(url) as client:
         found = list(client.jobs.events(job_id, follow=False, after=after))
     columns = {"time": "created_at", "type": "type", "level": "level", "message": "message"}
-    tell_table(found, columns, empty="No events yet.", json=json)
+    print_table_result(found, columns, empty="No events yet.", json=json)
 
 
 @jobs_app.command()
@@ -249,8 +259,8 @@ def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the main metrics of each step; with --json all of them."""
     with connect(url) as client:
         points = client.jobs.metrics(job_id)
-    columns = {name: partial(_number, name=name, form="g") for name in _SHOWN}
-    tell_table(points, columns, empty="No steps yet.", json=json)
+    columns = {name: partial(_format_number, name=name, form="g") for name in _METRIC_COLUMNS}
+    print_table_result(points, columns, empty="No steps yet.", json=json)
 
 
 @jobs_app.command()
@@ -262,15 +272,15 @@ def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
         "checkpoint": lambda item: f"{job_id}:{item.step}",
         "step": "step",
         "attempt": "attempt",
-        "held-out KL": partial(_number, name="held_out_kl", form=".4g"),
+        "held-out KL": partial(_format_number, name="held_out_kl", form=".4g"),
         "model": "distilled_model",
         "size": "size",
         "key": "key",
     }
-    tell_table(found, columns, empty="No complete checkpoint.", json=json)
+    print_table_result(found, columns, empty="No complete checkpoint.", json=json)
 
 
-def _number(item: Resource, name: str, form: str) -> str | None:
+def _format_number(item: Resource, name: str, form: str) -> str | None:
     """Format a field that may be absent."""
     value = getattr(item, name)
     return None if value is None else format(value, form)
@@ -282,7 +292,7 @@ def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
     with connect(url) as client:
         found = client.jobs.artifacts(job_id)
     columns = {"file": "path", "size": "size", "sha256": "sha256"}
-    tell_table(found, columns, empty="No files: only a job that succeeded has them.", json=json)
+    print_table_result(found, columns, empty="No files: only a job that succeeded has them.", json=json)
 
 
 @jobs_app.command()
@@ -310,10 +320,10 @@ def download(
                 value=unknown,
             )
         for path in file or present:
-            with err().status(f"Fetching {path}"):
+            with get_error_console().status(f"Fetching {path}"):
                 client.jobs.download(job_id, path, output / path, sha256=present[path].sha256)
     fetched = list(file or present)
-    tell({"output": str(output), "files": fetched}, f"{len(fetched)} files are in {output}.", json=json)
+    print_result({"output": str(output), "files": fetched}, f"{len(fetched)} files are in {output}.", json=json)
 
 
 @jobs_app.command()
@@ -336,9 +346,9 @@ def wandb_sync(
         pages: dict[str, str | None] = {}
         if not dry_run:
             for file in files:
-                with err().status(f"Fetching {file.path}"):
+                with get_error_console().status(f"Fetching {file.path}"):
                     client.jobs.download_tracking_file(job_id, file.path, Path(workspace) / file.path)
-            pages = _upload(parts, wandb["project"], wandb["entity"])
+            pages = _upload_runs(parts, wandb["project"], wandb["entity"])
     if json:
         print_json({"runs": [{"run_id": part.run_id, "part": part.path.name} for part in parts], "pages": pages})
         return
@@ -346,7 +356,7 @@ def wandb_sync(
     print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
 
 
-def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
+def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
     """Upload the parts. Returns the pages of their runs, by run id."""
     pages: dict[str, str | None] = {}
     steps: dict[str, int] = {}
@@ -354,12 +364,12 @@ def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> d
         if part.run_id not in steps:
             steps[part.run_id] = last_step(project, entity, part.run_id)
         steps[part.run_id] = drop_steps(part, steps[part.run_id])
-        with err().status(f"Uploading {part.path.name}"):
+        with get_error_console().status(f"Uploading {part.path.name}"):
             pages[part.run_id] = upload(part)
     return pages
 
 
-def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
+def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
     """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
         raise InvalidInputError("use either --file with a job spec or --recipe with a name", field="file")
@@ -367,10 +377,10 @@ def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] |
     if not changes:
         return spec
     document = spec.model_dump(mode="json", exclude_unset=True)
-    return checked(JobSpec, with_changes(document, dict(map(spec_change, changes))))
+    return validate_options(JobSpec, with_changes(document, dict(map(parse_spec_change, changes))))
 
 
-def spec_change(text: str) -> tuple[str, Any]:
+def parse_spec_change(text: str) -> tuple[str, Any]:
     """Parse `KEY=VALUE` to a field's path and its value, which is YAML. Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
@@ -383,17 +393,17 @@ def spec_change(text: str) -> tuple[str, Any]:
         raise InvalidInputError(message, field=path, value=value) from error
 
 
-def _first_sentence(example: Resource) -> str:
+def _extract_first_sentence(example: Resource) -> str:
     return re.split(r"[.:](?: |$)", example.description, maxsplit=1)[0]
 
 
-def tell_submitted(job: Job, *, json: bool) -> None:
+def print_submitted(job: Job, *, json: bool) -> None:
     """Say that a job was submitted, and how to follow it."""
-    tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+    print_result(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
 
 
 def _print_status(job: Job, *, json: bool) -> None:
-    tell(job, f"{job.id} is {job.status}.", json=json)
+    print_result(job, f"{job.id} is {job.status}.", json=json)
 
 
 def watch_job(client: Client, job: Job, *, json: bool) -> None:
@@ -404,14 +414,14 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
             for event in stream:
                 print_json(event)
         else:
-            console = out()
-            with telling_of_waits(client, job, console):
-                follow(stream, console)
+            console = get_console()
+            with print_wait_reasons(client, job, console):
+                show_events(stream, console)
     except KeyboardInterrupt:
         hint = (
             f"{job.id} keeps running. `swiftkv jobs watch {job.id}` follows it, `swiftkv jobs cancel {job.id}` ends it."
         )
-        err().print(hint, highlight=False, soft_wrap=True)
+        get_error_console().print(hint, highlight=False, soft_wrap=True)
         raise
     job = client.jobs.get(job.id)
     _print_job(job, json=json)
@@ -419,7 +429,7 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _memory_here(url: str | None) -> int | None:
+def _get_local_memory(url: str | None) -> int | None:
     """Return this machine's memory in bytes if the control plane, and so probably the workers, run on it; else None."""
     host = None if url is None else urlsplit(url).hostname
     return psutil.virtual_memory().total if host in (None, "localhost", "127.0.0.1", "::1") else None
@@ -437,36 +447,36 @@ def _print_job(job: Job, *, json: bool) -> None:
         "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
         "queue": describe_queue(job),
         "attempt": job.attempt,
-        "steps": _steps(job, details=True),
-        "created": local_time(job.created_at),
-        "started": local_time(job.started_at),
-        "finished": _finished(job),
-        "expected end": local_time(job.estimated_finish),
-        "cost": _cost(job),
-        "quality": _quality(job.result),
+        "steps": _format_steps(job, details=True),
+        "created": format_local_time(job.created_at),
+        "started": format_local_time(job.started_at),
+        "finished": _format_finished(job),
+        "expected end": format_local_time(job.estimated_finish),
+        "cost": _format_cost(job),
+        "quality": _format_quality(job.result),
         "verdict": job.verdict,
         "model": job.distilled_model,
         "artifact": job.artifact_uri,
-        "tracking": _tracking(job.tracking),
+        "tracking": _format_tracking(job.tracking),
     }
-    tell_fields(job, fields, json=json)
+    print_fields_result(job, fields, json=json)
 
 
-def _finished(job: Job) -> str | None:
-    when = local_time(job.finished_at)
+def _format_finished(job: Job) -> str | None:
+    when = format_local_time(job.finished_at)
     if when is None or job.finished_at is None or job.started_at is None:
         return when
-    return f"{when}, after {duration(job.finished_at - job.started_at)}"
+    return f"{when}, after {format_duration(job.finished_at - job.started_at)}"
 
 
-def _cost(job: Job) -> str | None:
+def _format_cost(job: Job) -> str | None:
     if job.cost is None:
         return None
     expected = "" if job.finished or job.estimated_cost is None else f", {job.estimated_cost:,.2f} expected in total"
     return f"{job.cost:,.2f}{expected}"
 
 
-def _quality(result: Mapping[str, Any] | None) -> str | None:
+def _format_quality(result: Mapping[str, Any] | None) -> str | None:
     """Describe the student's quality next to its teacher's; None without figures, as in a sweep's report."""
     distilled, teacher = (result or {}).get("distilled"), (result or {}).get("teacher")
     if not distilled or not teacher:
@@ -477,36 +487,36 @@ def _quality(result: Mapping[str, Any] | None) -> str | None:
     )
 
 
-def _tracking(tracking: Mapping[str, Any] | None) -> str | None:
+def _format_tracking(tracking: Mapping[str, Any] | None) -> str | None:
     if not tracking:
         return None
     return f"{tracking.get('provider')} run {tracking.get('run_id')}, {tracking.get('url') or tracking.get('mode')}"
 
 
-def _steps(job: Job, *, details: bool = False) -> str:
+def _format_steps(job: Job, *, details: bool = False) -> str:
     """Return `40/100`; with details `40/100, 327,680 tokens, 2 min 10 s left`."""
     progress = job.progress
     if progress is None or not progress.total_steps:
         return ""
     parts = [f"{progress.step}/{progress.total_steps}"]
     if details:
-        parts.append(f"{count(progress.tokens)} tokens")
+        parts.append(f"{format_count(progress.tokens)} tokens")
         if progress.seconds_remaining and not job.finished:
-            parts.append(f"{duration(progress.seconds_remaining)} left")
+            parts.append(f"{format_duration(progress.seconds_remaining)} left")
     return ", ".join(parts)
 
 
-_ASKED_EVERY_S = 5.0
-_PASSING = re.compile(r"[\d.]+ s\b")
+_POLL_INTERVAL_S = 5.0
+_SECONDS_LEFT = re.compile(r"[\d.]+ s\b")
 """Remaining seconds in a text, which change at each poll."""
 
 
 @contextmanager
-def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[None]:
+def print_wait_reasons(client: Client, job: Job, console: Console) -> Iterator[None]:
     """Print why `job` is queued, or its phase, now and at each change until the context ends."""
     done = threading.Event()
-    told = _print(job, console, None)
-    thread = threading.Thread(target=_tell, args=(client, job.id, console, told, done), daemon=True)
+    told = _print_wait_reason(job, console, None)
+    thread = threading.Thread(target=_poll_wait_reason, args=(client, job.id, console, told, done), daemon=True)
     thread.start()
     try:
         yield
@@ -515,15 +525,15 @@ def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[Non
         thread.join()
 
 
-def _tell(client: Client, job_id: str, console: Console, told: str | None, done: threading.Event) -> None:
-    while not done.wait(_ASKED_EVERY_S):
+def _poll_wait_reason(client: Client, job_id: str, console: Console, told: str | None, done: threading.Event) -> None:
+    while not done.wait(_POLL_INTERVAL_S):
         try:
-            told = _print(client.jobs.get(job_id), console, told)
+            told = _print_wait_reason(client.jobs.get(job_id), console, told)
         except SwiftKVError:  # following the events reports it
             continue
 
 
-def _print(job: Job, console: Console, told: str | None) -> str | None:
+def _print_wait_reason(job: Job, console: Console, told: str | None) -> str | None:
     """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
     if job.status == "queued":
         reason = job.status_reason.message if job.status_reason else "no reason given"
@@ -532,7 +542,7 @@ def _print(job: Job, console: Console, told: str | None) -> str | None:
         return None
     else:
         reason = line = f"phase: {job.phase}"
-    if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
+    if told is None or _SECONDS_LEFT.sub("", told) != _SECONDS_LEFT.sub("", reason):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return reason
 
@@ -542,17 +552,20 @@ def describe_phase(job: Job) -> str | None:
     told = job.phase_progress
     if job.phase is None or told is None:
         return job.phase
-    show = size if told.part == "bytes" else count
-    left = f"{duration(told.seconds_remaining)} left" if told.seconds_remaining else None
+    show = format_size if told.part == "bytes" else format_count
+    left = f"{format_duration(told.seconds_remaining)} left" if told.seconds_remaining else None
     return ", ".join(filter(None, (job.phase, f"{told.part} {show(told.done)} of {show(told.total)}", left)))
 
 
 def describe_queue(job: Job) -> str | None:
     """Describe a queued job's place in its tenant's queue, and the time since which it waits for resources."""
-    since = local_time(job.waiting_since)
-    return ", ".join(filter(None, (describe_place(job), since and f"waiting for resources since {since}"))) or None
+    since = format_local_time(job.waiting_since)
+    return (
+        ", ".join(filter(None, (describe_queue_position(job), since and f"waiting for resources since {since}")))
+        or None
+    )
 
 
-def describe_place(job: Job) -> str | None:
+def describe_queue_position(job: Job) -> str | None:
     """Describe a queued job's place in its tenant's queue; None if it is not known."""
     return f"place {job.queue_place}" if job.queue_place else None

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, out, print_items, print_json, tell
+from swiftkv_platform.cli.context import Json, load_settings
+from swiftkv_platform.cli.output import get_console, get_error_console, print_items, print_json, print_result
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.terminal import size
+from swiftkv_platform.local.terminal import format_size
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 
@@ -36,9 +36,9 @@ def up(
     json: Json = False,
 ) -> None:
     """Start Ray and the control plane on this machine. Running parts are kept; parts that died are restarted."""
-    stack = Stack(settings())
+    stack = Stack(load_settings())
     options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
-    console = err()
+    console = get_error_console()
     # On SIGTERM, which `timeout` and service managers send, stop what was started, as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with console.status("Starting") as spinner:
@@ -52,19 +52,21 @@ def up(
         except SystemExit:
             report("Terminated (SIGTERM) before everything was up; what this call had started is stopped again.")
             raise
-    tell(state, f"Ready: {state.url} (home {stack.home})", json=json)
+    print_result(state, f"Ready: {state.url} (home {stack.home})", json=json)
 
 
 def down(json: Json = False) -> None:
     """Stop everything that `swiftkv up` started, including child processes."""
-    with err().status("Stopping"):
-        count = Stack(settings()).down()
-    tell({"stopped_processes": count}, f"Stopped {count} processes." if count else "Nothing was running.", json=json)
+    with get_error_console().status("Stopping"):
+        count = Stack(load_settings()).down()
+    print_result(
+        {"stopped_processes": count}, f"Stopped {count} processes." if count else "Nothing was running.", json=json
+    )
 
 
 def status(json: Json = False) -> None:
     """Show the state of each part. The exit code is 1 unless Ray and the control plane are ready."""
-    parts = Stack(settings()).status()
+    parts = Stack(load_settings()).status()
     if json:
         print_json({"parts": [vars(part) for part in parts]})
     else:
@@ -102,7 +104,7 @@ def demo(
         raise InvalidInputError(f"--short needs --model {LLM_NAMES[0]}; leave it out", field="short", value=True)
     name = "demo-llm" if is_llm else "demo"
     target, place = (output or Path(f"{name}-report.json")).resolve(), home or Path(f".{name}")
-    console = err() if json else out()
+    console = get_error_console() if json else get_console()
     report = run_demo(model, target, place, console, short=short, keep_running=keep_running)
     if json:
         print_json(report)
@@ -112,7 +114,7 @@ Directory = Annotated[Path, typer.Argument(metavar="DIR", file_okay=False)]
 
 
 @contextmanager
-def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
+def _open_database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
     """Open the settings' database. `new`: upgrade an SQLite file to this program's schema first. Raises
     `InvalidInputError` for another schema.
     """
@@ -132,9 +134,9 @@ def prune(
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
     from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper, Swept
 
-    chosen = settings()
+    chosen = load_settings()
     removed: dict[str, Swept] = {}
-    with _database(chosen) as database, err().status("Pruning"):
+    with _open_database(chosen) as database, get_error_console().status("Pruning"):
         objects = RetainedObjects(open_store(chosen.resolved_storage_uri, patient=False))
         sweeper = Sweeper(RetainedRows(database), objects, chosen, time.time)
         for swept in sweeper.round(dry_run=dry_run):
@@ -153,7 +155,9 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Earlier name of `swiftkv prune`."""
-    err().print("`swiftkv sweep` is now called `swiftkv prune`; use that name.", highlight=False, soft_wrap=True)
+    get_error_console().print(
+        "`swiftkv sweep` is now called `swiftkv prune`; use that name.", highlight=False, soft_wrap=True
+    )
     prune(dry_run=dry_run, json=json)
 
 
@@ -168,17 +172,17 @@ def backup(
     """Copy database and object store to a new directory, while everything runs."""
     from swiftkv_platform.local.backup import back_up
 
-    chosen = settings()
-    with _database(chosen) as database, err().status("Copying"):
+    chosen = load_settings()
+    with _open_database(chosen) as database, get_error_console().status("Copying"):
         made = back_up(database, open_store(chosen.resolved_storage_uri), directory, objects=objects)
     rows = sum(table.lines for table in made.tables.values())
-    objects_are = (
-        f"{made.objects.lines} objects ({size(made.object_bytes)}) are {'copied' if made.has_objects else 'listed'}"
+    copied = "copied" if made.has_objects else "listed"
+    line = (
+        f"{directory} holds {rows} rows; {made.objects.lines} objects ({format_size(made.object_bytes)}) are {copied}."
     )
-    line = f"{directory} holds {rows} rows; {objects_are}."
     if keys := chosen.api_keys_file:
         line += f" API keys are not in it: copy {keys} as well."
-    tell(made, line, json=json)
+    print_result(made, line, json=json)
 
 
 def restore(
@@ -191,9 +195,9 @@ def restore(
     """Restore a backup: objects to the store, rows to an empty database. Control planes must be stopped."""
     from swiftkv_platform.local.backup import restore as put_back
 
-    chosen = settings()
-    with _database(chosen, new=True) as database, err().status("Restoring"):
+    chosen = load_settings()
+    with _open_database(chosen, new=True) as database, get_error_console().status("Restoring"):
         store = open_store(chosen.resolved_storage_uri)
         found = put_back(database, store, directory, allow_missing=allow_missing)
     rows = sum(table.lines for table in found.tables.values())
-    tell(found, f"{rows} rows and {found.objects.lines} objects are restored.", json=json)
+    print_result(found, f"{rows} rows and {found.objects.lines} objects are restored.", json=json)

@@ -8,24 +8,24 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json, Limit, ModelId, ModelName, Url, complete_model, connect
-from swiftkv_platform.cli.jobs import SpecChanges, spec_change, tell_submitted, watch_job
+from swiftkv_platform.cli.jobs import SpecChanges, parse_spec_change, print_submitted, watch_job
 from swiftkv_platform.cli.output import (
     Columns,
-    local_time,
+    format_local_time,
+    print_deleted,
+    print_fields_result,
     print_items,
     print_json,
-    tell,
-    tell_deleted,
-    tell_fields,
-    tell_table,
+    print_result,
+    print_table_result,
 )
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import size
+from swiftkv_platform.local.terminal import format_size
 from swiftkv_platform.sources.names import absolute
 from swiftkv_platform.specs.documents import with_changes
 
-_SECTIONS = ("evaluation", "resources", "metadata")
+_CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
 """Sections of a job's spec that may be changed for a model made from its checkpoint."""
 
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
@@ -42,7 +42,7 @@ def list_models(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
         models = client.models.list(limit=limit)
     columns: Columns = {"model": "id", "name": "name", "job": lambda model: model.job_id or "imported"}
     empty = "No models. `swiftkv jobs submit` makes one."
-    tell_table(models, {**columns, "created": "created_at"}, empty=empty, json=json)
+    print_table_result(models, {**columns, "created": "created_at"}, empty=empty, json=json)
 
 
 @models_app.command("get")
@@ -51,10 +51,10 @@ def get_model(model: ModelName, url: Url = None, json: Json = False) -> None:
     with connect(url) as client:
         found = client.models.get(model)
     fields = found.model_dump(mode="json", exclude={"object"})
-    fields["created_at"] = local_time(found.created_at)
+    fields["created_at"] = format_local_time(found.created_at)
     if fields.get("size") is not None:
-        fields["size"] = size(fields["size"])
-    tell_fields(found, fields, json=json)
+        fields["size"] = format_size(fields["size"])
+    print_fields_result(found, fields, json=json)
 
 
 @models_app.command("import")
@@ -72,7 +72,7 @@ def import_model(
     """
     with connect(url) as client:
         model = client.models.import_(absolute(source, "location", "source"), name=name)
-    tell(model, f"{model.id} is {model.name}. `swiftkv deploy {model.id}` serves it.", json=json)
+    print_result(model, f"{model.id} is {model.name}. `swiftkv deploy {model.id}` serves it.", json=json)
 
 
 @models_app.command()
@@ -91,8 +91,8 @@ def create(
 ) -> None:
     """Evaluate a checkpoint and publish it as a model, in a new job without training."""
     with connect(url) as client:
-        job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_sections(set_ or ()))
-        _tell(client, job, wait=wait, json=json)
+        job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_parse_section_changes(set_ or ()))
+        _print_or_watch(client, job, wait=wait, json=json)
 
 
 @models_app.command()
@@ -108,7 +108,7 @@ def publish(
 ) -> None:
     """Copy a model, with its card, to a hub repository, bucket or directory that the operator allows."""
     with connect(url) as client:
-        _tell(client, client.models.publish(model, to=to, private=not public), wait=wait, json=json)
+        _print_or_watch(client, client.models.publish(model, to=to, private=not public), wait=wait, json=json)
 
 
 @models_app.command()
@@ -116,7 +116,7 @@ def lineage(model: ModelName, url: Url = None, json: Json = False) -> None:
     """Show data, teacher and ancestors of a model, and where it is in use."""
     with connect(url) as client:
         found = client.models.lineage(model)
-    tell_fields(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
+    print_fields_result(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
 
 
 @models_app.command()
@@ -154,7 +154,7 @@ def promote(
     """Point an alias to a model; deployments of the alias swap it in."""
     with connect(url) as client:
         promotion = client.models.promote(model, alias=alias, reason=reason, accept_undecided=accept_undecided)
-    tell(promotion, f"{promotion.alias} points to {promotion.model}.", json=json)
+    print_result(promotion, f"{promotion.alias} points to {promotion.model}.", json=json)
 
 
 @models_app.command()
@@ -162,7 +162,7 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
     """Point an alias back to its previous model."""
     with connect(url) as client:
         promotion = client.models.rollback(alias, reason=reason)
-    tell(promotion, f"{promotion.alias} points to {promotion.model} again.", json=json)
+    print_result(promotion, f"{promotion.alias} points to {promotion.model} again.", json=json)
 
 
 @models_app.command()
@@ -170,7 +170,7 @@ def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
     """Delete a model but not its job; refused while it is deployed, promoted or read by a job."""
     with connect(url) as client:
         client.models.delete(model_id)
-    tell_deleted(model_id, json=json)
+    print_deleted(model_id, json=json)
 
 
 @models_app.command()
@@ -190,22 +190,22 @@ def aliases(
     print_items(promotions, {**columns, "why": "reason"}, empty="Nothing has been promoted.")
 
 
-def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
+def _print_or_watch(client: Client, job: Job, *, wait: bool, json: bool) -> None:
     """Follow a submitted job, or print how to."""
     if wait:
         watch_job(client, job, json=json)
     else:
-        tell_submitted(job, json=json)
+        print_submitted(job, json=json)
 
 
-def _sections(texts: Sequence[str]) -> dict[str, Any]:
+def _parse_section_changes(texts: Sequence[str]) -> dict[str, Any]:
     """Return sections of a spec from `--set` options. Raises `InvalidInputError`."""
-    changes = dict(map(spec_change, texts))
+    changes = dict(map(parse_spec_change, texts))
     for path in changes:
-        if path.partition(".")[0] not in _SECTIONS:
+        if path.partition(".")[0] not in _CHANGEABLE_SECTIONS:
             raise InvalidInputError(
                 f"--set is {path!r}, but a checkpoint's model is made with its job's spec, except for "
-                f"{', '.join(_SECTIONS)}; `swiftkv jobs clone` with training.from can change all of it",
+                f"{', '.join(_CHANGEABLE_SECTIONS)}; `swiftkv jobs clone` with training.from can change all of it",
                 field=path,
             )
     return with_changes({}, changes)

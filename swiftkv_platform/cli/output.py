@@ -20,14 +20,14 @@ from typer.core import TyperGroup
 from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.installing import make_install_command
-from swiftkv_platform.local.terminal import size
+from swiftkv_platform.local.terminal import format_size
 
-_JSON = "swiftkv.json"
-_NO_HOME = "Could not determine home directory."
+_JSON_FLAG_KEY = "swiftkv.json"
+_NO_HOME_MESSAGE = "Could not determine home directory."
 """Words of `Path.expanduser`."""
-_INTERRUPTED = 130
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_GAP = 2
+_INTERRUPTED_EXIT_CODE = 130
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_COLUMN_GAP = 2
 """Spaces between the columns of a table."""
 
 Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
@@ -35,27 +35,27 @@ Columns = Mapping[str, str | Callable[[Any], object]]
 """By heading the name of a field, or a function of the item."""
 
 
-def out() -> Console:
+def get_console() -> Console:
     """Return the console for results. Created on demand: stdout may have been replaced since the import."""
     return Console(emoji=False)
 
 
-def err() -> Console:
+def get_error_console() -> Console:
     """Return the console for progress and errors."""
     return Console(stderr=True, emoji=False)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line of results verbatim, without wrapping or markup, so that ids can be copied."""
-    out().print(line, markup=False, highlight=False, soft_wrap=True)
+    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _remember_json(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[_JSON] = value
+def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_JSON_FLAG_KEY] = value
     return value
 
 
-JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_remember_json)
+JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_store_json_flag)
 
 
 def print_json(value: Printable) -> None:
@@ -79,27 +79,27 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
     """Print a table, or `empty` without rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
-    console = out()
+    console = get_console()
     if not cells:
         console.print(empty)
         return
-    widths = _column_widths([columns, *cells], console.width if console.is_terminal else None)
+    widths = _fit_column_widths([columns, *cells], console.width if console.is_terminal else None)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(column, width=width)
     for row in cells:
         table.add_row(*map(escape, row))
-    console.width = max(console.width, sum(widths) + _GAP * (len(widths) - 1))
+    console.width = max(console.width, sum(widths) + _COLUMN_GAP * (len(widths) - 1))
     console.print(table)
 
 
-def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
+def _fit_column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
     """Return column widths that fit a terminal of `most` characters if breaks at spaces suffice, so that identifiers
     can be copied. Otherwise, and in a pipe (None), each row is one line.
     """
     by_column = list(zip(*rows, strict=True))
     widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
     least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
-    room = sum(widths) if most is None else most - _GAP * (len(widths) - 1)
+    room = sum(widths) if most is None else most - _COLUMN_GAP * (len(widths) - 1)
     if sum(least) <= room:
         while sum(widths) > room:
             widest = max((index for index, width in enumerate(widths) if width > least[index]), key=widths.__getitem__)
@@ -113,18 +113,18 @@ def print_fields(fields: Mapping[str, object]) -> None:
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-        out().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
+        get_console().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def tell(found: Printable, line: str, *, json: bool) -> None:
+def print_result(found: Printable, line: str, *, json: bool) -> None:
     """Print an answer as JSON, or `line`."""
     if json:
         print_json(found)
     else:
-        say(line)
+        print_line(line)
 
 
-def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -> None:
+def print_fields_result(found: Printable, fields: Mapping[str, object], *, json: bool) -> None:
     """Print an answer as JSON, or `fields`."""
     if json:
         print_json(found)
@@ -132,7 +132,7 @@ def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -
         print_fields(fields)
 
 
-def tell_table(found: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
+def print_table_result(found: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
     """Print a list as JSON, or as a table with one row per item."""
     if json:
         print_json(found)
@@ -142,32 +142,38 @@ def tell_table(found: Iterable[BaseModel], columns: Columns, *, empty: str, json
 
 def print_items(items: Iterable[Any], columns: Columns, *, empty: str) -> None:
     """Print a table with one row per object or dictionary, or `empty` without any."""
-    print_table(tuple(columns), [[_cell(item, source) for source in columns.values()] for item in items], empty=empty)
+    print_table(
+        tuple(columns), [[_format_cell(item, source) for source in columns.values()] for item in items], empty=empty
+    )
 
 
-def _cell(item: Any, source: str | Callable[[Any], object]) -> object:
+def _format_cell(item: Any, source: str | Callable[[Any], object]) -> object:
     if callable(source):
         return source(item)
     value = item[source] if isinstance(item, Mapping) else getattr(item, source)
-    return _FORMATS[source](value) if source in _FORMATS else value
+    return _FIELD_FORMATS[source](value) if source in _FIELD_FORMATS else value
 
 
-def tell_deleted(identifier: str, *, json: bool) -> None:
+def print_deleted(identifier: str, *, json: bool) -> None:
     """Print that something was deleted."""
-    tell({"id": identifier, "deleted": True}, f"{identifier} is deleted.", json=json)
+    print_result({"id": identifier, "deleted": True}, f"{identifier} is deleted.", json=json)
 
 
-def local_time(seconds: float | None) -> str | None:
+def format_local_time(seconds: float | None) -> str | None:
     """Format Unix seconds in local time; None stays None."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-_FORMATS: dict[str, Callable[[Any], object]] = {"created_at": local_time, "size": size, "bytes": size}
+_FIELD_FORMATS: dict[str, Callable[[Any], object]] = {
+    "created_at": format_local_time,
+    "size": format_size,
+    "bytes": format_size,
+}
 """Formats of fields in tables."""
 
 
 @contextmanager
-def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterator[None]:
+def require_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterator[None]:
     """Turn a missing module within the context into `InvalidInputError` with the extra to install."""
     try:
         yield
@@ -176,7 +182,7 @@ def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterat
         raise InvalidInputError(message) from error
 
 
-class ReportingGroup(TyperGroup):
+class ErrorReportingGroup(TyperGroup):
     """Prints our own errors, and the system's about files, on stderr with exit code 1. Anything else is a bug and shows
     its traceback."""
 
@@ -184,30 +190,30 @@ class ReportingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except SwiftKVError as error:
-            raise self._ended(ctx, error) from error
+            raise self._report_error(ctx, error) from error
         except OSError as error:
-            if error.filename is None and error.errno not in _FULL:
+            if error.filename is None and error.errno not in _DISK_FULL_ERRNOS:
                 raise
             place = "what this command writes" if error.filename is None else str(error.filename)
             refusal = InvalidInputError(f"{place}: {error.strerror}", field="file", value=error.filename)
-            raise self._ended(ctx, refusal) from error
+            raise self._report_error(ctx, refusal) from error
         except RuntimeError as error:
-            if str(error) != _NO_HOME:
+            if str(error) != _NO_HOME_MESSAGE:
                 raise
             refusal = InvalidInputError("a path begins with ~ and a user without a home here; use an absolute path")
-            raise self._ended(ctx, refusal) from error
+            raise self._report_error(ctx, refusal) from error
         except KeyboardInterrupt as error:
-            err().print("Interrupted.")
-            raise typer.Exit(_INTERRUPTED) from error
+            get_error_console().print("Interrupted.")
+            raise typer.Exit(_INTERRUPTED_EXIT_CODE) from error
 
-    def _ended(self, ctx: Any, error: SwiftKVError) -> typer.Exit:
-        _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
+    def _report_error(self, ctx: Any, error: SwiftKVError) -> typer.Exit:
+        _print_error(error, as_json=bool(ctx.meta.get(_JSON_FLAG_KEY)))
         return typer.Exit(1)
 
 
 def _print_error(error: SwiftKVError, *, as_json: bool) -> None:
     if not as_json:
-        err().print(f"[bold red]Error:[/] {escape(error.message)}", soft_wrap=True, highlight=False)
+        get_error_console().print(f"[bold red]Error:[/] {escape(error.message)}", soft_wrap=True, highlight=False)
         return
     document: dict[str, Any] = {name: getattr(error, name) for name in ("code", "message", "field", "value")}
     if isinstance(error, APIError):

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from swiftkv_platform.cli.context import Json, read_spec
-from swiftkv_platform.cli.estimates import foresee, print_estimate
-from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print_table, say
-from swiftkv_platform.cli.sources import model_config, model_path
+from swiftkv_platform.cli.estimates import estimate_job, print_estimate
+from swiftkv_platform.cli.output import (
+    get_console,
+    get_error_console,
+    print_json,
+    print_line,
+    print_table,
+    require_extra,
+)
+from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import size
+from swiftkv_platform.local.terminal import format_size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
 from swiftkv_platform.student_shape import format_layers, parse_layers
@@ -79,17 +86,17 @@ def plan(
     For a job spec: the student, and memory, time and gates of the job.
     """
     if dry_run:
-        _dry_run(model, config, json=json)
+        _print_dry_run(model, config, json=json)
         return
     if Path(model).suffix in (".yaml", ".yml"):
         spec = read_spec(Path(model))
-        estimate = foresee(spec, config=None if config is None else Path(config), num_tokens=tokens)
+        estimate = estimate_job(spec, config=None if config is None else Path(config), num_tokens=tokens)
         if json:
             print_json(estimate)
         else:
             print_estimate(estimate, spec, machine_bytes=None)
         return
-    values = model_config(model)
+    values = read_model_config(model)
     shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
     shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
     group_sizes: Sequence[int | None] = key_value_group_size or (None,)
@@ -103,26 +110,27 @@ def plan(
         print_json(plans[0] if len(plans) == 1 else {"plans": [each.model_dump(mode="json") for each in plans]})
         return
     _print_plans(plans)
-    out().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
+    get_console().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
     for each in plans:
-        say(_saved(each))
+        print_line(_describe_savings(each))
 
 
-def _name(plan: Plan) -> str:
+def _format_student(plan: Plan) -> str:
     """Return a student's name in a table: l, the layers that prompts run through if not all below l, and g."""
     bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
     listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
     return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
 
 
-def _saved(plan: Plan) -> str:
+def _describe_savings(plan: Plan) -> str:
     """Return a sentence on what a student saves for one prompt."""
     tokens = plan.sequence_length
-    cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
-    cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
-    return (
-        f"{_name(plan)}: {plan.executed_prefill_flops_ratio:.1%} of the prefill's FLOPs, and {cache} for such a prompt."
+    cached, dense = (
+        format_size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token)
     )
+    cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
+    ratio = plan.executed_prefill_flops_ratio
+    return f"{_format_student(plan)}: {ratio:.1%} of the prefill's FLOPs, and {cache} for such a prompt."
 
 
 def _print_plans(plans: Sequence[Plan]) -> None:
@@ -140,7 +148,7 @@ def _print_plans(plans: Sequence[Plan]) -> None:
     rows = [("dense", *components(dense), "100.0%", "100.0%", *teacher)]
     rows += [
         (
-            _name(each),
+            _format_student(each),
             *components(each.prefill["paper"].swiftkv),
             f"{each.prefill_flops_ratio:.1%}",
             f"{each.executed_prefill_flops_ratio:.1%}",
@@ -156,16 +164,16 @@ def _print_plans(plans: Sequence[Plan]) -> None:
 _MEMORY_COLUMNS = ("GiB of a worker at its peak", "peak", "parameters", "gradients", "optimizer", "the rest")
 
 
-def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
+def _print_dry_run(recipe: str, config: str | None, *, json: bool) -> None:
     spec = read_spec(Path(recipe))
-    values = model_config(config or spec.model.name_or_path)
-    with needs_extra("a dry run"):
+    values = read_model_config(config or spec.model.name_or_path)
+    with require_extra("a dry run"):
         from swiftkv_platform.jobs.dry_run import dry_run
     found = dry_run(spec, values)
     if json:
         print_json(found)
         return
-    say(
+    print_line(
         f"{found.num_workers} workers, {found.num_parameters:,} parameters, of which {found.num_trained_parameters:,} "
         "are trained"
     )
@@ -174,14 +182,14 @@ def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
     for name, used in phases.items():
         if used is not None:
             parts = (used.peak, used.parameters, used.gradients, used.optimizer, used.passing + used.remembered)
-            rows.append((name, *map(_gib, parts)))
+            rows.append((name, *map(_format_gib, parts)))
     print_table(_MEMORY_COLUMNS, rows, empty="")
-    calls = [(each.name, each.calls, _gib(each.num_bytes)) for each in found.collectives]
+    calls = [(each.name, each.calls, _format_gib(each.num_bytes)) for each in found.collectives]
     print_table(("collectives of a step", "calls", "GiB"), calls, empty="No collectives.")
-    say("Kernel workspaces and memory cached by the allocator are not included.")
+    print_line("Kernel workspaces and memory cached by the allocator are not included.")
 
 
-def _gib(num_bytes: int) -> str:
+def _format_gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.3f}"
 
 
@@ -225,11 +233,11 @@ def analyze(
     With --num-prefill-layers, recommend the layers that prompts run through.
     """
     if plot is not None:
-        with needs_extra("a picture", "plot"):  # fail before the work
+        with require_extra("a picture", "plot"):  # fail before the work
             import matplotlib  # noqa: F401
-    config = model_config(model)
-    path = model_path(model)
-    with needs_extra("Analysing here"):
+    config = read_model_config(model)
+    path = resolve_model_path(model)
+    with require_extra("Analysing here"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
     options = AnalysisOptions(
@@ -243,10 +251,10 @@ def analyze(
         needle_length=needle_length,
         needle_samples=needle_samples,
     )
-    with err().status("Loading") as spinner:
+    with get_error_console().status("Loading") as spinner:
         analysis = run(model, config, path, text, options, dtype=dtype, progress=spinner.update)
     if plot is not None:
-        _plot(analysis, plot)
+        _save_plot(analysis, plot)
     if json:
         print_json(analysis)
     elif analysis.lists:
@@ -255,13 +263,13 @@ def analyze(
         _print_analysis(analysis)
 
 
-def _quality_columns(analysis: Analysis) -> list[str]:
+def _list_quality_columns(analysis: Analysis) -> list[str]:
     needles = [] if analysis.needle_length is None else ["needles found"]
     return ["KL (nats)", "perplexity", "top-1 agreement", *needles]
 
 
-def _quality(each: DepthReport | StartReport) -> list[str]:
-    """Return the cells of a calibrated start below `_quality_columns`, and of its needles if it was asked for any."""
+def _format_quality(each: DepthReport | StartReport) -> list[str]:
+    """Return the cells of a calibrated start below `_list_quality_columns`."""
     found = [] if each.needles_found is None else [f"{each.needles_found:.0%}"]
     return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]
 
@@ -272,19 +280,19 @@ def _print_lists(analysis: Analysis) -> None:
     assert chosen is not None, "a list was measured"
     bypassed = [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)]
     print_table(("bypassed layer", "KL (nats)"), bypassed, empty="")
-    columns = ["prompts run", *_quality_columns(analysis)]
-    rows = [[format_layers(each.prefill_layers), *_quality(each)] for each in analysis.lists]
+    columns = ["prompts run", *_list_quality_columns(analysis)]
+    rows = [[format_layers(each.prefill_layers), *_format_quality(each)] for each in analysis.lists]
     print_table(columns, rows, empty="")
     lines = [
         f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
         f"behind prompts; the teacher's perplexity is {analysis.teacher_perplexity:.2f}.",
-        *_needles_sentence(analysis),
+        *_describe_needles(analysis),
         f"Recommended: --prefill-layers {format_layers(chosen)}, as many layers as -l {len(chosen)} runs.",
     ]
-    out().print("\n".join(lines), highlight=False, soft_wrap=True)
+    get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _needles_sentence(analysis: Analysis) -> list[str]:
+def _describe_needles(analysis: Analysis) -> list[str]:
     if not analysis.needle_length:
         return []
     return [
@@ -295,12 +303,12 @@ def _needles_sentence(analysis: Analysis) -> list[str]:
 
 def _print_analysis(analysis: Analysis) -> None:
     measured = [depth for depth in analysis.depths if depth.kl is not None]
-    columns = ["l", "SimScore", "prefill FLOPs", *(_quality_columns(analysis) if measured else ())]
+    columns = ["l", "SimScore", "prefill FLOPs", *(_list_quality_columns(analysis) if measured else ())]
     rows = []
     for depth in measured or analysis.depths:
         sim_score = "" if depth.sim_score is None else f"{depth.sim_score:.3f}"
         cells = [f"{depth.num_key_value_layers}", sim_score, f"{depth.prefill_flops_ratio:.1%}"]
-        rows.append([*cells, *(_quality(depth) if measured else ())])
+        rows.append([*cells, *(_format_quality(depth) if measured else ())])
     print_table(columns, rows, empty="")
     lines = [f"{analysis.model}, {analysis.num_hidden_layers} layers, {analysis.num_tokens:,} tokens."]
     if measured:
@@ -308,13 +316,13 @@ def _print_analysis(analysis: Analysis) -> None:
             f"Calibrated starts with g = {analysis.key_value_group_size}, before any training; "
             f"the teacher's perplexity is {analysis.teacher_perplexity:.2f}."
         )
-    lines += _needles_sentence(analysis)
+    lines += _describe_needles(analysis)
     chosen = analysis.recommended_num_key_value_layers
     lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")
-    out().print("\n".join(lines), highlight=False, soft_wrap=True)
+    get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _plot(analysis: Analysis, path: Path) -> None:
+def _save_plot(analysis: Analysis, path: Path) -> None:
     """Plot the SimScore by layer (paper, figure 2) and the KL of each l if measured; PNG or SVG by suffix."""
     # `Figure` instead of pyplot: no display, no global state.
     from matplotlib.figure import Figure

@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, checked, settings, spec_options
-from swiftkv_platform.cli.output import err, needs_extra, tell
-from swiftkv_platform.cli.sources import model_path
+from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, validate_options
+from swiftkv_platform.cli.output import get_error_console, print_result, require_extra
+from swiftkv_platform.cli.sources import resolve_model_path
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import is_loopback
 from swiftkv_platform.specs.engine import EngineConfig
 
-_DEPLOYMENT = "local"
+_DEPLOYMENT_NAME = "local"
 """Name of the deployment in `/health` and in the log."""
 
 
-@spec_options(EngineConfig)
+@add_spec_options(EngineConfig)
 def serve(
     model: Annotated[
         str,
@@ -56,10 +56,10 @@ def serve(
     json: Json = False,
 ) -> None:
     """Serve a model on this machine with `/generate` and OpenAI's routes, until Ctrl-C."""
-    with needs_extra("Serving here"):
+    with require_extra("Serving here"):
         from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
         from swiftkv_platform.serve.standalone import serve as answer
-    directory = Path(model_path(model))
+    directory = Path(resolve_model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise InvalidInputError.for_field(
@@ -69,22 +69,21 @@ def serve(
     served = Served(
         model=called,
         artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
-        engine=checked(EngineConfig, given),
+        engine=validate_options(EngineConfig, given),
         verify=(directory / MANIFEST).is_file(),
         chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
     )
-    keys = api_keys_file or settings().api_keys_file
-    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))
+    keys = api_keys_file or load_settings().api_keys_file
+    args = ReplicaArgs(id=_DEPLOYMENT_NAME, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))
     configure_logging()
 
-    spinner = err().status(f"Loading {called}")
+    spinner = get_error_console().status(f"Loading {called}")
 
     def ready(url: str) -> None:
         spinner.stop()
-        line = (
-            f"{called} answers at {url}/v1 (OpenAI's routes) and {url}/generate. {_callers(host, keys)} Ctrl-C ends it."
-        )
-        tell({"url": url, "model": called, "keys_required": keys is not None}, line, json=json)
+        addresses = f"{url}/v1 (OpenAI's routes) and {url}/generate"
+        line = f"{called} answers at {addresses}. {_describe_access(host, keys)} Ctrl-C ends it."
+        print_result({"url": url, "model": called, "keys_required": keys is not None}, line, json=json)
 
     try:
         with spinner:
@@ -93,7 +92,7 @@ def serve(
         return
 
 
-def _callers(host: str, keys: Path | None) -> str:
+def _describe_access(host: str, keys: Path | None) -> str:
     """Say who is answered."""
     if keys is not None:
         return f"Callers need an API key of {keys} with the scope generate."

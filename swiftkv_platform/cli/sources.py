@@ -23,17 +23,17 @@ from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import download_model
 
 
-def model_config(name: str) -> dict[str, Any]:
+def read_model_config(name: str) -> dict[str, Any]:
     """Return the configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a
     hub id. Reads no weights. Raises `ModelError` if there is none, and `StorageError` if the store does not answer.
     """
     if Path(name).suffix == ".json":
         return read_config(name)
     config = read_teacher_config(name, lambda store, key: open_store(store).get_bytes(key), field="model")
-    return read_config(_from_hub(name)) if config is None else config
+    return read_config(_download_config(name)) if config is None else config
 
 
-def model_path(name: str) -> str:
+def resolve_model_path(name: str) -> str:
     """Return a name that transformers can load: a directory for a built-in teacher or a GGUF file, else `name`.
 
     Raises:
@@ -58,7 +58,7 @@ def model_path(name: str) -> str:
 
 
 @contextmanager
-def base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
+def open_base_model(name: str | None, revision: str | None) -> Iterator[str | None]:
     """Yield the directory or hub id of an adapter's base model, fetched from an object store within the context; None
     if `name` is None."""
     if name is None:
@@ -74,7 +74,7 @@ def base_directory(name: str | None, revision: str | None) -> Iterator[str | Non
         yield model_directory(name, revision, download=download, field="base")
 
 
-def artifact_teacher(directory: str) -> tuple[str, str | None]:
+def read_artifact_teacher(directory: str) -> tuple[str, str | None]:
     """Return name and revision of the teacher that a job's artifact was made from. Raises `InvalidInputError`."""
     manifest = Path(directory) / MANIFEST
     if not manifest.is_file():
@@ -91,7 +91,7 @@ def artifact_teacher(directory: str) -> tuple[str, str | None]:
     return lineage["teacher"], lineage["revision"]
 
 
-def adapter_base(directory: str) -> str | None:
+def read_adapter_base(directory: str) -> str | None:
     """Return the base of the adapter in a directory if it is in an object store, else None: only the command line can
     fetch such a base."""
     from swiftkv_platform.configs.adapter import read_adapter
@@ -100,7 +100,7 @@ def adapter_base(directory: str) -> str | None:
     return adapter.base.name_or_path if adapter and adapter.base.name_or_path.startswith("s3://") else None
 
 
-def _from_hub(name: str) -> str:
+def _download_config(name: str) -> str:
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError

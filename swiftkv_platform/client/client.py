@@ -24,16 +24,16 @@ from swiftkv_platform.client.errors import (
     WaitTimeoutError,
 )
 from swiftkv_platform.client.models import Generation, Job, JobEvent, Resource
-from swiftkv_platform.client.transport import Patience, Transport, idempotent, iter_events, iter_lines
+from swiftkv_platform.client.transport import OutageTimer, Transport, iter_events, iter_lines, make_idempotency_header
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import with_changes
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
-_ANSWERING = ("running", "swapping", "refused")
+_SERVING_STATUSES = ("running", "swapping", "refused")
 """Statuses of a deployment that answers requests."""
-_CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this host."
-_SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
+_CONTROL_PLANE_ADVICE = "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this host."
+_SERVE_ADVICE = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
 
 class Client:
@@ -66,8 +66,8 @@ class Client:
         self._connect = functools.partial(
             Transport, api_key=api_key, timeout=timeout, max_retries=max_retries, transport=transport
         )
-        self._control = self._connect(base_url, when_away=_CONTROL_PLANE_AWAY)
-        self._serve = self._connect(serve_url, when_away=_SERVE_AWAY) if serve_url else None
+        self._control = self._connect(base_url, unreachable_advice=_CONTROL_PLANE_ADVICE)
+        self._serve = self._connect(serve_url, unreachable_advice=_SERVE_ADVICE) if serve_url else None
         self.jobs = Jobs(self._control, outage_s=outage_s)
         self.files = Files(self._control)
         self.models = Models(self._control, self.jobs)
@@ -110,7 +110,7 @@ class Client:
             wanted: filters of `GET /audit`: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
                 `request_id`, `status`, `since`, `until`.
         """
-        return self._control.list(Resource, "/audit", _without_none(wanted), limit)
+        return self._control.list(Resource, "/audit", _drop_none(wanted), limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -128,22 +128,24 @@ class Client:
             parameters: other fields of `POST /generate`: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
         """
         body = {"prompt": prompt, "stream": stream, **parameters}
-        serve = self._found_serve()
+        serve = self._get_serve_transport()
         if stream:
-            return _generate_stream(serve, body)
+            return _stream_generation(serve, body)
         # A retry may sample another text, but has no other effect.
         return serve.send(Generation, "POST", "/generate", json=body, repeatable=True)
 
-    def _found_serve(self) -> Transport:
+    def _get_serve_transport(self) -> Transport:
         if self._serve is None:
-            url = next((item.url for item in self.deployments.list() if item.status in _ANSWERING and item.url), None)
+            url = next(
+                (item.url for item in self.deployments.list() if item.status in _SERVING_STATUSES and item.url), None
+            )
             if url is None:
-                raise SwiftKVError(f"{self._control.base_url} has no running deployment. {_SERVE_AWAY}")
-            self._serve = self._connect(url, when_away=_SERVE_AWAY)
+                raise SwiftKVError(f"{self._control.base_url} has no running deployment. {_SERVE_ADVICE}")
+            self._serve = self._connect(url, unreachable_advice=_SERVE_ADVICE)
         return self._serve
 
 
-def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/generate") -> Iterator[Generation]:
+def _stream_generation(serve: Transport, body: dict[str, Any], path: str = "/generate") -> Iterator[Generation]:
     with serve.stream("POST", path, json=body) as response:
         for message in iter_events(response):
             if message.data == "[DONE]":
@@ -157,7 +159,7 @@ def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/gener
     raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -185,7 +187,7 @@ class Collection:
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"{self.path}/{identifier}", repeatable=True)
 
-    def _versioned(
+    def _send_versioned(
         self, method: str, path: str, body: Mapping[str, Any], version: int | None, *, repeatable: bool
     ) -> Resource:
         """Send a change that the server makes only if the object has this version; None: any."""
@@ -225,8 +227,8 @@ class Models(Collection):
             InvalidRequestError: there is no such checkpoint.
         """
         options = {"name": name, "evaluation": evaluation, "resources": resources, "metadata": metadata}
-        given = {"from_checkpoint": from_checkpoint, **_without_none(options)}
-        headers = idempotent(idempotency_key)
+        given = {"from_checkpoint": from_checkpoint, **_drop_none(options)}
+        headers = make_idempotency_header(idempotency_key)
         return self._jobs.send("POST", "/models", json=given, headers=headers)
 
     def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Resource:
@@ -240,7 +242,7 @@ class Models(Collection):
         Raises:
             InvalidRequestError: the source cannot be read, is not a student, or differs from its manifest.
         """
-        body = _without_none({"source": source, "name": name})
+        body = _drop_none({"source": source, "name": name})
         return self._transport.send(Resource, "POST", "/models/import", json=body, repeatable=False, timeout=timeout_s)
 
     def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
@@ -251,7 +253,7 @@ class Models(Collection):
             private: visibility of a hub repository that is created.
             idempotency_key: as in `jobs.create`.
         """
-        body, headers = {"to": to, "private": private}, idempotent(idempotency_key)
+        body, headers = {"to": to, "private": private}, make_idempotency_header(idempotency_key)
         return self._jobs.send("POST", f"/models/{model_id}/publish", json=body, headers=headers)
 
     def lineage(self, model_id: str) -> Resource:
@@ -284,7 +286,7 @@ class Models(Collection):
         body: dict[str, Any] = {"alias": alias, "reason": reason}
         if accept_undecided:  # older control planes do not know this field
             body["accept_undecided"] = True
-        return self._versioned("POST", f"/models/{model_id}/promote", body, version, repeatable=version is None)
+        return self._send_versioned("POST", f"/models/{model_id}/promote", body, version, repeatable=version is None)
 
     def aliases(self) -> builtins.list[Resource]:
         """List aliases with their models and newest changes; `alias` returns all changes of one."""
@@ -298,7 +300,7 @@ class Models(Collection):
 
         Not retried after a broken connection, since a second call would go back one model further.
         """
-        return self._versioned("POST", f"/aliases/{alias}/rollback", {"reason": reason}, version, repeatable=False)
+        return self._send_versioned("POST", f"/aliases/{alias}/rollback", {"reason": reason}, version, repeatable=False)
 
 
 class Deployments(Collection):
@@ -336,7 +338,7 @@ class Deployments(Collection):
             RequestConflictError: the deployment has another version, or a field was changed at the same time.
         """
         path = f"/deployments/{deployment_id}"
-        return self._versioned("PATCH", path, changes, version, repeatable=version is None)
+        return self._send_versioned("PATCH", path, changes, version, repeatable=version is None)
 
     def metrics(self, deployment_id: str) -> Resource:
         """Return the current metrics of its replicas. Totals only grow, so two calls give a rate."""
@@ -349,7 +351,7 @@ class Deployments(Collection):
             parameters: other fields of `POST /generate`.
         """
         body = {"prompt": prompt, "stream": True, **parameters}
-        return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
+        return _stream_generation(self._transport, body, f"/deployments/{deployment_id}/generate")
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Resource:
         """Block until the deployment serves the version that was last requested.
@@ -424,7 +426,7 @@ class Jobs(Collection):
     def __init__(self, transport: Transport, *, outage_s: float) -> None:
         super().__init__(transport)
         self._outage_s = outage_s
-        self._seen: weakref.WeakValueDictionary[str, Job] = weakref.WeakValueDictionary()
+        self._known_jobs: weakref.WeakValueDictionary[str, Job] = weakref.WeakValueDictionary()
 
     def create(self, spec: JobSpec | dict[str, Any], idempotency_key: str | None = None) -> Job:
         """Submit a job.
@@ -435,7 +437,7 @@ class Jobs(Collection):
         Raises:
             InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
         """
-        return self.send("POST", "/jobs", json=_document(spec), headers=idempotent(idempotency_key))
+        return self.send("POST", "/jobs", json=_to_document(spec), headers=make_idempotency_header(idempotency_key))
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
         """Submit a new job with the spec of another job and some changes.
@@ -452,7 +454,7 @@ class Jobs(Collection):
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Resource:
         """Check a spec as `create` does and estimate its cost, without submitting it."""
-        return self._transport.send(Resource, "POST", "/jobs/validate", json=_document(spec), repeatable=True)
+        return self._transport.send(Resource, "POST", "/jobs/validate", json=_to_document(spec), repeatable=True)
 
     def recipes(self) -> builtins.list[Resource]:
         """List the example specs that ship with the platform."""
@@ -488,15 +490,15 @@ class Jobs(Collection):
             WaitTimeoutError: the job has not finished in time; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        patience = Patience(self._outage_s)
+        patience = OutageTimer(self._outage_s)
         while True:
             try:
                 job = self.get(job_id)
-                patience.answered()
+                patience.reset()
                 if job.finished:
                     return job
             except (UnreachableError, ServiceUnavailableError) as error:
-                patience.forgive(error, poll_interval)
+                patience.wait_or_raise(error, poll_interval)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"Job {job_id} has not finished within {timeout:g} s; it keeps running. "
@@ -512,23 +514,23 @@ class Jobs(Collection):
             after: id of the last event already seen.
         """
         if not follow:
-            yield from self._past_events(job_id, after)
+            yield from self._list_events(job_id, after)
             return
-        patience = Patience(self._outage_s)
+        patience = OutageTimer(self._outage_s)
         while True:
             try:
-                for event in self._live_events(job_id, after):
-                    patience.answered()
+                for event in self._stream_events(job_id, after):
+                    patience.reset()
                     after = event.id
                     yield event
                 # The stream ends with the job, or at a proxy's time limit: the job's status tells which.
                 finished = self.get(job_id).finished
-                patience.answered()
+                patience.reset()
             except (UnreachableError, ServiceUnavailableError) as error:
-                patience.forgive(error, _RECONNECT_PAUSE_S)
+                patience.wait_or_raise(error, _RECONNECT_PAUSE_S)
                 continue
             if finished:
-                yield from self._past_events(job_id, after)
+                yield from self._list_events(job_id, after)
                 return
             time.sleep(_RECONNECT_PAUSE_S)
 
@@ -586,29 +588,29 @@ class Jobs(Collection):
     ) -> list[Job]:
         """List jobs, newest first; all of them without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
-        return [self._adopt(job) for job in self._transport.list(Job, "/jobs", _without_none(params), limit)]
+        return [self._update_known_job(job) for job in self._transport.list(Job, "/jobs", _drop_none(params), limit)]
 
     def send(self, method: str, path: str, **options: Any) -> Job:
         """Send a request that may be repeated, and return its job. Arguments and errors as those of
         `Transport.request`."""
-        return self._adopt(self._transport.send(Job, method, path, **options, repeatable=True))
+        return self._update_known_job(self._transport.send(Job, method, path, **options, repeatable=True))
 
-    def _adopt(self, fresh: Job) -> Job:
+    def _update_known_job(self, fresh: Job) -> Job:
         """Return this client's one object for the job, updated from `fresh`."""
-        known = self._seen.get(fresh.id)
+        known = self._known_jobs.get(fresh.id)
         if known is None:
-            self._seen[fresh.id] = fresh
+            self._known_jobs[fresh.id] = fresh
             return fresh
         for name, value in fresh:
             setattr(known, name, value)
         return known
 
-    def _past_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
+    def _list_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         params = {"order": "asc", **({"after": after} if after else {})}
-        for row in self._transport.rows(f"/jobs/{job_id}/events", params):
+        for row in self._transport.iter_entries(f"/jobs/{job_id}/events", params):
             yield JobEvent.model_validate(row)
 
-    def _live_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
+    def _stream_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
             for message in iter_events(response):
@@ -617,6 +619,6 @@ class Jobs(Collection):
                     yield JobEvent.model_validate_json(message.data)
 
 
-def _document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:
+def _to_document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:
     # Only fields that were set: the defaults are the server's, which may be newer than this client.
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 
-_EXCERPT = 500
+_MAX_EXCERPT = 500
 """Most characters that a message shows of an answer that is not a problem document."""
 
 
@@ -71,7 +71,7 @@ class APIError(SwiftKVError):
 
     def __init__(self, problem: Problem, *, request: str, retry_after: float | None = None) -> None:
         first = problem.errors[0] if problem.errors else FieldError()
-        super().__init__(_describe(problem, request, retry_after), field=first.field, value=first.value)
+        super().__init__(_format_message(problem, request, retry_after), field=first.field, value=first.value)
         self.status = problem.status
         """HTTP status code."""
         self.code = problem.code
@@ -109,7 +109,7 @@ class ServiceUnavailableError(ServerError):
     """Ray, the database or the model is temporarily unavailable."""
 
 
-_BY_STATUS: dict[int, type[APIError]] = {
+_ERROR_BY_STATUS: dict[int, type[APIError]] = {
     400: InvalidRequestError,
     401: AuthenticationError,
     403: AuthenticationError,
@@ -123,7 +123,7 @@ _BY_STATUS: dict[int, type[APIError]] = {
     503: ServiceUnavailableError,
 }
 
-_NEXT_STEP: dict[int, str] = {
+_ADVICE_BY_STATUS: dict[int, str] = {
     401: "Pass api_key= (command line: SWIFTKV_API_KEY).",
     403: "Use a key that has the scope for this, or ask the operator for it.",
     404: "`swiftkv jobs list`, `swiftkv models list` and `swiftkv deployments list` show what exists.",
@@ -131,16 +131,16 @@ _NEXT_STEP: dict[int, str] = {
 }
 
 
-def error_from(response: httpx.Response) -> APIError:
+def make_api_error(response: httpx.Response) -> APIError:
     """Return the exception for an unsuccessful response, whose body must have been read."""
     request = f"{response.request.method} {response.request.url}"
-    problem = _problem_of(response)
+    problem = _parse_problem(response)
     default = ServerError if response.status_code >= 500 else APIError
-    kind = _BY_STATUS.get(response.status_code, default)
-    return kind(problem, request=request, retry_after=retry_after_of(response))
+    kind = _ERROR_BY_STATUS.get(response.status_code, default)
+    return kind(problem, request=request, retry_after=parse_retry_after(response))
 
 
-def retry_after_of(response: httpx.Response) -> float | None:
+def parse_retry_after(response: httpx.Response) -> float | None:
     """Return the seconds of the `Retry-After` header; None if it is absent or a date."""
     try:
         return max(float(response.headers["retry-after"]), 0.0)
@@ -148,7 +148,7 @@ def retry_after_of(response: httpx.Response) -> float | None:
         return None
 
 
-def _problem_of(response: httpx.Response) -> Problem:
+def _parse_problem(response: httpx.Response) -> Problem:
     try:
         document = response.json()
         if isinstance(refused := document.get("error"), dict):  # OpenAI's shape, below /v1
@@ -157,17 +157,17 @@ def _problem_of(response: httpx.Response) -> Problem:
         return Problem.model_validate({"status": response.status_code, **document})
     except (ValueError, TypeError, KeyError, AttributeError, ValidationError):
         # A proxy in between, or Ray Serve itself, may answer in plain text.
-        detail = response.text[:_EXCERPT].strip()
+        detail = response.text[:_MAX_EXCERPT].strip()
         return Problem(status=response.status_code, title=response.reason_phrase, detail=detail)
 
 
-def _describe(problem: Problem, request: str, retry_after: float | None) -> str:
+def _format_message(problem: Problem, request: str, retry_after: float | None) -> str:
     lines = [problem.detail or problem.title or "The server gave no reason."]
     lines += [f"  {error}" for error in problem.errors if error.message not in lines[0]]
     if retry_after is not None:
         lines.append(f"Try again in {retry_after:g} s.")
-    elif problem.status in _NEXT_STEP:
-        lines.append(_NEXT_STEP[problem.status])
+    elif problem.status in _ADVICE_BY_STATUS:
+        lines.append(_ADVICE_BY_STATUS[problem.status])
     elif problem.status >= 500:
         lines.append("The server's log says more.")
     return "\n".join(lines) + f"\n({problem.status} {problem.code}, {request})"

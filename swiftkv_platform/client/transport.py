@@ -18,18 +18,18 @@ from httpx_sse import EventSource, ServerSentEvent
 from pydantic import BaseModel, ValidationError
 from ulid import ULID
 
-from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
+from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, make_api_error, parse_retry_after
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError
 
 Item = TypeVar("Item", bound=BaseModel)
 
 _LOG = logging.getLogger(__name__)
-_PAGE = 100
+_PAGE_SIZE = 100
 _FIRST_BACKOFF_S = 0.25
-_LONGEST_PAUSE_S = 30.0
+_MAX_BACKOFF_S = 30.0
 
 # Raised before the request is sent, so that a retry cannot repeat its effect.
-_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class _Page(BaseModel):
@@ -43,7 +43,7 @@ class Transport:
     """Connection to one server.
 
     Args:
-        when_away: advice for when nothing answers, appended to the error's message.
+        unreachable_advice: advice for when nothing answers, appended to the error's message.
         max_retries: retries after a connection error or a 503 with `Retry-After`; pauses double from 0.25 s unless the
             server names one.
         transport: replaces the network, for tests.
@@ -56,16 +56,16 @@ class Transport:
         api_key: str | None,
         timeout: float,
         max_retries: int,
-        when_away: str,
+        unreachable_advice: str,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        url = _checked_url(base_url)
+        url = _parse_base_url(base_url)
         self.base_url = base_url.rstrip("/")
-        self._when_away = when_away
+        self._unreachable_advice = unreachable_advice
         self._max_retries = max_retries
         self._http = httpx.Client(
             base_url=self.base_url,
-            headers={"Authorization": f"Bearer {_header('api_key', api_key)}"} if api_key else {},
+            headers={"Authorization": f"Bearer {_check_header('api_key', api_key)}"} if api_key else {},
             timeout=timeout,
             transport=transport,
             # A proxy from the environment cannot reach this machine's loopback.
@@ -92,19 +92,19 @@ class Transport:
             try:
                 response = self._http.request(method, path, **options)
             except httpx.TransportError as error:
-                if last or not (repeatable or isinstance(error, _NEVER_SENT)):
-                    raise self.unreachable(error) from error
+                if last or not (repeatable or isinstance(error, _CONNECT_ERRORS)):
+                    raise self.make_unreachable_error(error) from error
             else:
                 if response.is_success:
                     kind = response.headers.get("content-type", "").partition(";")[0]
                     if response.content and kind != "application/json":
-                        raise self._other_server(f"{method} {path} gave {kind or 'no type'} instead of JSON")
+                        raise self._make_wrong_server_error(f"{method} {path} gave {kind or 'no type'} instead of JSON")
                     return response
-                asked = retry_after_of(response)
+                asked = parse_retry_after(response)
                 if last or response.status_code != 503 or asked is None:
-                    raise error_from(response)
+                    raise make_api_error(response)
                 pause = asked
-            time.sleep(min(pause, _LONGEST_PAUSE_S))
+            time.sleep(min(pause, _MAX_BACKOFF_S))
         raise AssertionError("the last attempt returns or raises")
 
     def get(self, kind: type[Item], path: str, params: dict[str, Any] | None = None) -> Item:
@@ -120,15 +120,15 @@ class Transport:
         try:
             return kind.model_validate(document)
         except ValidationError as error:
-            raise self._other_server(f"its answer is no {kind.__name__.lstrip('_')}") from error
+            raise self._make_wrong_server_error(f"its answer is no {kind.__name__.lstrip('_')}") from error
 
-    def rows(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
+    def iter_entries(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
         """Yield the entries of a list across its pages, at most `limit`. Ids of entries that the server cannot read are
         logged. Raises as `request`."""
         left = limit
         params = dict(params or {})
         while left is None or left > 0:
-            size = _PAGE if left is None else min(left, _PAGE)
+            size = _PAGE_SIZE if left is None else min(left, _PAGE_SIZE)
             page = self.get(_Page, path, {**params, "limit": size})
             yield from page.data
             if page.left_out:
@@ -141,8 +141,8 @@ class Transport:
     def list(
         self, kind: type[Item], path: str, params: dict[str, Any] | None = None, limit: int | None = None
     ) -> builtins.list[Item]:
-        """Return the entries of a list as objects, see `rows`."""
-        return [self.read(kind, row) for row in self.rows(path, params, limit)]
+        """Return the entries of a list as objects; see `iter_entries`."""
+        return [self.read(kind, row) for row in self.iter_entries(path, params, limit)]
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
@@ -156,10 +156,10 @@ class Transport:
             with self._http.stream(method, path, **options) as response:
                 if not response.is_success:
                     response.read()
-                    raise error_from(response)
+                    raise make_api_error(response)
                 yield response
         except httpx.TransportError as error:
-            raise self.unreachable(error) from error
+            raise self.make_unreachable_error(error) from error
 
     def save(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
         """Download a body to `destination`, which is written completely or not at all, and return it.
@@ -189,36 +189,36 @@ class Transport:
             partial.unlink(missing_ok=True)
         return destination
 
-    def unreachable(self, error: Exception) -> UnreachableError:
+    def make_unreachable_error(self, error: Exception) -> UnreachableError:
         reason = str(error) or type(error).__name__
-        return UnreachableError(f"No answer from {self.base_url}: {reason}.\n{self._when_away}")
+        return UnreachableError(f"No answer from {self.base_url}: {reason}.\n{self._unreachable_advice}")
 
-    def _other_server(self, what: str) -> UnreachableError:
+    def _make_wrong_server_error(self, what: str) -> UnreachableError:
         return UnreachableError(
-            f"{self.base_url} answers, but {what}: is this the server's address?\n{self._when_away}"
+            f"{self.base_url} answers, but {what}: is this the server's address?\n{self._unreachable_advice}"
         )
 
 
-class Patience:
+class OutageTimer:
     """Tolerates failures until the server has not answered for `outage_s` seconds without a break."""
 
     def __init__(self, outage_s: float) -> None:
         self._outage_s = outage_s
-        self._away_since: float | None = None
+        self._outage_started: float | None = None
 
-    def answered(self) -> None:
-        self._away_since = None
+    def reset(self) -> None:
+        self._outage_started = None
 
-    def forgive(self, error: UnreachableError | ServiceUnavailableError, pause: float) -> None:
+    def wait_or_raise(self, error: UnreachableError | ServiceUnavailableError, pause: float) -> None:
         """Sleep before the next try, or raise `error` if the outage has lasted too long."""
         now = time.monotonic()
-        self._away_since = self._away_since or now
-        if now - self._away_since >= self._outage_s:
+        self._outage_started = self._outage_started or now
+        if now - self._outage_started >= self._outage_s:
             raise error
         time.sleep(max(pause, getattr(error, "retry_after", None) or 0.0))
 
 
-def _header(name: str, value: str) -> str:
+def _check_header(name: str, value: str) -> str:
     """Return `value` if an HTTP header may have it. Raises `InvalidInputError`, without the value, which may be
     secret."""
     if not (value.isascii() and value.isprintable()):
@@ -227,12 +227,12 @@ def _header(name: str, value: str) -> str:
     return value
 
 
-def idempotent(key: str | None) -> dict[str, str]:
+def make_idempotency_header(key: str | None) -> dict[str, str]:
     """Return the `Idempotency-Key` header, with a generated key if none is given. Raises `InvalidInputError`."""
-    return {"Idempotency-Key": _header("idempotency_key", key) if key else str(ULID())}
+    return {"Idempotency-Key": _check_header("idempotency_key", key) if key else str(ULID())}
 
 
-def _checked_url(base_url: str) -> httpx.URL:
+def _parse_base_url(base_url: str) -> httpx.URL:
     with suppress(httpx.InvalidURL):
         url = httpx.URL(base_url)
         if url.scheme in ("http", "https") and url.host:

@@ -37,13 +37,13 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectInfo, ObjectStore
 
-_SUMMARY = "backup.json"
-_OBJECTS = "objects.jsonl"
-_SHOWN = 3
+_SUMMARY_FILE = "backup.json"
+_OBJECTS_FILE = "objects.jsonl"
+_MAX_NAMED_OBJECTS = 3
 """Most missing objects that a message names."""
-_BATCH = 500
+_ROWS_PER_BATCH = 500
 """Rows that are read, or inserted, at once."""
-_OF_A_PROCESS = {LeaseRow.__tablename__, SessionRow.__tablename__}
+_EXCLUDED_TABLES = {LeaseRow.__tablename__, SessionRow.__tablename__}
 """Tables whose rows are of no use to another control plane, or at another time."""
 
 
@@ -87,7 +87,7 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
         StorageError: the store fails, or the directory cannot be written.
         DatabaseUnavailableError: the database does not answer.
     """
-    with _file_errors(directory):
+    with _convert_file_errors(directory):
         if directory.exists() and any(directory.iterdir()):
             raise ConflictError(
                 f"{directory} is not empty; name a new directory", field="directory", value=str(directory)
@@ -98,21 +98,21 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
             if not database.is_sqlite:
                 session.connection(execution_options={"isolation_level": "REPEATABLE READ"})  # one view of all tables
             schema = current_revision(session.connection()) or "none"
-            for table in tables():
-                path = _path_of(directory, table.name)
+            for table in list_tables():
+                path = _get_table_path(directory, table.name)
                 number = _write_rows(session, table, path)
-                listed[table.name] = ListedFile(lines=number, sha256=_digest(path))
+                listed[table.name] = ListedFile(lines=number, sha256=_compute_sha256(path))
         number, size = _copy_objects(store, directory, objects=objects)
         backup = Backup(
             created_at=time.time(),
             schema_revision=schema,
             store_uri=store.uri,
             tables=listed,
-            objects=ListedFile(lines=number, sha256=_digest(directory / _OBJECTS)),
+            objects=ListedFile(lines=number, sha256=_compute_sha256(directory / _OBJECTS_FILE)),
             object_bytes=size,
             has_objects=objects,
         )
-        (directory / _SUMMARY).write_text(backup.model_dump_json(indent=2))
+        (directory / _SUMMARY_FILE).write_text(backup.model_dump_json(indent=2))
     return backup
 
 
@@ -130,9 +130,9 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
         ConflictError: the database is not empty.
         StorageError, DatabaseUnavailableError: as `back_up`.
     """
-    with _file_errors(directory):
+    with _convert_file_errors(directory):
         backup = _read_summary(directory)
-        _check_lists(directory, backup)
+        _verify_checksums(directory, backup)
         with database.reading() as session:
             present = current_revision(session.connection())
         if present != backup.schema_revision:
@@ -142,30 +142,33 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
                 field="directory",
                 value=backup.schema_revision,
             )
-        _load_rows(database, {})  # refuse a database that is not empty before copying objects
-        missing = [item for item in _listed(directory) if not _put_back(store, directory, backup, item)]
+        _insert_rows(database, {})  # refuse a database that is not empty before copying objects
+        missing = [item for item in _read_objects(directory) if not _restore_object(store, directory, backup, item)]
         if missing and not allow_missing:
-            names = ", ".join(item.key for item in missing[:_SHOWN])
+            names = ", ".join(item.key for item in missing[:_MAX_NAMED_OBJECTS])
             raise ArtifactCorruptError(
                 f"{len(missing)} objects that the backup lists are not in {store.uri} as they were ({names}); copy "
                 "them there first, or leave them out with --allow-missing",
                 field="directory",
                 value=missing[0].key,
             )
-        move = partial(_moved, before=backup.store_uri, now=store.uri)
-        _load_rows(database, {table.name: map(move, _read_rows(_path_of(directory, table.name))) for table in tables()})
+        move = partial(_replace_store_uri, before=backup.store_uri, now=store.uri)
+        _insert_rows(
+            database,
+            {table.name: map(move, _read_rows(_get_table_path(directory, table.name))) for table in list_tables()},
+        )
     return backup
 
 
 def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tuple[int, int]:
     """Copy or list all objects and return their number and bytes. Objects deleted meanwhile are left out."""
     number = size = 0
-    with (directory / _OBJECTS).open("w", encoding="utf-8") as file:
+    with (directory / _OBJECTS_FILE).open("w", encoding="utf-8") as file:
         for info in store.list(""):
             if info.key == PROBE_KEY:
                 continue
             try:
-                item = _copy(store, info, directory) if objects else ListedObject(key=info.key, size=info.size)
+                item = _copy_object(store, info, directory) if objects else ListedObject(key=info.key, size=info.size)
             except ObjectNotFoundError:
                 continue
             file.write(item.model_dump_json() + "\n")
@@ -173,79 +176,80 @@ def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tupl
     return number, size
 
 
-def _copy(store: ObjectStore, info: ObjectInfo, directory: Path) -> ListedObject:
+def _copy_object(store: ObjectStore, info: ObjectInfo, directory: Path) -> ListedObject:
     path = directory / "objects" / info.key
     store.download_file(info.key, path)
-    return ListedObject(key=info.key, size=path.stat().st_size, sha256=_digest(path))
+    return ListedObject(key=info.key, size=path.stat().st_size, sha256=_compute_sha256(path))
 
 
 def _read_summary(directory: Path) -> Backup:
     try:
-        return Backup.model_validate_json((directory / _SUMMARY).read_bytes())
+        return Backup.model_validate_json((directory / _SUMMARY_FILE).read_bytes())
     except (FileNotFoundError, ValidationError) as error:
         raise InvalidInputError(
-            f"{directory} holds no complete backup ({_SUMMARY}: {error}); name a directory that `swiftkv backup` wrote",
+            f"{directory} holds no complete backup ({_SUMMARY_FILE}: {error}); name a directory that `swiftkv backup` "
+            "wrote",
             field="directory",
             value=str(directory),
         ) from error
 
 
-def _check_lists(directory: Path, backup: Backup) -> None:
+def _verify_checksums(directory: Path, backup: Backup) -> None:
     for path, listed in [
-        (directory / _OBJECTS, backup.objects),
-        *((_path_of(directory, name), listed) for name, listed in backup.tables.items()),
+        (directory / _OBJECTS_FILE, backup.objects),
+        *((_get_table_path(directory, name), listed) for name, listed in backup.tables.items()),
     ]:
-        if _digest(path) != listed.sha256:
-            raise _damaged(path)
+        if _compute_sha256(path) != listed.sha256:
+            raise _make_checksum_error(path)
 
 
-def _listed(directory: Path) -> Iterator[ListedObject]:
-    with (directory / _OBJECTS).open(encoding="utf-8") as file:
+def _read_objects(directory: Path) -> Iterator[ListedObject]:
+    with (directory / _OBJECTS_FILE).open(encoding="utf-8") as file:
         for line in file:
             yield ListedObject.model_validate_json(line)
 
 
-def _put_back(store: ObjectStore, directory: Path, backup: Backup, item: ListedObject) -> bool:
+def _restore_object(store: ObjectStore, directory: Path, backup: Backup, item: ListedObject) -> bool:
     """Copy an object to the store if the backup has it. Returns whether the store then holds it as listed."""
     present = store.head(item.key)
     if not backup.has_objects:
         return present is not None and present.size == item.size
-    if present is not None and present.size == item.size and _digest_stored(store, item.key) == item.sha256:
+    if present is not None and present.size == item.size and _compute_object_sha256(store, item.key) == item.sha256:
         return True
     path = directory / "objects" / item.key
-    if _digest(path) != item.sha256:
-        raise _damaged(path)
+    if _compute_sha256(path) != item.sha256:
+        raise _make_checksum_error(path)
     store.upload_file(path, item.key)
     return True
 
 
-def _moved(value: Any, before: str, now: str) -> Any:
+def _replace_store_uri(value: Any, before: str, now: str) -> Any:
     """Return the value with each `artifact_uri` below `before` moved to `now`."""
     if isinstance(value, list):
-        return [_moved(item, before, now) for item in value]
+        return [_replace_store_uri(item, before, now) for item in value]
     if not isinstance(value, dict):
         return value
     return {
         key: now + item.removeprefix(before)
         if key == "artifact_uri" and isinstance(item, str) and item.startswith(f"{before}/")
-        else _moved(item, before, now)
+        else _replace_store_uri(item, before, now)
         for key, item in value.items()
     }
 
 
-def _path_of(directory: Path, table: str) -> Path:
+def _get_table_path(directory: Path, table: str) -> Path:
     return directory / "tables" / f"{table}.jsonl"
 
 
-def tables() -> list[Table]:
+def list_tables() -> list[Table]:
     """Return the tables of a backup, each after those that it refers to."""
-    return [table for table in Base.metadata.sorted_tables if table.name not in _OF_A_PROCESS]
+    return [table for table in Base.metadata.sorted_tables if table.name not in _EXCLUDED_TABLES]
 
 
 def _write_rows(session: Session, table: Table, path: Path) -> int:
     """Write a table's rows to a file, one JSON object a line. Returns how many."""
     number = 0
-    query = select(table).order_by(*table.primary_key.columns).execution_options(yield_per=_BATCH)
+    query = select(table).order_by(*table.primary_key.columns).execution_options(yield_per=_ROWS_PER_BATCH)
     with path.open("w", encoding="utf-8") as file:
         for row in session.execute(query):
             file.write(json.dumps(dict(row._mapping), ensure_ascii=False) + "\n")
@@ -259,23 +263,23 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _load_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+def _insert_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
     """Insert rows by table into an empty database, all or none. Raises `ConflictError` if it is not empty."""
     with database.writing() as session:
-        for table in tables():
+        for table in list_tables():
             number = session.scalar(select(func.count()).select_from(table)) or 0
             if number:
                 message = f"the database is not empty, it has {number} rows in {table.name}; restore into an empty one"
                 raise ConflictError(message, field="database_url")
-        for table in tables():
+        for table in list_tables():
             left = iter(rows.get(table.name, ()))
-            while batch := [dict(row) for row in islice(left, _BATCH)]:
+            while batch := [dict(row) for row in islice(left, _ROWS_PER_BATCH)]:
                 session.execute(insert(table), batch)
             if not database.is_sqlite:
-                _continue_numbers(session, table)
+                _set_sequence(session, table)
 
 
-def _continue_numbers(session: Session, table: Table) -> None:
+def _set_sequence(session: Session, table: Table) -> None:
     """Set PostgreSQL's sequence to the greatest inserted number; SQLite does so by itself."""
     counted = table.autoincrement_column
     greatest = None if counted is None else session.scalar(select(func.max(counted)))
@@ -283,19 +287,19 @@ def _continue_numbers(session: Session, table: Table) -> None:
         session.execute(select(func.setval(func.pg_get_serial_sequence(table.name, counted.name), greatest)))
 
 
-def _digest(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digest_stored(store: ObjectStore, key: str) -> str:
+def _compute_object_sha256(store: ObjectStore, key: str) -> str:
     digest = hashlib.sha256()
     for piece in store.stream(key, CHUNK_SIZE):
         digest.update(piece)
     return digest.hexdigest()
 
 
-def _damaged(path: Path) -> ArtifactCorruptError:
+def _make_checksum_error(path: Path) -> ArtifactCorruptError:
     return ArtifactCorruptError(
         f"{path} differs from its checksum; nothing of it was restored. Take another copy of the backup",
         field="directory",
@@ -304,7 +308,7 @@ def _damaged(path: Path) -> ArtifactCorruptError:
 
 
 @contextmanager
-def _file_errors(directory: Path) -> Iterator[None]:
+def _convert_file_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:

@@ -32,9 +32,9 @@ from swiftkv_platform.client import Client, Job, Resource
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
-from swiftkv_platform.local.terminal import flops, follow, size
+from swiftkv_platform.local.terminal import format_flops, format_size, show_events
 from swiftkv_platform.planning.machines import describe_processor
-from swiftkv_platform.settings import Settings, default_keys_file
+from swiftkv_platform.settings import Settings, get_default_keys_file
 from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import REAL_TEACHER
@@ -48,16 +48,16 @@ QUESTIONS = (
     "Explain in two sentences why the sky is blue.",
     "Give me three tips for learning to swim.",
 )
-_MAX_TOKENS, _ANSWER_TOKENS = 64, 96
-_ASKED_WITHIN_S = 300.0
+_MAX_TOKENS, _MAX_ANSWER_TOKENS = 64, 96
+_CHAT_TIMEOUT_S = 300.0
 _LOG_TAIL_LINES = 30
-_HOME_MARK = "this-is-a-demo"
+_MARKER_FILE = "this-is-a-demo"
 """File that marks a home as made by the demo, so that no directory of the user's is emptied."""
 _SPEC_LABEL = "demo-spec"
 
 
 @dataclass
-class Observed:
+class Observations:
     """Ids, text and timings that the demo observed; `demo` in the report."""
 
     job_id: str = ""
@@ -73,7 +73,7 @@ class Observed:
     """Seconds by phase, and `total`."""
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def measure_phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - started, 2)
@@ -98,46 +98,48 @@ def run_demo(
     is_llm = model in LLM_NAMES
     if is_llm:
         builtin_teacher(REAL_TEACHER)  # raises before anything is started
-    spec = llm_spec(short=short) if is_llm else job_spec(model)
-    stack = Stack(demo_settings(home.expanduser().resolve()))
-    claim_home(stack, keep=is_llm)
+    spec = build_llm_spec(short=short) if is_llm else build_job_spec(model)
+    stack = Stack(make_demo_settings(home.expanduser().resolve()))
+    prepare_home(stack, keep=is_llm)
     place, kept = escape(str(stack.home)), False
-    with signals_as_exit():
+    with convert_signals_to_exit():
         try:
-            report = _run(output, spec, stack, console, is_llm=is_llm)
+            report = _run_steps(output, spec, stack, console, is_llm=is_llm)
             kept = keep_running
         finally:
             if kept:
                 console.print(f"Still running; SWIFTKV_HOME={place} swiftkv down stops it.", soft_wrap=True)
             else:
-                step(console, "Stopping")
+                print_heading(console, "Stopping")
                 stack.down()
                 then = "; the same command continues from there." if is_llm else "."
                 console.print(f"Logs and checkpoints are in {place}{then}", soft_wrap=True)
     return report
 
 
-def _run(output: Path, spec: dict[str, Any], stack: Stack, console: Console, *, is_llm: bool) -> dict[str, Any]:
-    observed = Observed(prompt=QUESTIONS[0] if is_llm else PROMPT, dtype=spec["model"].get("dtype"))
+def _run_steps(output: Path, spec: dict[str, Any], stack: Stack, console: Console, *, is_llm: bool) -> dict[str, Any]:
+    observed = Observations(prompt=QUESTIONS[0] if is_llm else PROMPT, dtype=spec["model"].get("dtype"))
     picture, unplotted = output.with_name("demo-loss.png"), None
-    with observed.phase("total"):
-        step(console, "Starting Ray and the control plane")
-        with observed.phase("up"):
+    with observed.measure_phase("total"):
+        print_heading(console, "Starting Ray and the control plane")
+        with observed.measure_phase("up"):
             state = stack.up(StackOptions(port=0), lambda line: console.print(f"  {escape(line)}", highlight=False))
         with Client(state.url, serve_url=state.serve_url) as client:
             job = _start_or_resume_job(client, spec, console)
-            step(console, f"Distilling {spec['model']['name_or_path']} in {observed.dtype or 'bfloat16'} ({job.id})")
+            print_heading(
+                console, f"Distilling {spec['model']['name_or_path']} in {observed.dtype or 'bfloat16'} ({job.id})"
+            )
             job = follow_job(client, job, observed, console)
             evaluation = download_evaluation(client, job)
-            deployment = _deploy(client, job, observed, console)
+            deployment = _deploy_model(client, job, observed, console)
             if is_llm:
-                observed.chat = _talk(client, deployment, observed, console)
+                observed.chat = _compare_answers(client, deployment, observed, console)
             else:
-                _generate(client, observed, console)
+                _generate_text(client, observed, console)
                 unplotted = plot_loss(client.jobs.metrics(job.id), picture)
     report = build_report(evaluation, vars(observed))
     output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    step(console, "Report")
+    print_heading(console, "Report")
     print_report(report, console)
     console.print(f"Report: {output}", highlight=False, soft_wrap=True)
     if not is_llm:
@@ -156,12 +158,12 @@ def _start_or_resume_job(client: Client, spec: dict[str, Any], console: Console)
     return client.jobs.resume(before[0].id) if before[0].status == "paused" else before[0]
 
 
-def follow_job(client: Client, job: Job, observed: Observed, console: Console) -> Job:
+def follow_job(client: Client, job: Job, observed: Observations, console: Console) -> Job:
     """Show a job until it ends, and return it. If it did not succeed, print the end of its logs and raise
     `SwiftKVError`."""
-    with observed.phase("distill"):
+    with observed.measure_phase("distill"):
         observed.job_id = job.id
-        follow(client.jobs.events(job.id), console)
+        show_events(client.jobs.events(job.id), console)
         job = client.jobs.get(job.id)
     if job.status != "succeeded" or job.distilled_model is None:
         for line in list(client.jobs.logs(job.id))[-_LOG_TAIL_LINES:]:
@@ -172,21 +174,21 @@ def follow_job(client: Client, job: Job, observed: Observed, console: Console) -
     return job
 
 
-def _deploy(client: Client, job: Job, observed: Observed, console: Console) -> Resource:
-    step(console, f"Deploying {job.distilled_model}")
+def _deploy_model(client: Client, job: Job, observed: Observations, console: Console) -> Resource:
+    print_heading(console, f"Deploying {job.distilled_model}")
     for stale in client.deployments.list():  # left by an interrupted run
         client.deployments.delete(stale.id)
-    with observed.phase("deploy"):
+    with observed.measure_phase("deploy"):
         deployment = client.deployments.create(job.distilled_model)
         observed.deployment_id = deployment.id
         return client.deployments.wait_ready(deployment.id)
 
 
-def _generate(client: Client, observed: Observed, console: Console) -> None:
-    step(console, "Generating")
+def _generate_text(client: Client, observed: Observations, console: Console) -> None:
+    print_heading(console, "Generating")
     console.out(PROMPT, end="", style="bold", highlight=False)
     pieces = []
-    with observed.phase("generate"):
+    with observed.measure_phase("generate"):
         for piece in client.generate(PROMPT, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0):
             pieces.append(piece.text)
             console.out(piece.text, end="", highlight=False)
@@ -194,14 +196,16 @@ def _generate(client: Client, observed: Observed, console: Console) -> None:
     observed.generated_text = "".join(pieces)
 
 
-def _talk(client: Client, deployment: Resource, observed: Observed, console: Console) -> list[dict[str, str]]:
+def _compare_answers(
+    client: Client, deployment: Resource, observed: Observations, console: Console
+) -> list[dict[str, str]]:
     """Ask a deployed artifact the same questions as student and as teacher, and print both answers."""
-    step(console, "Asking student and teacher")
-    with observed.phase("chat"):
-        students = _answers(deployment.url, deployment.model)
+    print_heading(console, "Asking student and teacher")
+    with observed.measure_phase("chat"):
+        students = _ask_questions(deployment.url, deployment.model)
         client.deployments.update(deployment.id, engine={"swiftkv": False})
         deployment = client.deployments.wait_ready(deployment.id)
-        teachers = _answers(deployment.url, deployment.model)
+        teachers = _ask_questions(deployment.url, deployment.model)
     talks = [
         {"question": question, "teacher": teacher, "student": student}
         for question, teacher, student in zip(QUESTIONS, teachers, students, strict=True)
@@ -213,13 +217,13 @@ def _talk(client: Client, deployment: Resource, observed: Observed, console: Con
     return talks
 
 
-def _answers(url: str | None, model: str) -> Sequence[str]:
+def _ask_questions(url: str | None, model: str) -> Sequence[str]:
     """Return greedy answers to `QUESTIONS` from `/v1/chat/completions`."""
     texts = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
-        body = {"model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "temperature": 0.0}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_ASKED_WITHIN_S)
+        body = {"model": model, "messages": messages, "max_tokens": _MAX_ANSWER_TOKENS, "temperature": 0.0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_CHAT_TIMEOUT_S)
         if answer.is_error:
             raise SwiftKVError(f"{url}/v1/chat/completions answered {answer.status_code}: {answer.text[:500]}")
         texts.append(str(answer.json()["choices"][0]["message"]["content"]))
@@ -234,7 +238,7 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
     return evaluation
 
 
-def job_spec(model: str | None) -> dict[str, Any]:
+def build_job_spec(model: str | None) -> dict[str, Any]:
     """Return the job spec of the packaged recipe. `model`: another teacher, of which half the layers are skipped."""
     spec: dict[str, Any] = yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8"))
     if model is not None:
@@ -247,7 +251,7 @@ def job_spec(model: str | None) -> dict[str, Any]:
     return suited_to_cpu(spec)
 
 
-def llm_spec(*, short: bool = False) -> dict[str, Any]:
+def build_llm_spec(*, short: bool = False) -> dict[str, Any]:
     """Return the recipe's job spec. `short`: run every part within a few minutes, too short to learn anything."""
     spec = suited_to_cpu(yaml.safe_load(recipe(LLM_RECIPE).read_text(encoding="utf-8")))
     if short:
@@ -263,16 +267,16 @@ def llm_spec(*, short: bool = False) -> dict[str, Any]:
     return {**spec, "metadata": {_SPEC_LABEL: digest}}
 
 
-def demo_settings(home: Path) -> Settings:
+def make_demo_settings(home: Path) -> Settings:
     """Return settings of a stack of its own: without the operator's database, store and files of keys."""
     files = dict.fromkeys(OPERATOR_FILES)
     return Settings.model_validate({"home": home, "database_url": None, "storage_uri": None, **files})
 
 
-def claim_home(stack: Stack, *, keep: bool) -> None:
+def prepare_home(stack: Stack, *, keep: bool) -> None:
     """Prepare the stack's home, emptied of an earlier demo unless `keep`. Raises `InvalidInputError` for a non-empty
     directory that no demo made, and for a kept one with API keys."""
-    mark = stack.home / _HOME_MARK
+    mark = stack.home / _MARKER_FILE
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
             raise InvalidInputError(
@@ -283,7 +287,7 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
         if not keep:
             stack.down()
             shutil.rmtree(stack.home)
-        elif (keys := default_keys_file(stack.home)).exists():
+        elif (keys := get_default_keys_file(stack.home)).exists():
             raise InvalidInputError.for_field(
                 "home", str(stack.home), f"; the demo runs without API keys: move {keys} away"
             )
@@ -292,7 +296,7 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
 
 
 @contextmanager
-def signals_as_exit() -> Iterator[None]:
+def convert_signals_to_exit() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP (closed terminal) into `SystemExit`, so that what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
@@ -306,7 +310,7 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def step(console: Console, title: str) -> None:
+def print_heading(console: Console, title: str) -> None:
     """Print the heading of a part of the demo."""
     console.rule(f"[bold]{escape(title)}", align="left")
 
@@ -368,8 +372,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     table = Table(f"prompt of {report['prompt_length']:,} tokens", "dense", "SwiftKV", "ratio", title="Cost")
     figures = (
-        ("prefill a token", "prefill_flops_per_token", flops),
-        ("KV cache a token", "kv_bytes_per_token", size),
+        ("prefill a token", "prefill_flops_per_token", format_flops),
+        ("KV cache a token", "kv_bytes_per_token", format_size),
         ("time to first token", "ttft_ms", "{:.0f} ms".format),
     )
     for label, key, shown in figures:

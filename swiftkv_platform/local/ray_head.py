@@ -18,7 +18,7 @@ from typing import Any
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.errors import ClusterUnavailableError
 
-_LONGEST_TEMP_ROOT = 40
+_MAX_TEMP_ROOT_LENGTH = 40
 """Most characters. Ray adds about 60 for its sockets, and a unix socket's path has at most 107 (104 on macOS)."""
 _JOB_STOP_WAIT_S = 20
 """Seconds between SIGTERM and SIGKILL for the entrypoint of a cancelled job; Ray's default of 3 is too short to clean
@@ -68,11 +68,11 @@ class RayHead:
         return {
             # An address in the environment would make `ray start` and every driver look for another cluster.
             **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
-            **auth_environment(self.token_file),
+            **make_auth_environment(self.token_file),
             **HIDE_UNRESERVED_GPUS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
-            "RAY_START_HOOK": f"{__name__}.without_client_server",
+            "RAY_START_HOOK": f"{__name__}.disable_client_server",
             # Disables clusters of several machines: the node's address is then 127.0.0.1, on Linux too.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # Keeps Ray from overwriting the environment of processes it renames; they are found by it.
@@ -86,7 +86,7 @@ class RayHead:
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "swiftkv_platform.serve.prefixes:proxy_middlewares",
         }
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the head accepts jobs: its dashboard answers and its node is alive."""
         # Imported here because the command line must start without the extra `platform`.
         from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
@@ -99,17 +99,17 @@ class RayHead:
         return True
 
 
-def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
+def disable_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
     """Hook of `ray start` that disables the Ray Client server, a second entrance that nothing here uses."""
     parameters.ray_client_server_port = None
 
 
-def auth_environment(token_file: Path) -> dict[str, str]:
+def make_auth_environment(token_file: Path) -> dict[str, str]:
     """Return the environment variables that a process needs to talk to the head."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
-def ensure_token(path: Path) -> None:
+def create_token(path: Path) -> None:
     """Write a random token that only its owner can read, unless the file exists."""
     if path.exists():
         return
@@ -122,10 +122,10 @@ def ensure_token(path: Path) -> None:
 def make_temp_dir() -> Path:
     """Create a directory with a path short enough for Ray's sockets."""
     root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="skv-", dir=root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"))  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix="skv-", dir=root if len(root) <= _MAX_TEMP_ROOT_LENGTH else "/tmp"))  # noqa: S108
 
 
-def free_ports(wanted: list[int]) -> list[int]:
+def find_free_ports(wanted: list[int]) -> list[int]:
     """Return distinct free loopback ports: each wanted one if it is free, else any (0: any)."""
     found = []
     with ExitStack() as held:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-MARK = "SWIFTKV_STACK"
+MARK_VARIABLE = "SWIFTKV_STACK"
 """Environment variable that carries the mark."""
 
 _KILL_WAIT_S = 10.0
@@ -38,15 +38,15 @@ class ProcessRef(BaseModel):
 
     @property
     def alive(self) -> bool:
-        return self._process() is not None
+        return self._find_process() is not None
 
     def terminate(self, grace_s: float) -> None:
         """Stop this process only: SIGTERM, then SIGKILL after `grace_s` seconds."""
-        process = self._process()
+        process = self._find_process()
         if process is not None:
-            _stop([process], grace_s)
+            _stop_processes([process], grace_s)
 
-    def _process(self) -> psutil.Process | None:
+    def _find_process(self) -> psutil.Process | None:
         try:
             process = psutil.Process(self.pid)
             same = process.create_time() == self.created_at and process.status() != psutil.STATUS_ZOMBIE
@@ -61,7 +61,7 @@ def start_process(command: Sequence[str], *, mark: str, env: Mapping[str, str], 
     with log.open("ab") as output:
         child = subprocess.Popen(
             command,
-            env={**env, MARK: mark},
+            env={**env, MARK_VARIABLE: mark},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -74,13 +74,13 @@ def start_process(command: Sequence[str], *, mark: str, env: Mapping[str, str], 
     return ref
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def find_marked_processes(mark: str) -> list[psutil.Process]:
     """Return all living processes with this mark except this process and its ancestors."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in own and process.environ().get(MARK) == mark and process.is_running():
+            if process.pid not in own and process.environ().get(MARK_VARIABLE) == mark and process.is_running():
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             # Another user's, a kernel thread or one that has just ended: none of ours.
@@ -88,27 +88,27 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def stop_marked(mark: str, *, grace_s: float) -> int:
+def stop_marked_processes(mark: str, *, grace_s: float) -> int:
     """Stop every process with this mark: SIGTERM to all, SIGKILL after `grace_s` seconds. Returns their number."""
     deadline = time.monotonic() + _KILL_WAIT_S + grace_s
     seen: set[int] = set()
     # Repeat until none is left: a process may have started another one after the list was made.
-    while (processes := marked(mark)) and time.monotonic() < deadline:
+    while (processes := find_marked_processes(mark)) and time.monotonic() < deadline:
         seen.update(process.pid for process in processes)
-        _stop(processes, grace_s)
+        _stop_processes(processes, grace_s)
         grace_s = 0.0
     return len(seen)
 
 
-def _stop(processes: Iterable[psutil.Process], grace_s: float) -> None:
+def _stop_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
     processes = list(processes)
-    _signal(processes, signal.SIGTERM)
+    _send_signal(processes, signal.SIGTERM)
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    _signal(alive, signal.SIGKILL)
+    _send_signal(alive, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=_KILL_WAIT_S)
 
 
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+def _send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         try:
             process.send_signal(number)
@@ -162,7 +162,7 @@ class RunDirectory:
         self.token_file = self.path / "ray-token"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the lock of `up` and `down`, waiting for a command that holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
@@ -189,6 +189,6 @@ class RunDirectory:
             (self.path / f"{name}.pid").unlink(missing_ok=True)
 
 
-def port_of(url: str) -> int:
+def parse_port(url: str) -> int:
     """Return the port in a URL; 0 if it names none."""
     return urlsplit(url).port or 0

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from swiftkv_platform.contract.events import Pace
 
-_STYLES = {"info": "dim", "warn": "yellow", "error": "bold red"}
-_PLAIN_LINES = 10
+_STYLE_BY_LEVEL = {"info": "dim", "warn": "yellow", "error": "bold red"}
+_MAX_PROGRESS_LINES = 10
 """Progress lines printed in a whole run if the output is not a terminal."""
 
 
@@ -44,10 +44,10 @@ class JobDisplay:
         self._console = console
         self._step = 0
         self._total_steps: int | None = None
-        self._point: dict[str, Any] = {}
+        self._last_metrics: dict[str, Any] = {}
         """The last step's metrics."""
         self._pace: Pace | None = None
-        self._lines_shown = 0
+        self._num_progress_lines = 0
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -59,7 +59,7 @@ class JobDisplay:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("queued", total=None, **self._figures())
+        self._task = self._bar.add_task("queued", total=None, **self._format_progress())
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -68,78 +68,78 @@ class JobDisplay:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, event: Event) -> None:
+    def show_event(self, event: Event) -> None:
         """Show an event."""
         if event.type == "metrics":
-            self._remember(event)
+            self._record_metrics(event)
             if not self._console.is_terminal:
-                self._print_share()
+                self._print_progress()
         else:
-            self._print(escape(event.message), style=_STYLES[event.level])
+            self._print_line(escape(event.message), style=_STYLE_BY_LEVEL[event.level])
         status = event.data.get("status") if event.type == "status" else None
         self._bar.update(
-            self._task, description=status, completed=self._step, total=self._total_steps, **self._figures()
+            self._task, description=status, completed=self._step, total=self._total_steps, **self._format_progress()
         )
 
-    def _remember(self, event: Event) -> None:
+    def _record_metrics(self, event: Event) -> None:
         self._total_steps = event.data.get("total_steps") or self._total_steps
         if points := event.data.get("points"):
-            self._point = points[-1]
-            step = int(self._point["step"])
+            self._last_metrics = points[-1]
+            step = int(self._last_metrics["step"])
             self._pace = Pace.extend(self._pace, step, event.time, last_step=self._step)
             self._step = step
 
-    def _figures(self) -> dict[str, Any]:
+    def _format_progress(self) -> dict[str, Any]:
         """Return the step, loss and speed of the last step, and the estimated time to the last one as in the API; that
         is empty if no pace is known, in a sweep, and at the end."""
         numbers, left = [], None
-        if self._point.get("loss") is not None:
-            numbers.append(f"loss {self._point['loss']:.4f}")
-        if self._point.get("tokens_per_second") is not None:
-            numbers.append(f"{self._point['tokens_per_second']:,.0f} tokens/s")
-        if self._pace is not None and "trial" not in self._point:
+        if self._last_metrics.get("loss") is not None:
+            numbers.append(f"loss {self._last_metrics['loss']:.4f}")
+        if self._last_metrics.get("tokens_per_second") is not None:
+            numbers.append(f"{self._last_metrics['tokens_per_second']:,.0f} tokens/s")
+        if self._pace is not None and "trial" not in self._last_metrics:
             left = self._pace.estimate_seconds_remaining(self._step, self._total_steps)
         return {
             "steps": f"{self._step}/{self._total_steps}" if self._total_steps else "",
             "numbers": "  ".join(numbers),
-            "time_left": f"ETA {duration(left)}" if left else "",
+            "time_left": f"ETA {format_duration(left)}" if left else "",
         }
 
-    def _print_share(self) -> None:
+    def _print_progress(self) -> None:
         """Print the progress if another tenth of the steps is done."""
-        lines = self._step * _PLAIN_LINES // self._total_steps if self._total_steps else 0
-        if lines != self._lines_shown:
-            self._lines_shown = lines
-            figures = self._figures()
-            self._print("  ".join(filter(None, (f"step {figures.pop('steps')}", *figures.values()))))
+        lines = self._step * _MAX_PROGRESS_LINES // self._total_steps if self._total_steps else 0
+        if lines != self._num_progress_lines:
+            self._num_progress_lines = lines
+            figures = self._format_progress()
+            self._print_line("  ".join(filter(None, (f"step {figures.pop('steps')}", *figures.values()))))
 
-    def _print(self, line: str, style: str | None = None) -> None:
+    def _print_line(self, line: str, style: str | None = None) -> None:
         self._console.print(f"  {line}", style=style, highlight=False, soft_wrap=True)
 
 
-def follow(events: Iterable[Event], console: Console) -> None:
+def show_events(events: Iterable[Event], console: Console) -> None:
     """Show a job's events until they end."""
     with JobDisplay(console) as display:
         for event in events:
-            display.show(event)
+            display.show_event(event)
 
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _DAY_S, _HOUR_S, _MINUTE_S = 86400, 3600, 60
 
 
-def size(num_bytes: float) -> str:
+def format_size(num_bytes: float) -> str:
     """Format bytes as `124 MiB`: three digits, in powers of 1,024."""
-    return _scaled(num_bytes, 1024, _BINARY)
+    return _format_scaled(num_bytes, 1024, _BYTE_UNITS)
 
 
-def flops(number: float) -> str:
+def format_flops(number: float) -> str:
     """Format as `29.6 TFLOPs`: three digits, in powers of 1,000."""
-    return f"{_scaled(number, 1000, _DECIMAL)}FLOPs"
+    return f"{_format_scaled(number, 1000, _DECIMAL_PREFIXES)}FLOPs"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """Format as `5.99 million`, with three digits; numbers below a million in full."""
     for least, name in ((1e9, "billion"), (1e6, "million")):
         if number >= least:
@@ -147,7 +147,7 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format as `4 min 10 s`, with the two largest units."""
     whole = round(seconds)
     parts = (
@@ -161,12 +161,12 @@ def duration(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in shown) or "0 s"
 
 
-def plural(number: float, thing: str) -> str:
+def pluralize(number: float, thing: str) -> str:
     """Format as `1 step`, `2 steps`."""
     return f"{number:,g} {thing}{'' if number == 1 else 's'}"
 
 
-def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+def _format_scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     # Three digits would round 999.5 and more to 1000: use the next unit.
     while power < len(units) - 1 and number >= 999.5 * base**power:

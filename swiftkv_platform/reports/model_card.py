@@ -11,7 +11,7 @@ from swiftkv_platform.installing import make_source_install_command
 from swiftkv_platform.student_shape import find_bypassed_layers, format_layers
 
 
-def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
+def render_model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
     """The card of one model.
 
     Args:
@@ -22,22 +22,22 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
     spec: Mapping[str, Any] = lineage.get("spec") or {}
     name, teacher = str(spec.get("name", "SwiftKV model")), str(lineage.get("teacher", "unknown"))
     parts = [
-        _metadata(teacher, licence),
+        _format_front_matter(teacher, licence),
         f"# {name}",
-        f"A SwiftKV student of `{teacher}`{_revision(lineage)}, distilled by SwiftKV Platform: a prompt's tokens stop "
-        "at an early layer, so that prefill takes less compute and the KV cache less memory.",
+        f"A SwiftKV student of `{teacher}`{_format_revision(lineage)}, distilled by SwiftKV Platform: a prompt's "
+        "tokens stop at an early layer, so that prefill takes less compute and the KV cache less memory.",
         summarize_quality(report) or "",
-        _verdict(report),
-        _measures(report),
-        _limits(report),
-        _origin(lineage, report),
-        _licence(teacher, licence),
-        _serving(name, spec.get("swiftkv") or {}),
+        _format_verdict(report),
+        _format_measures(report),
+        _format_limits(report),
+        _format_origin(lineage, report),
+        _format_license(teacher, licence),
+        _format_serving(name, spec.get("swiftkv") or {}),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(teacher: str, licence: str | None) -> str:
+def _format_front_matter(teacher: str, licence: str | None) -> str:
     """Return front matter for the hub; values are JSON, which is valid YAML."""
     lines = ["library_name: transformers", "tags: [swiftkv]"]
     if licence is not None:
@@ -47,22 +47,20 @@ def _metadata(teacher: str, licence: str | None) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _revision(lineage: Mapping[str, Any]) -> str:
+def _format_revision(lineage: Mapping[str, Any]) -> str:
     return f" (revision `{lineage['revision']}`)" if lineage.get("revision") else ""
 
 
-def _verdict(report: Mapping[str, Any]) -> str:
+def _format_verdict(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
         return "**No quality limit was set for this model**, so none of the figures below were required."
     worst = gates[0]
-    return (
-        f"**Worst measure: {worst['subject']} is {_number(worst['value'])}, limit {_number(worst['limit'])}, "
-        f"{read_gate_verdict(worst)}.**"
-    )
+    value, limit = _format_number(worst["value"]), _format_number(worst["limit"])
+    return f"**Worst measure: {worst['subject']} is {value}, limit {limit}, {read_gate_verdict(worst)}.**"
 
 
-def _measures(report: Mapping[str, Any]) -> str:
+def _format_measures(report: Mapping[str, Any]) -> str:
     student, teacher = report.get("distilled") or {}, report.get("teacher") or {}
     rows = [
         ("held-out perplexity", teacher.get("perplexity"), student.get("perplexity")),
@@ -71,30 +69,34 @@ def _measures(report: Mapping[str, Any]) -> str:
         ("prefill FLOPs, relative", 1.0, report.get("prefill_flops_ratio")),
         ("KV cache bytes, relative", 1.0, report.get("kv_bytes_ratio")),
     ]
-    tasks = sorted(report.get("tasks") or (), key=_lost, reverse=True)
+    tasks = sorted(report.get("tasks") or (), key=_compute_loss, reverse=True)
     rows += [(f"{task['task']}, {task.get('metric', 'score')}", task["teacher"], task["student"]) for task in tasks]
     lines = ["## Quality", "", "| measure | teacher | this model |", "|---|---|---|"]
-    lines += [f"| {label} | {_number(one)} | {_number(other)} |" for label, one, other in rows if other is not None]
+    lines += [
+        f"| {label} | {_format_number(one)} | {_format_number(other)} |"
+        for label, one, other in rows
+        if other is not None
+    ]
     return "\n".join(lines)
 
 
-def _lost(task: Mapping[str, Any]) -> float:
+def _compute_loss(task: Mapping[str, Any]) -> float:
     lost = float(task["teacher"]) - float(task["student"])
     return lost if task.get("higher_is_better", True) else -lost
 
 
-def _limits(report: Mapping[str, Any]) -> str:
+def _format_limits(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
         return ""
     lines = ["## Quality limits, worst first", "", "| limit | required | measured | |", "|---|---|---|---|"]
     for gate in gates:
-        limit, value = _number(gate["limit"]), _number(gate["value"])
+        limit, value = _format_number(gate["limit"]), _format_number(gate["value"])
         lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {read_gate_verdict(gate)} |")
     return "\n".join(lines)
 
 
-def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def _format_origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     spec: Mapping[str, Any] = lineage.get("spec") or {}
     sources = (spec.get("data") or {}).get("sources") or ()
     swiftkv = spec.get("swiftkv") or {}
@@ -119,7 +121,7 @@ def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _licence(teacher: str, licence: str | None) -> str:
+def _format_license(teacher: str, licence: str | None) -> str:
     said = (
         f"`{teacher}` is under the licence **{licence}**, and this model, which contains its weights, is as well."
         if licence is not None
@@ -129,7 +131,7 @@ def _licence(teacher: str, licence: str | None) -> str:
     return f"## Licence\n\n{said}"
 
 
-def _serving(name: str, swiftkv: Mapping[str, Any]) -> str:
+def _format_serving(name: str, swiftkv: Mapping[str, Any]) -> str:
     layers = swiftkv.get("prefill_layers") or ()
     if find_bypassed_layers(layers):
         engine = "With SwiftKV Platform's own engine (vLLM does not serve it), or with transformers:"
@@ -157,5 +159,5 @@ model = AutoModelForCausalLM.from_pretrained("./{name}")
 ```"""
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return "" if value is None else f"{float(value):.4g}"

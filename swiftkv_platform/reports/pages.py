@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def render(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """Render a page from `template` and `values`; the template decides which values are HTML."""
-    return _environment().get_template(template).render(values)
+    return _get_environment().get_template(template).render(values)
 
 
 @cache
-def _environment() -> Environment:
+def _get_environment() -> Environment:
     return Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -48,16 +48,16 @@ STAGES = {
 """Keys of `evaluation.json` that hold a student's quality, in order of time."""
 
 
-_DESCRIPTIONS = {
+_PLOT_DESCRIPTIONS = {
     "tasks": "Scores of teacher and student by task; the table below has the figures",
     "exit_head": "Exit head by confidence: share of positions and agreement with the student",
     "losses": "Training losses over tokens; they fall from left to right",
 }
-_ORIGIN = ("job_id", "attempt", "teacher", "revision", "data_fingerprint", "code_version", "trial")
+_LINEAGE_KEYS = ("job_id", "attempt", "teacher", "revision", "data_fingerprint", "code_version", "trial")
 """Keys of an artifact's lineage that the page shows."""
 
 
-def evaluation_page(
+def render_evaluation_page(
     report: Mapping[str, Any], lineage: Mapping[str, Any], points: Sequence[Mapping[str, float]] = ()
 ) -> str:
     """The page of one model.
@@ -68,38 +68,38 @@ def evaluation_page(
         points: metrics of training steps for the loss curve; a sample of them for a long run.
     """
     spec = lineage.get("spec", {})
-    return render(
+    return render_template(
         "evaluation.html",
         title=f"Evaluation of {spec.get('name', 'SwiftKV model')}",
-        lead=_lead(report, lineage),
+        lead=_format_lead(report, lineage),
         report=report,
         stages=STAGES,
-        plots=_plots(report, points),
-        points_lost=_points_lost,
+        plots=_render_plots(report, points),
+        points_lost=_compute_points_lost,
         num_steps=int(points[-1]["step"]) if points else 0,
         last_loss=points[-1].get("loss", float("nan")) if points else None,
         lineage=lineage,
-        origin=_ORIGIN,
+        origin=_LINEAGE_KEYS,
         spec=json.dumps(spec, indent=2, ensure_ascii=False),
     )
 
 
-def evaluation_charts(report: Mapping[str, Any]) -> dict[str, Figure]:
+def plot_evaluation(report: Mapping[str, Any]) -> dict[str, Figure]:
     """The plots of the page, for trackers."""
     charts = {}
     if report["tasks"]:
-        charts["tasks"] = task_chart(report["tasks"])
+        charts["tasks"] = plot_tasks(report["tasks"])
     if report["exit_head"] is not None:
-        charts["exit_head"] = exit_head_chart(report["exit_head"])
+        charts["exit_head"] = plot_exit_head(report["exit_head"])
     return charts
 
 
-def _plots(report: Mapping[str, Any], points: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    charts = {**evaluation_charts(report), "losses": loss_chart(points)}
-    return {name: as_svg(chart, _DESCRIPTIONS[name]) for name, chart in charts.items() if chart is not None}
+def _render_plots(report: Mapping[str, Any], points: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    charts = {**plot_evaluation(report), "losses": plot_losses(points)}
+    return {name: render_svg(chart, _PLOT_DESCRIPTIONS[name]) for name, chart in charts.items() if chart is not None}
 
 
-def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
+def _format_lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     parts = [f"teacher {lineage['teacher']}"] if lineage.get("teacher") else []
     if report["gates"]:
         worst = report["gates"][0]
@@ -115,41 +115,41 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _points_lost(task: Mapping[str, Any]) -> float:
+def _compute_points_lost(task: Mapping[str, Any]) -> float:
     more_is_better = task.get("higher_is_better", True)  # missing in older reports, where higher is always better
     return points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
 
 
-def sweep_page(name: str, sweep: SweepReport) -> str:
+def render_sweep_page(name: str, sweep: SweepReport) -> str:
     """The page of a sweep: the frontier of quality and compute, every trial, and the one to take."""
     measured = [point for point in sweep.points if point.report is not None]
     chosen = "none within the budget" if sweep.recommended is None else f"{sweep.recommended} recommended"
-    return render(
+    return render_template(
         "sweep.html",
         title=f"Sweep {name}",
         lead=f"{len(sweep.points)} trials, {chosen}",
-        plot=_plot(sweep, measured),
+        plot=_render_frontier(sweep, measured),
         points=sweep.points,
         failed=[point for point in sweep.points if point.report is None],
         gates=next((point.report["gates"] for point in measured if point.report), []),
     )
 
 
-def _plot(sweep: SweepReport, measured: list[TrialResult]) -> str | None:
+def _render_frontier(sweep: SweepReport, measured: list[TrialResult]) -> str | None:
     if not measured:
         return None
-    chart = frontier_chart(measured, sweep.recommended)
-    return as_svg(chart, "Held-out KL over prefill compute of every trial; the table below has the figures")
+    chart = plot_frontier(measured, sweep.recommended)
+    return render_svg(chart, "Held-out KL over prefill compute of every trial; the table below has the figures")
 
 
 _INK = "#13579b"
 """Placeholder for the page's text colour, which follows the reader's light or dark theme."""
 _PALETTE = ("#3b82c4", "#d9822b", "#4d9f63", "#b0569f", "#c7514a", "#7a6fd0")
 """Colours of medium lightness, visible on both white and near black."""
-_PREFIX = re.compile(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"')
+_SVG_SIZE = re.compile(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"')
 
 
-def as_svg(figure: Figure, description: str) -> str:
+def render_svg(figure: Figure, description: str) -> str:
     """Return an `<svg>` element with the page's width and text colour; `description` is for screen readers."""
     import matplotlib as mpl
 
@@ -159,20 +159,20 @@ def as_svg(figure: Figure, description: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    return _PREFIX.sub(rf'\1 role="img" aria-label="{escape(description)}"', text, count=1)
+    return _SVG_SIZE.sub(rf'\1 role="img" aria-label="{escape(description)}"', text, count=1)
 
 
-def as_png(figure: Figure) -> bytes:
+def render_png(figure: Figure) -> bytes:
     """Draw a figure on white, for viewers without themes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
-def loss_chart(points: Sequence[Mapping[str, float]]) -> Figure | None:
+def plot_losses(points: Sequence[Mapping[str, float]]) -> Figure | None:
     """Plot losses over the tokens trained on; None if there are none."""
     names = sorted({name for point in points for name in point if name.endswith("_loss")}) or ["loss"]
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     for colour, name in zip(_PALETTE, names, strict=False):
         series = [(point["tokens"], point[name]) for point in points if name in point and "tokens" in point]
         if series:
@@ -182,14 +182,14 @@ def loss_chart(points: Sequence[Mapping[str, float]]) -> Figure | None:
     axes.set_xlabel("tokens trained")
     axes.set_ylabel("mean over counted positions (nats)")
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    _draw_legend(axes)
     return figure
 
 
-def exit_head_chart(bins: Sequence[Mapping[str, Any]]) -> Figure:
+def plot_exit_head(bins: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot figure D.1 of the paper: the distribution of the exit head's confidence, and its agreement with the
     student."""
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     width = bins[0]["high"] - bins[0]["low"]
     axes.bar(
         [b["low"] for b in bins], [b["share"] for b in bins], width * 0.92, align="edge", color=_PALETTE[0], alpha=0.6
@@ -203,13 +203,13 @@ def exit_head_chart(bins: Sequence[Mapping[str, Any]]) -> Figure:
     right.set_ylabel("agreement with the student (line)")
     right.set_ylim(0, 1.03)
     axes.set_xlim(0, 1)
-    _style(right)
+    _style_axes(right)
     return figure
 
 
-def task_chart(tasks: Sequence[Mapping[str, Any]]) -> Figure:
+def plot_tasks(tasks: Sequence[Mapping[str, Any]]) -> Figure:
     """Scores of teacher and student, with their standard errors."""
-    figure, axes = _figure(height=1.2 + 0.55 * len(tasks))
+    figure, axes = _make_figure(height=1.2 + 0.55 * len(tasks))
     for offset, colour, who in ((-0.18, _PALETTE[0], "teacher"), (0.18, _PALETTE[1], "student")):
         axes.barh(
             [i + offset for i in range(len(tasks))],
@@ -224,13 +224,13 @@ def task_chart(tasks: Sequence[Mapping[str, Any]]) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("score")
-    _legend(axes)
+    _draw_legend(axes)
     return figure
 
 
-def frontier_chart(points: Sequence[TrialResult], recommended: str | None) -> Figure:
+def plot_frontier(points: Sequence[TrialResult], recommended: str | None) -> Figure:
     """Plot held-out KL over prefill compute, with a marker for every measured trial and the frontier as a line."""
-    figure, axes = _figure(height=4.2)
+    figure, axes = _make_figure(height=4.2)
     at = {point.name: (point.ranking_key[0], point.ranking_key[2]) for point in points}
     frontier = sorted(at[point.name] for point in points if point.on_frontier)
     axes.plot(*zip(*frontier, strict=True), color=_INK, linewidth=1.0, linestyle="--", label="frontier", zorder=1)
@@ -244,21 +244,21 @@ def frontier_chart(points: Sequence[TrialResult], recommended: str | None) -> Fi
     axes.set_xlabel("prefill compute relative to the teacher")
     axes.set_ylabel("held-out KL (nats)")
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    _draw_legend(axes)
     return figure
 
 
-def _figure(*, height: float = 3.4) -> tuple[Figure, Axes]:
+def _make_figure(*, height: float = 3.4) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
     axes = figure.add_subplot()
-    _style(axes)
+    _style_axes(axes)
     axes.grid(alpha=0.25)
     return figure, axes
 
 
-def _style(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     for spine in axes.spines.values():
         spine.set_color(_INK)
     axes.tick_params(colors=_INK)
@@ -266,7 +266,7 @@ def _style(axes: Axes) -> None:
     axes.yaxis.label.set_color(_INK)
 
 
-def _legend(axes: Axes) -> None:
+def _draw_legend(axes: Axes) -> None:
     """Draw the legend above the plot, where it covers nothing."""
     axes.legend(
         frameon=False, labelcolor=_INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, columnspacing=1.2, borderpad=0

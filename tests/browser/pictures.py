@@ -22,7 +22,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.local.demo import PROMPT, job_spec, signals_as_exit
+from swiftkv_platform.local.demo import PROMPT, build_job_spec, convert_signals_to_exit
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.support.browsers import CHROMIUM, FLAGS
@@ -96,7 +96,7 @@ def spec(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
         "evaluation": {"max_tokens": 4096},
         "resources": {"num_workers": 1},
     }
-    made = {**job_spec(None), "name": name}
+    made = {**build_job_spec(None), "name": name}
     for changes in (short, parts):
         made |= {part: {**made.get(part, {}), **values} for part, values in changes.items()}
     return made
@@ -223,7 +223,11 @@ def write_page(file: Path, commit: str, happened: list[str]) -> None:
 def main() -> None:
     shown = ROOT / "docs" / "pictures"
     shown.mkdir(exist_ok=True)
-    with signals_as_exit(), tempfile.TemporaryDirectory(prefix="pictures-") as home, sync_playwright() as driver:
+    with (
+        convert_signals_to_exit(),
+        tempfile.TemporaryDirectory(prefix="pictures-") as home,
+        sync_playwright() as driver,
+    ):
         stack = Stack(Settings(home=Path(home), database_url=None, storage_uri=None))
         browser = driver.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False, args=FLAGS)
         try:

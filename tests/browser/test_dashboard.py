@@ -131,7 +131,7 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     work = panel("Running and waiting")
     left = server.get(f"/jobs/{job}")["progress"]["seconds_remaining"]
     assert left == 140, "7 steps of 20 s remain"
-    shown = f"{units.duration(left)} left"  # `watch` prints the same
+    shown = f"{units.format_duration(left)} left"  # `watch` prints the same
     expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text(shown)
     expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
     held = server.get("/quota")["held_by_jobs"]["cpus"]

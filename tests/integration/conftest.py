@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from swiftkv_platform.local.ray_head import RayHead, make_auth_environment
 from tests.integration.planes import RayCluster
 from tests.support.rays import free_port, ray_head
 from tests.support.s3_servers import S3Server, run_moto
@@ -67,7 +67,7 @@ def variables(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def head(variables: dict[str, str]) -> Iterator[RayHead]:
     """The shared Ray head, with room for two workers and two replicas; this process has its token."""
-    with ray_head({**_SERVE, **variables}, num_cpus=4) as head, environment(auth_environment(head.token_file)):
+    with ray_head({**_SERVE, **variables}, num_cpus=4) as head, environment(make_auth_environment(head.token_file)):
         yield head
 
 

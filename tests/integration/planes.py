@@ -23,7 +23,7 @@ import httpx
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
-from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from swiftkv_platform.local.ray_head import RayHead, make_auth_environment
 from tests.support.rays import free_port
 from tests.support.waiting import eventually
 
@@ -115,7 +115,7 @@ class RayCluster:
     @classmethod
     def of(cls, head: RayHead) -> RayCluster:
         """Wait until the head takes jobs."""
-        auth = auth_environment(head.token_file)
+        auth = make_auth_environment(head.token_file)
         home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
         eventually(lambda: takes_jobs(head), "Ray takes jobs", seconds=180.0)
         return cls(head.dashboard_url, {**os.environ, **home, **auth})

@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.control_plane.wiring import build_components
-from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.local.ray_head import make_auth_environment
 from swiftkv_platform.settings import Settings
 from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import READ_REQUEST, ROOT, RayCluster
@@ -121,7 +121,7 @@ def installation(tmp_path: Path) -> Iterator[Installation]:
         ray = HeadProcess({**s3, **tracking}, num_cpus=2)
         stack.callback(ray.remove)
         ray.start()
-        stack.enter_context(environment(auth_environment(ray.head.token_file)))
+        stack.enter_context(environment(make_auth_environment(ray.head.token_file)))
         RayCluster.of(ray.head)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True))
         postgres = pgserver.get_server(place, cleanup_mode=None)

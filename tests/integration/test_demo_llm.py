@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.local.state import marked
+from swiftkv_platform.local.state import find_marked_processes
 from tests.support.requirements import missing
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     assert "Tokyo" in capital["teacher"]
     assert all(talk["student"] for talk in first["demo"]["chat"])
     assert any(talk["student"] != talk["teacher"] for talk in first["demo"]["chat"])
-    assert marked(str(home)) == []
+    assert find_marked_processes(str(home)) == []
 
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
 

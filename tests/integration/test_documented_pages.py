@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.local.state import RunDirectory, StackState, marked
+from swiftkv_platform.local.state import RunDirectory, StackState, find_marked_processes
 from tests.contract.serving.replicas import save_chat_model
 from tests.support.documented import Block, blocks
 
@@ -120,7 +120,7 @@ def running(reader: Reader) -> Iterator[Reader]:
         yield reader
     finally:
         subprocess.run([Path(sys.executable).parent / "swiftkv", "down"], env=reader.environment, check=True)
-    assert marked(str(reader.home)) == []
+    assert find_marked_processes(str(reader.home)) == []
 
 
 def run(reader: Reader, page: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from swiftkv_platform.local.ray_head import RayHead, make_auth_environment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.integration.conftest import environment, wait_for
@@ -28,7 +28,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         "SWIFTKV_SHARED_DIRECTORY": "1",
         "PYTHONPATH": str(ROOT),
     }
-    with environment(own), ray_head(num_cpus=1) as head, environment(auth_environment(head.token_file)):
+    with environment(own), ray_head(num_cpus=1) as head, environment(make_auth_environment(head.token_file)):
         ray.init(address=head.address, log_to_driver=False)
         try:
             yield head

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.state import marked
+from swiftkv_platform.local.state import find_marked_processes
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
@@ -49,7 +49,11 @@ class Platform:
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes of Ray Train's workers."""
-        return [p for p in marked(str(self.home)) if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
+        return [
+            p
+            for p in find_marked_processes(str(self.home))
+            if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
                 yield Platform(home, state.url, client)
         finally:
             stack.down()
-        assert marked(str(home)) == []
+        assert find_marked_processes(str(home)) == []
 
 
 @pytest.fixture

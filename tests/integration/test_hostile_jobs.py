@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.local.ray_head import make_auth_environment
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.conftest import environment, wait_for
@@ -102,7 +102,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, tiny_teacher: Path) -> Iterat
             "HF_HUB_OFFLINE": "0",
             "HF_ENDPOINT": "http://127.0.0.1:1",
         }
-        with _working_in(cwd), ray_head(variables, num_cpus=2) as head, environment(auth_environment(head.token_file)):
+        with (
+            _working_in(cwd),
+            ray_head(variables, num_cpus=2) as head,
+            environment(make_auth_environment(head.token_file)),
+        ):
             keys = directory / "keys.yaml"
             token = create_key(keys, name="eve", tenant="acme", scopes=frozenset({Scope.JOBS_READ, Scope.JOBS_WRITE}))
             settings = Settings(

@@ -13,7 +13,7 @@ import pytest
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.state import marked
+from swiftkv_platform.local.state import find_marked_processes
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.test_end_to_end import SPEC
@@ -130,7 +130,7 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[H
             yield hostile, client
     finally:
         stack.down()
-    assert marked(str(home)) == []
+    assert find_marked_processes(str(home)) == []
 
 
 def test_the_other_tenants_job_model_and_answer_come(tenants: tuple[Hostile, Client]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.local.ray_head import make_auth_environment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import environment, wait_for
 from tests.integration.load import (
@@ -50,7 +50,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeadProcess]:
         process = HeadProcess({"RAY_REDIS_ADDRESS": redis}, num_cpus=0)
         try:
             process.start()
-            with environment(auth_environment(process.head.token_file)):
+            with environment(make_auth_environment(process.head.token_file)):
                 yield process
         finally:
             process.remove()

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from swiftkv_platform.local.ray_head import RayHead, make_auth_environment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import environment, wait_for
 from tests.integration.load import publish, wait_until_running
@@ -30,7 +30,7 @@ def serve_port() -> int:
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
     program("prometheus")  # skip before anything starts
-    with ray_head(num_cpus=4) as head, environment(auth_environment(head.token_file)):
+    with ray_head(num_cpus=4) as head, environment(make_auth_environment(head.token_file)):
         yield head
 
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from swiftkv_platform.local.state import RunDirectory, StackState, marked
+from swiftkv_platform.local.state import RunDirectory, StackState, find_marked_processes
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]
@@ -52,7 +52,7 @@ class Machine:
         assert state is not None
         roots = [psutil.Process(part.pid) for part in state.parts.values()]
         descendants = [child for root in roots for child in root.children(recursive=True)]
-        return list({*roots, *descendants, *marked(str(self.home))})
+        return list({*roots, *descendants, *find_marked_processes(str(self.home))})
 
     def start_ray_job(self, state: StackState) -> psutil.Process:
         """Run `sleep 12345` as a Ray job, which Ray puts into a session of its own."""
@@ -61,7 +61,7 @@ class Machine:
         httpx.post(url, headers=headers, json={"entrypoint": "sleep 12345"}, timeout=60).raise_for_status()
 
         def found() -> list[psutil.Process]:
-            processes = marked(str(self.home))
+            processes = find_marked_processes(str(self.home))
             return [each for each in processes if each.is_running() and each.cmdline()[:2] == ["sleep", "12345"]]
 
         process: psutil.Process = eventually(found, "the Ray job runs")[0]
@@ -73,7 +73,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     machine = Machine(tmp_path_factory.mktemp("user") / "home")
     yield machine
     machine.run("down")
-    assert marked(str(machine.home)) == []
+    assert find_marked_processes(str(machine.home)) == []
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_the_doctor_finds_it_healthy(machine: Machine, state: StackState) -> Non
 
 
 def test_every_process_can_be_found_by_its_mark(machine: Machine, state: StackState) -> None:
-    assert set(running(machine.family())) - set(marked(str(machine.home))) == set()
+    assert set(running(machine.family())) - set(find_marked_processes(str(machine.home))) == set()
 
 
 def test_a_second_up_changes_nothing(machine: Machine, state: StackState) -> None:

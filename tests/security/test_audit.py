@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter,
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.retention import RetainedRows
-from swiftkv_platform.local.backup import tables
+from swiftkv_platform.local.backup import list_tables
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
 
@@ -211,4 +211,4 @@ def test_old_entries_are_swept_and_all_are_in_backups(sqlite_database: Database)
     assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 2
     assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 1
     assert [each.id for each in trail.list(Page(None, 9, "asc"), AuditFilter()).items] == ["aud_3", "aud_4"]
-    assert {"audit", "key_uses"} <= {table.name for table in tables()}
+    assert {"audit", "key_uses"} <= {table.name for table in list_tables()}

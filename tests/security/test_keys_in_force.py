@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.demo import demo_settings
+from swiftkv_platform.local.demo import make_demo_settings
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
 from swiftkv_platform.local.state import ProcessRef, RunDirectory
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
@@ -95,19 +95,19 @@ def test_up_passes_all_files_on_and_the_demo_none(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", "mine.json")
     monkeypatch.setenv("SWIFTKV_TENANTS_FILE", "tenants.yaml")
-    passed = Stack(Settings(home=tmp_path / "home", _env_file=None))._environment(state(), 1)
+    passed = Stack(Settings(home=tmp_path / "home", _env_file=None))._build_environment(state(), 1)
     assert {name: value for name, value in passed.items() if OPERATORS.match(name)} == {
         "SWIFTKV_API_KEYS_FILE": str(tmp_path / "mine.json"),
         "SWIFTKV_SERVE_API_KEYS_FILE": str(tmp_path / "mine.json"),
         "SWIFTKV_TENANTS_FILE": str(tmp_path / "tenants.yaml"),
     }, "absolute, since the control plane runs in the home"
-    passed = Stack(demo_settings(tmp_path / "demo"))._environment(state(), 1)
+    passed = Stack(make_demo_settings(tmp_path / "demo"))._build_environment(state(), 1)
     assert [name for name in passed if OPERATORS.match(name)] == []
 
 
 def test_up_does_not_start_without_keys_that_it_had(tmp_path: Path) -> None:
     run, keys = RunDirectory(tmp_path), tmp_path / "keys.json"
-    with run.locked():
+    with run.lock():
         run.save(state(operator_files={"api_keys_file": keys}))
     stack = Stack(Settings(home=tmp_path, _env_file=None))
     with pytest.raises(StartError, match=r"the last `swiftkv up` used .*keys\.json, which is gone .*swiftkv down"):
@@ -141,12 +141,12 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     me, run = psutil.Process(), RunDirectory(home)
     parts = {"control-plane": ProcessRef(pid=me.pid, created_at=me.create_time())}
     (home / "keys.json").unlink()
-    with run.locked():
+    with run.lock():
         run.save(state(parts=parts))
     required, advice = create(home)
     assert (required, "`swiftkv up` restarts it with these keys" in advice) == (False, True)
     (home / "keys.json").unlink()
-    with run.locked():
+    with run.lock():
         run.save(state(parts=parts, operator_files={"api_keys_file": home / "keys.json"}))
     assert create(home) == (True, "The running control plane reads it at the next request.")
     assert stat.S_IMODE((home / "keys.json").stat().st_mode) == 0o600

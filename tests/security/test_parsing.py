@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.models.imports import _checked
 from swiftkv_platform.control_plane.parsing import ParserPool, spec_parsers
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
-from swiftkv_platform.local.ray_head import free_ports
+from swiftkv_platform.local.ray_head import find_free_ports
 from swiftkv_platform.security.keys import create_key
 from swiftkv_platform.security.principals import Scope
 from tests.security.conftest import DeploymentPlane, deployment_plane
@@ -111,7 +111,7 @@ class Plane:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Plane]:
-    keys, [port] = tmp_path / "keys.yaml", free_ports([0])
+    keys, [port] = tmp_path / "keys.yaml", find_free_ports([0])
     key = create_key(keys, name="eve", tenant="eve", scopes=frozenset({Scope.ADMIN}))
     variables = {
         "SWIFTKV_HOME": str(tmp_path),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
+from swiftkv_platform.local.ray_head import RayHead, create_token, find_free_ports, make_auth_environment, make_temp_dir
 from tests.support.waiting import wait_until_up
 
 
@@ -25,15 +25,15 @@ def become_a_driver() -> None:
     """
     directory = Path(tempfile.mkdtemp(prefix="ray-token-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    ensure_token(directory / "token")
-    os.environ.update(auth_environment(directory / "token"))
+    create_token(directory / "token")
+    os.environ.update(make_auth_environment(directory / "token"))
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.update({"RAY_idle_worker_killing_time_threshold_ms": "600000"})
 
 
 def free_port() -> int:
     """Return a free port of the loopback interface."""
-    return free_ports([0])[0]
+    return find_free_ports([0])[0]
 
 
 class HeadProcess:
@@ -47,7 +47,7 @@ class HeadProcess:
     def __init__(self, environment: Mapping[str, str], *, num_cpus: int) -> None:
         directory = make_temp_dir()
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-        self.head = RayHead(*free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
+        self.head = RayHead(*find_free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
         own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **environment}
         self._environment = self.head.environment({**os.environ, **own})
         self._process: subprocess.Popen[bytes] | None = None

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.local.ray_head import free_ports
+from swiftkv_platform.local.ray_head import find_free_ports
 from tests.support.rays import free_port
 from tests.support.requirements import missing
 from tests.support.waiting import wait_until_up
@@ -127,7 +127,7 @@ def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (directory / "data").mkdir()
     services = ("master", "volume", "filer", "s3")
-    ports = free_ports([0] * 2 * len(services))
+    ports = find_free_ports([0] * 2 * len(services))
     options = [
         # By default gRPC uses the port plus 10000, which may not be a valid port.
         *(f"-{service}.port={port}" for service, port in zip(services, ports, strict=False)),

@@ -113,7 +113,7 @@ class DeploymentService:
                 field="route_prefix",
                 value=route_prefix,
             )
-        if not self.settings.knows_callers or route_prefix in self.parts.policies.policy(tenant).route_prefixes:
+        if not self.settings.requires_credentials or route_prefix in self.parts.policies.policy(tenant).route_prefixes:
             return route_prefix
         home = f"/{_TENANTS}/{tenant}"
         if route_prefix == home or route_prefix.startswith(f"{home}/"):
@@ -146,7 +146,11 @@ class DeploymentService:
         """
         policy = self.parts.policies.policy(tenant)
         had_template = None if before is None else before.chat_template
-        if self.settings.knows_callers and spec.chat_template not in (None, had_template) and not policy.chat_templates:
+        if (
+            self.settings.requires_credentials
+            and spec.chat_template not in (None, had_template)
+            and not policy.chat_templates
+        ):
             raise ForbiddenError(
                 f"chat_template is given, but tenant {tenant!r} may not set one: the operator grants it with "
                 "chat_templates: true in the tenants file; leave it out to use the model's own",

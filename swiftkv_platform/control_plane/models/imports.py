@@ -32,7 +32,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError,
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.private_directories import open_workspace
-from swiftkv_platform.reports.model_card import model_card
+from swiftkv_platform.reports.model_card import render_model_card
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
@@ -235,7 +235,7 @@ def _check_readable(model: Model, source: str) -> None:
         raise _unusable(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
-        model_card(model.lineage, model.metrics, licence=None).encode()
+        render_model_card(model.lineage, model.metrics, licence=None).encode()
         compare(model, model)
         describe_undecided_gates(model.metrics)
         summarize_quality(model.metrics)

@@ -13,7 +13,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
-from swiftkv_platform.local.demo import build_report, job_spec, llm_spec, plot_loss, print_report
+from swiftkv_platform.local.demo import build_job_spec, build_llm_spec, build_report, plot_loss, print_report
 from swiftkv_platform.planning.machines import describe_processor, multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.support.requirements import required_module
@@ -44,15 +44,15 @@ EVALUATION: dict[str, Any] = {
 
 
 def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = JobSpec.model_validate(job_spec(None))
+    spec = JobSpec.model_validate(build_job_spec(None))
     assert spec.model.name_or_path == "builtin:python-5m"
     assert (spec.swiftkv.key_value_group_size, spec.resources.num_workers) == (2, 2)
     (tmp_path / "teacher").mkdir()
     monkeypatch.chdir(tmp_path)
-    spec = JobSpec.model_validate(job_spec("teacher"))
+    spec = JobSpec.model_validate(build_job_spec("teacher"))
     assert spec.model.name_or_path == str(tmp_path / "teacher")
     assert (spec.swiftkv.num_key_value_layers, spec.swiftkv.prefill_reduction) == (None, 0.5)
-    assert JobSpec.model_validate(job_spec("some/model")).model.name_or_path == "some/model"
+    assert JobSpec.model_validate(build_job_spec("some/model")).model.name_or_path == "some/model"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_loss_curve_is_a_picture_or_there_is_a_reason(tmp_path: Path, monkey
 
 
 def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
-    full, short = (JobSpec.model_validate(llm_spec(short=short)) for short in (False, True))
+    full, short = (JobSpec.model_validate(build_llm_spec(short=short)) for short in (False, True))
     for spec in (full, short):
         assert spec.model.name_or_path == REAL_TEACHER
         splits = [(source.split, source.is_held_out) for source in spec.data.sources]
@@ -115,7 +115,9 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
         assert all(source.complete is not None for source in spec.data.sources)
         assert spec.distillation.trainable == "qkv", "so that the artifact has both modes"
     assert (full.training.max_steps, short.training.max_steps) == (200, 2)
-    assert llm_spec()["metadata"] == llm_spec()["metadata"] != llm_spec(short=True)["metadata"], "it identifies the job"
+    assert build_llm_spec()["metadata"] == build_llm_spec()["metadata"] != build_llm_spec(short=True)["metadata"], (
+        "it identifies the job"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
     assert describe_processor(tmp_path / "cpuinfo") == ("A CPU", simd)
     monkeypatch.setattr("swiftkv_platform.sources.recipes.multiplies_bfloat16", lambda: fast)
     dtype = "bfloat16" if fast else "float32"
-    for spec in (job_spec(None), job_spec("some/model"), llm_spec(short=True)):
+    for spec in (build_job_spec(None), build_job_spec("some/model"), build_llm_spec(short=True)):
         assert JobSpec.model_validate(spec).model.dtype == dtype
 
 

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.doctor import (
     CHECKS,
-    OF_TESTS,
-    OTHERS,
+    NON_SETTING_VARIABLES,
+    TEST_VARIABLE_PREFIXES,
     Check,
+    CheckContext,
     Finding,
-    Surroundings,
     check_packages,
     run_checks,
 )
@@ -58,13 +58,13 @@ def checks() -> tuple[Check, ...]:
     found: dict[tuple[str, Hashable], Finding] = {}
 
     def remembering(check: Check) -> Check:
-        def examine(surroundings: Surroundings) -> Finding:
+        def examine(context: CheckContext) -> Finding:
             key = (check.name, DEPENDS_ON[check.name]())
             if key not in found:
-                found[key] = check.examine(surroundings)
+                found[key] = check.run(context)
             return found[key]
 
-        return replace(check, examine=examine) if check.name in DEPENDS_ON else check
+        return replace(check, run=examine) if check.name in DEPENDS_ON else check
 
     return tuple(remembering(check) for check in CHECKS)
 
@@ -161,21 +161,21 @@ def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> 
     check(findings, {"disk": ("failed", "Not a directory", advice), "object store": ("failed", "", "")})
 
 
-def surroundings(tmp_path: Path, timeout_s: float) -> Surroundings:
-    return Surroundings(Settings(home=tmp_path, _env_file=None), min_free_bytes=0, timeout_s=timeout_s)
+def context(tmp_path: Path, timeout_s: float) -> CheckContext:
+    return CheckContext(Settings(home=tmp_path, _env_file=None), min_free_bytes=0, timeout_s=timeout_s)
 
 
 def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path: Path) -> None:
     release = threading.Event()
 
-    def hang(_: Surroundings) -> Finding:
+    def hang(_: CheckContext) -> Finding:
         release.wait()
         return Finding("ok", "late")
 
-    def breaks(_: Surroundings) -> Finding:
+    def breaks(_: CheckContext) -> Finding:
         raise ValueError("no\nsuch luck")
 
-    def lacks(_: Surroundings) -> Finding:
+    def lacks(_: CheckContext) -> Finding:
         raise ModuleNotFoundError(name="obstore")
 
     checks = [
@@ -184,7 +184,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
         Check("lacks", lacks, ""),
         Check("fine", lambda _: Finding("ok", "Fine."), ""),
     ]
-    found = dict(run_checks(checks, surroundings(tmp_path, 0.5)))
+    found = dict(run_checks(checks, context(tmp_path, 0.5)))
     release.set()
     assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
     assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
@@ -193,11 +193,11 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
 
 
 def test_every_variable_that_a_program_reads_is_known() -> None:
-    known = OTHERS | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
+    known = NON_SETTING_VARIABLES | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
     sources = [path for room in ("swiftkv_platform", "jobs", "serve") for path in (ROOT / room).rglob("*.py")]
     read = {name for path in sources for name in PROJECT_VARIABLES.findall(path.read_text(encoding="utf-8"))}
     assert len(read) > 10
-    assert {name for name in read if not name.startswith(OF_TESTS)} <= known
+    assert {name for name in read if not name.startswith(TEST_VARIABLE_PREFIXES)} <= known
 
 
 def program(path: Path, script: str) -> None:
@@ -280,7 +280,7 @@ def test_packages_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: httpx\nVersion: 0.1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    findings = {"packages": check_packages(surroundings(tmp_path, 60))}
+    findings = {"packages": check_packages(context(tmp_path, 60))}
     check(findings, {"packages": ("failed", "httpx", "pip install")})
 
 

@@ -101,7 +101,7 @@ def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch
         (output / "evaluation.json").write_text(json.dumps({"distilled": figures, "teacher": figures}))
         return output
 
-    monkeypatch.setattr(distill, "_run", fake)
+    monkeypatch.setattr(distill, "_run_job", fake)
     base = ["distill", "--model", tiny_teacher, "--data", "chats.jsonl", "-o", "my student"]
     result = run(*base, "-l", "2", "--set", "training.seed=3")
     assert result.exit_code == 0, result.output

@@ -47,7 +47,7 @@ def script() -> Script:
 
 
 def test_completion_does_not_wait_for_a_control_plane_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(context, "COMPLETION_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ctx = typer.Context(COMMAND)
         ctx.params["url"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -85,7 +85,7 @@ def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str
 
 
 def test_shells_complete_commands_options_and_ids(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "TIMEOUT_S", 60.0)  # the machine may be busy
+    monkeypatch.setattr(context, "COMPLETION_TIMEOUT_S", 60.0)  # the machine may be busy
     with serve(script) as url:
         for typed, offered in (
             ("swiftkv jo", ["jobs"]),

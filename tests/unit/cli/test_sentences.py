@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import jobs as jobs_module
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
-from swiftkv_platform.cli.output import local_time
+from swiftkv_platform.cli.output import format_local_time
 from swiftkv_platform.client import Resource
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
@@ -106,7 +106,7 @@ def test_validate_compares_with_the_memory_of_this_machine(run: Run, script: Scr
     (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))
     script.on("POST", "/jobs/validate", json_answer(ESTIMATE))
     result = run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"))
-    here = units.size(psutil.virtual_memory().total)
+    here = units.format_size(psutil.virtual_memory().total)
     assert lines(result)["memory"].endswith(f"of this machine's {here}: fits")
     assert "129704832" not in result.stdout
     printed = json.loads(run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"), "--json").stdout)
@@ -159,7 +159,7 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["reason"] == "waiting_for_resources: waits for 1 worker with 1 CPU and 4 GPU"
-    assert shown["queue"] == f"place 3, waiting for resources since {local_time(60)}"
+    assert shown["queue"] == f"place 3, waiting for resources since {format_local_time(60)}"
     listed = run("jobs", "list").stdout
     assert listed.count("queued, place 3") == 2
     ended = {**JOB, "status": "cancelled"}
@@ -173,7 +173,7 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
 def test_a_watched_job_says_when_what_it_waits_for_has_changed(
     run: Run, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "_ASKED_EVERY_S", 0.001)
+    monkeypatch.setattr(jobs_module, "_POLL_INTERVAL_S", 0.001)
     slot, away = "1 job runs, and there is 1 slot", "Ray at http://ray does not answer"
     reasons = [slot, slot, f"{slot}; starts in 9 s", f"{slot}; starts in 4.5 s", away, away, slot]
     rows = [{**JOB, "status": "queued", "status_reason": {"code": "", "message": reason}} for reason in reasons]
@@ -316,14 +316,14 @@ def test_the_list_of_deployments_has_their_replicas(run: Run, script: Script) ->
 
 def test_units() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 129_704_832: "124 MiB", 16 * GIB: "16 GiB"}
-    assert {number: units.size(number) for number in sizes} == sizes
-    assert units.size(1023.6 * MIB) == "1 GiB"
+    assert {number: units.format_size(number) for number in sizes} == sizes
+    assert units.format_size(1023.6 * MIB) == "1 GiB"
     durations = {0.2: "0 s", 59: "59 s", 60: "1 min", 250: "4 min 10 s", 3601: "1 h", 90_000: "1 d 1 h"}
-    assert {seconds: units.duration(seconds) for seconds in durations} == durations
+    assert {seconds: units.format_duration(seconds) for seconds in durations} == durations
     counts = {12: "12", 331_968: "331,968", 5_989_248: "5.99 million", 8.43e9: "8.43 billion"}
-    assert {number: units.count(number) for number in counts} == counts
-    assert units.flops(29.6e12) == "29.6 TFLOPs"
-    assert [units.plural(number, "step") for number in (1, 2)] == ["1 step", "2 steps"]
+    assert {number: units.format_count(number) for number in counts} == counts
+    assert units.format_flops(29.6e12) == "29.6 TFLOPs"
+    assert [units.pluralize(number, "step") for number in (1, 2)] == ["1 step", "2 steps"]
 
 
 def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:

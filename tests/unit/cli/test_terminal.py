@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import output
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import JobEvent
-from swiftkv_platform.local.terminal import follow
+from swiftkv_platform.local.terminal import show_events
 from tests.support.fakes.scripted_server import Script, json_answer, list_answer, serve
 from tests.unit.cli.conftest import job_row
 
@@ -31,7 +31,7 @@ def metrics(step: int, total_steps: int = 100) -> JobEvent:
 
 def shown(events: list[JobEvent], *, terminal: bool) -> str:
     file = io.StringIO()
-    follow(events, Console(file=file, force_terminal=terminal, width=120, emoji=False))
+    show_events(events, Console(file=file, force_terminal=terminal, width=120, emoji=False))
     return file.getvalue()
 
 
@@ -115,14 +115,14 @@ def test_what_is_printed_is_not_styled_by_what_it_says(
 ) -> None:
     """Names come from servers and other users, so brackets in them are text and not markup."""
     monkeypatch.setenv("COLUMNS", "20")
-    output.say("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
+    output.print_line("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
     assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"
 
 
 def table(rows: list[tuple[str, str]], width: int, *, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None, emoji=False)
-    monkeypatch.setattr(output, "out", lambda: console)
+    monkeypatch.setattr(output, "get_console", lambda: console)
     output.print_table(("id", "message"), rows, empty="")
     return file.getvalue().splitlines()
 

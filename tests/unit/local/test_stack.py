@@ -14,9 +14,17 @@ import pytest
 
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.local import stack
-from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
+from swiftkv_platform.local.ray_head import RayHead, create_token, find_free_ports, make_temp_dir
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
-from swiftkv_platform.local.state import MARK, ProcessRef, RunDirectory, StackState, marked, start_process, stop_marked
+from swiftkv_platform.local.state import (
+    MARK_VARIABLE,
+    ProcessRef,
+    RunDirectory,
+    StackState,
+    find_marked_processes,
+    start_process,
+    stop_marked_processes,
+)
 from swiftkv_platform.settings import Settings
 
 
@@ -34,7 +42,7 @@ def head(tmp_path: Path) -> RayHead:
 def test_packages_that_are_missing_are_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack, "_SERVICES", ("json", "no_such_service"))
+    monkeypatch.setattr(stack, "_REQUIRED_PACKAGES", ("json", "no_such_service"))
     home = tmp_path / "home"
     with pytest.raises(StartError, match=r"needs no_such_service; pip install -e .*\[train,serve\]'"):
         Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
@@ -63,7 +71,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_p
         with pytest.raises(StartError, match=said):
             stack.up(StackOptions(port=0), print)
         (run.path / name).unlink()
-        assert marked(str(tmp_path)) == []
+        assert find_marked_processes(str(tmp_path)) == []
         assert run.token_file.exists() == (name == "state.json.part")
     assert stack.down() == 0
 
@@ -79,7 +87,7 @@ def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) 
         _, said = up.communicate(timeout=120)
     assert (up.returncode, "Traceback" in said) == (143, False), said
     assert "Terminated (SIGTERM)" in said.splitlines()[-1]
-    assert marked(str(tmp_path)) == []
+    assert find_marked_processes(str(tmp_path)) == []
     assert {part.state for part in Stack(Settings(home=tmp_path, _env_file=None)).status()} == {"stopped"}
 
 
@@ -104,18 +112,18 @@ def test_the_temp_dir_is_short_enough_for_rays_sockets(monkeypatch: pytest.Monke
 
 def test_the_token_is_random_private_and_kept(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
-    ensure_token(first)
-    ensure_token(second)
+    create_token(first)
+    create_token(second)
     assert stat.S_IMODE(first.stat().st_mode) == 0o600
     token = first.read_text()
     assert len(token) == 64
     assert token != second.read_text()
-    ensure_token(first)
+    create_token(first)
     assert first.read_text() == token
 
 
 def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_path: Path) -> None:
-    ensure_token(tmp_path / "token")
+    create_token(tmp_path / "token")
     environment = head(tmp_path).environment({"RAY_ADDRESS": "10.0.0.1:6379", "PATH": "/bin"})
     assert "RAY_ADDRESS" not in environment
     assert environment["PATH"] == "/bin"
@@ -126,12 +134,12 @@ def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_
 
 
 def test_wanted_ports_are_taken_where_they_are_free_and_differ_from_each_other() -> None:
-    [port] = free_ports([0])
-    assert free_ports([port]) == [port]
-    assert len(set(free_ports([port, port, 0, 0, 0]))) == 5
+    [port] = find_free_ports([0])
+    assert find_free_ports([port]) == [port]
+    assert len(set(find_free_ports([port, port, 0, 0, 0]))) == 5
     with socket.create_server(("127.0.0.1", 0)) as listener:
         used = listener.getsockname()[1]
-        assert free_ports([used]) != [used]
+        assert find_free_ports([used]) != [used]
 
 
 def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None:
@@ -139,7 +147,7 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
     me = psutil.Process()
     living = ProcessRef(pid=me.pid, created_at=me.create_time())
     dead = ProcessRef(pid=me.pid, created_at=me.create_time() - 1.0)
-    with run.locked():
+    with run.lock():
         run.save(state(parts={"ray": living, "control-plane": dead}))
     loaded = run.load()
     assert loaded is not None
@@ -150,7 +158,7 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
     run.clear()
     assert run.load() is None
     for text in ("", "{}", "not json"):  # unreadable
-        with run.locked():
+        with run.lock():
             (run.path / "state.json").write_text(text)
         assert run.load() is None
 
@@ -197,7 +205,7 @@ STUBBORN = (
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
     yield str(tmp_path)
-    stop_marked(str(tmp_path), grace_s=0.0)
+    stop_marked_processes(str(tmp_path), grace_s=0.0)
 
 
 @pytest.fixture
@@ -223,7 +231,7 @@ def test_a_started_process_is_alive_until_it_is_terminated(
     deaf = start([sys.executable, "-c", STUBBORN])
     until_logged(tmp_path, "deaf")
     assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended to the log"
-    stop_marked(mark, grace_s=0.2)
+    stop_marked_processes(mark, grace_s=0.2)
     assert not deaf.alive, "it ignores SIGTERM, so it is killed"
 
 
@@ -232,11 +240,11 @@ def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_ma
 ) -> None:
     start([sys.executable, "-c", SPAWN])
     until_logged(tmp_path, "spawned")
-    family = marked(mark)
+    family = find_marked_processes(mark)
     assert len(family) == 2
-    with subprocess.Popen(SLEEP, env={**os.environ, MARK: f"{mark}-other"}) as foreign:
+    with subprocess.Popen(SLEEP, env={**os.environ, MARK_VARIABLE: f"{mark}-other"}) as foreign:
         try:
-            assert stop_marked(mark, grace_s=10.0) == 2
+            assert stop_marked_processes(mark, grace_s=10.0) == 2
             assert foreign.poll() is None
         finally:
             foreign.kill()

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from swiftkv_platform.contract.sweeps import expand_sweep, make_trial_result, summarize_trials
-from swiftkv_platform.reports.model_card import model_card
-from swiftkv_platform.reports.pages import evaluation_page, sweep_page
+from swiftkv_platform.reports.model_card import render_model_card
+from swiftkv_platform.reports.pages import render_evaluation_page, render_sweep_page
 from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import JobSpec
@@ -122,8 +122,8 @@ def text_of(html: str) -> str:
 
 
 def test_the_evaluation_page_says_what_the_report_does() -> None:
-    html = evaluation_page(report(), LINEAGE, POINTS)
-    assert html == evaluation_page(report(), LINEAGE, POINTS), "the same report makes the same page"
+    html = render_evaluation_page(report(), LINEAGE, POINTS)
+    assert html == render_evaluation_page(report(), LINEAGE, POINTS), "the same report makes the same page"
     assert_stands_alone(html)
     text = text_of(html)
     figures = ("12,345", "54,321", "62.5%", "25.0%", "0.7500 ± 0.0120", "+1.00", "held-out KL", "passed", "job_1")
@@ -131,16 +131,16 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert html.count("<svg") == 3  # tasks, exit head, losses
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
+    assert ">failed<" in render_evaluation_page(report(passed=False), LINEAGE)
     perplexity = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
     sure = {"unit": "text", "num_units": 41, "kl": [0.08, 0.12], "top1_agreement": [0.7, 0.75]}
-    told = text_of(evaluation_page(report(intervals=sure | {"perplexity_ratio": [1.01, 1.05]}), LINEAGE))
+    told = text_of(render_evaluation_page(report(intervals=sure | {"perplexity_ratio": [1.01, 1.05]}), LINEAGE))
     for expected in ("by 41 texts", "1.010 to 1.050", "0.0800 to 0.1200", "70.0% to 75.0%"):
         assert expected in told, expected
-    lost = evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
+    lost = render_evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
     assert "+2.00" in text_of(lost), "a perplexity that grows counts as lost"
     for tasks in ([TASK], []):
-        left_out = evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
+        left_out = render_evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
         told = "Not measured, because time ran out (evaluation.max_minutes) or lm-evaluation-harness is missing: gsm8k."
         assert told in text_of(left_out)
 
@@ -148,7 +148,7 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
 def test_what_was_not_measured_is_left_out() -> None:
     unmeasured = dict.fromkeys(("rewired", "calibrated", "continuations", "exit_head", "tokens_trained"))
     bare = report(**unmeasured, tasks=[], gates=[])
-    html = evaluation_page(bare, {}, [])
+    html = render_evaluation_page(bare, {}, [])
     read(html)
     assert "<svg" not in html
     for absent in ("Exit head", "Tasks", "Training", "Origin", "copied"):
@@ -165,7 +165,7 @@ def test_the_sweep_page_shows_every_trial(within: bool) -> None:
         make_trial_result(trial, report=report(kl, prefill=prefill, passed=within))
         for trial, (kl, prefill) in zip(trials, figures, strict=False)
     ]
-    html = sweep_page("s", summarize_trials([*points, make_trial_result(trials[-1], error="the loss is <nan>")]))
+    html = render_sweep_page("s", summarize_trials([*points, make_trial_result(trials[-1], error="the loss is <nan>")]))
     assert_stands_alone(html)
     for trial in trials:
         assert trial.name in html
@@ -214,7 +214,7 @@ def parts(card: str) -> tuple[dict[str, Any], str]:
 
 
 def test_the_worst_measure_comes_first() -> None:
-    front, text = parts(model_card(MADE_FROM, REPORT, licence="apache-2.0"))
+    front, text = parts(render_model_card(MADE_FROM, REPORT, licence="apache-2.0"))
     made = {"library_name": "transformers", "tags": ["swiftkv"], "base_model": "org/teacher"}
     assert front == {"license": "apache-2.0", **made}
     assert "**Worst measure: points lost on mmlu is 2.5, limit 1, failed.**" in text
@@ -230,14 +230,14 @@ def test_a_card_says_how_prompts_and_generated_tokens_run() -> None:
     """vLLM serves a list that has all layers below l; others only our engine serves."""
     for listed, said, serves in (([0, 1, 3], "prompts run layers 0-1,3;", "swiftkv"), ([0, 1], "layers 0-1;", "vllm")):
         spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
-        _, text = parts(model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))
+        _, text = parts(render_model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))
         assert said in text
         assert "quality is measured on tokens that follow a prompt" in text
         assert f"\n{serves} serve ./" in text
 
 
 def test_a_licence_that_is_not_named_is_not_made_up() -> None:
-    front, text = parts(model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, licence=None))
+    front, text = parts(render_model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, licence=None))
     assert "license" not in front
     assert "base_model" not in front
     assert "names a licence" in text

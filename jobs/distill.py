@@ -138,7 +138,7 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     reporter = Reporter(store, request.attempt_id, "driver")
     reporter.status("running")
     refuse_unshared_store(store)
-    if request.spec.only_publishes:
+    if request.spec.is_publish_only:
         assert request.parent is not None, "a spec that only publishes names a model"
         publish_copy(store, request, reporter, request.parent.key)
         return None

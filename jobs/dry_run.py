@@ -54,7 +54,7 @@ from swiftkv_platform.planning.job import training_setup
 from swiftkv_platform.planning.training import LOGITS_PER_CHUNK
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
 
 T = TypeVar("T")
 
@@ -396,7 +396,7 @@ def _evaluate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
 
 def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     length = config.get("max_position_embeddings")
-    settled = resolve_defaults(spec, context_length=length, hidden_size=config["hidden_size"])
+    settled = resolve_model_defaults(spec, context_length=length, hidden_size=config["hidden_size"])
     settled = resolve_batch_size(settled, num_rows=sys.maxsize)
     assert settled.training.batch_size is not None, "resolved"
     size = min(settled.training.batch_size, 2 * settled.rows_per_pass)

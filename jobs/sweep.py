@@ -102,7 +102,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     own = request.model_copy(
         update={
             "spec": trial.spec,
-            "resume_from": attempts.newest_checkpoint(request.job_id, before_attempt=request.attempt),
+            "resume_from": attempts.find_newest_checkpoint(request.job_id, before_attempt=request.attempt),
             "run_id": f"{request.run_id}-{trial.name}",
         }
     )
@@ -208,7 +208,7 @@ def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -
     """Return the trial's outcome from any attempt that finished it; None if there is none."""
     trial_store = _trial_store(store, request, trial)
     for attempt in reversed(request.attempt_id.list_until_this()):
-        manifest = AttemptStore(trial_store).artifact_manifest(attempt)
+        manifest = AttemptStore(trial_store).read_artifact_manifest(attempt)
         if manifest is not None:
             return Outcome(manifest)
         failure = _failure_key(attempt)

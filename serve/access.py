@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVError, UnauthenticatedError
-from swiftkv_platform.security.credentials import shows_token
+from swiftkv_platform.security.credentials import has_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.limiters import Clock, Sender, TokenBucket
 from swiftkv_platform.web.middleware import Middleware
@@ -122,7 +122,7 @@ class Gate:
 
     async def let_in(self, request: Request) -> Caller:
         """Call `admit`, in a thread if the issuer of a token may have to be asked. Raises as `admit`."""
-        if self._authenticator is not None and shows_token(_credential(request)):
+        if self._authenticator is not None and has_token(_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)
 

@@ -83,7 +83,7 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
     cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
     with ExitStack() as stack:
         try:
-            directory, manifest = stack.enter_context(cache.held(open_store(served.artifact_uri), ""))
+            directory, manifest = stack.enter_context(cache.open_copy(open_store(served.artifact_uri), ""))
         except ObjectNotFoundError as error:
             raise ModelError(
                 f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
@@ -155,7 +155,7 @@ def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm:
         and not shape.has_exit_head
         and shape.num_key_value_heads_swiftkv in (None, getattr(config, "num_key_value_heads", None))
         and not shape.has_bypassed_layers
-        and not options.native_only
+        and not options.native_only_options
     )
     return "vllm" if suits_vllm else "native"
 

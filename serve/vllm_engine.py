@@ -116,7 +116,7 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
 def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
     """Raise `InvalidInputError` for parameters that vLLM does not support, naming the field and the backend that does.
     `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
-    params.refuse_exits(f"; {_NATIVE}: 'off' is accepted")
+    params.require_no_early_exit(f"; {_NATIVE}: 'off' is accepted")
     if params.num_lookup_tokens:
         raise InvalidInputError.for_field("num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE}: 0 is accepted")
     if skips_prompts and params.prompt_logprobs is not None:

@@ -238,16 +238,16 @@ def _needs(spec: JobSpec, num_workers: int) -> str:
     resources, there = spec.resources, ray.cluster_resources()
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     total = " and ".join(f"{there.get(name, 0.0):g} {name}" for name, amount in each.items() if amount)
-    return f"{resources.described(num_workers)}; the whole cluster had {total}"
+    return f"{resources.describe(num_workers)}; the whole cluster had {total}"
 
 
 def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
     """Read the stop request for an attempt from the store; `NONE` while it is away."""
     attempts = AttemptStore(store)
     try:
-        if attempts.pause_requested(request.attempt_id):
+        if attempts.is_pause_requested(request.attempt_id):
             return StopRequest.PAUSE
-        return StopRequest.STOP if attempts.preemption_announced(request.attempt_id) else StopRequest.NONE
+        return StopRequest.STOP if attempts.is_preemption_announced(request.attempt_id) else StopRequest.NONE
     except StorageError as error:
         get_logger().warning("control_unreadable", error=error.message)
         return StopRequest.NONE

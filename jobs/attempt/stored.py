@@ -186,7 +186,9 @@ class AttemptCheckpoints:
         attempts."""
         if self._resume_from is None:
             return [*self._complete()]
-        earlier = list(self._attempts.complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number))
+        earlier = list(
+            self._attempts.iterate_complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number)
+        )
         older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
         return [*self._complete(), self._resume_from, *older]
 

@@ -37,8 +37,8 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
-from swiftkv_platform.specs.base import STORED
-from swiftkv_platform.specs.job import resolve_defaults
+from swiftkv_platform.specs.base import STORED_CONTEXT
+from swiftkv_platform.specs.job import resolve_model_defaults
 
 _TOKENS_PER_FORWARD = 8192
 _PROMPTS_PER_BATCH = 16
@@ -168,7 +168,7 @@ def evaluate_directory(
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     lineage = _lineage(path)
-    job = JobSpec.model_validate(lineage["spec"], context=STORED) if "spec" in lineage else None
+    job = JobSpec.model_validate(lineage["spec"], context=STORED_CONTEXT) if "spec" in lineage else None
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
     student, tokenizer = _load(path)
@@ -234,7 +234,9 @@ def _rows(
         spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
     elif job is not None:
         config = student.config
-        settled = resolve_defaults(job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size)
+        settled = resolve_model_defaults(
+            job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size
+        )
         spec, seed = settled.data, job.training.seed
         if any(source.complete is not None for source in spec.sources):
             raise DataError(

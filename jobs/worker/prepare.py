@@ -55,7 +55,7 @@ from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.sources.model_directories import local_directory
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -96,7 +96,7 @@ def prepare(
         if spec.publish.adapter:
             check_can_be_base(lazy.base, "publish.adapter")
         context_length = getattr(student.config, "max_position_embeddings", None)
-        spec = resolve_defaults(spec, context_length=context_length, hidden_size=student.config.hidden_size)
+        spec = resolve_model_defaults(spec, context_length=context_length, hidden_size=student.config.hidden_size)
         check_head_counts(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
             find_hidden_loss_index(student.config, spec.distillation)

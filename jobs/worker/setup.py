@@ -47,7 +47,7 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.downloads import bucket_of, download_model, objects_below
+from swiftkv_platform.storage.downloads import download_model, list_prefix, open_source_bucket
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 _MAPPED_BYTES = 8 << 20
@@ -176,10 +176,10 @@ class StoreFiles:
 
     def list(self, source: S3Source) -> builtins.list[RemoteFile]:
         """List the objects at or below `source`. Raises `DataError` if there are none."""
-        with bucket_of(source, DataError, field=_DATA) as store:
+        with open_source_bucket(source, DataError, field=_DATA) as store:
             if source.key and store.head(source.key) is not None:
                 return [RemoteFile(source.store, source.key)]
-            return [RemoteFile(source.store, each.key) for each in objects_below(store, source, DataError, field=_DATA)]
+            return [RemoteFile(source.store, each.key) for each in list_prefix(store, source, DataError, field=_DATA)]
 
     def fetch(self, file: RemoteFile) -> Path:
         """Download one object, unless it is there."""

@@ -20,7 +20,7 @@ from swiftkv_platform.serve.chat import chat_template
 from swiftkv_platform.serve.schemas import Nested
 from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, family_of
 from swiftkv_platform.serve.tools.parser import ToolCallParser
-from swiftkv_platform.specs.structured_outputs import check_followed
+from swiftkv_platform.specs.structured_outputs import check_supported
 
 MAX_TOOLS = 128
 """Most tools of a request."""
@@ -203,7 +203,7 @@ def _constraint(
     schemas = {name: functions[name].schema_of_arguments if name in followed else _ANY_OBJECT for name in allowed}
     names = {name: f"tools.{number}.function.parameters" for number, name in enumerate(functions)}
     for name in followed:
-        check_followed(schemas[name], names[name])
+        check_supported(schemas[name], names[name])
     calls = replace(calls, schemas=schemas, parallel=not is_single)
     instead = calls.or_text if asked is None or must else partial(calls.or_answer, _schema(asked))
     grammar = calls.required() if must else instead()
@@ -219,7 +219,7 @@ def _schema(asked: StructuredOutputs) -> dict[str, Any]:
             field=asked.name,
             value=asked.text,
         )
-    asked.check_followed()
+    asked.check_supported()
     schema: dict[str, Any] = json.loads(asked.text)
     return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
 

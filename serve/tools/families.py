@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.serve.tools.parser import Reading, ToolCallParser, read_arguments, read_call, read_calls
-from swiftkv_platform.specs.structured_outputs import WHITESPACE, settled
+from swiftkv_platform.specs.structured_outputs import WHITESPACE, normalize_schema
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
 """Placeholders in a layout."""
@@ -226,4 +226,4 @@ class CallGrammar:
 
 def _json(schema: Schema) -> str:
     options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
-    return json.dumps({**settled(schema), "x-guidance": options}, allow_nan=False)
+    return json.dumps({**normalize_schema(schema), "x-guidance": options}, allow_nan=False)

@@ -339,7 +339,7 @@ def wandb_sync(
     """
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
-        files = client.jobs.tracking_files(job_id)
+        files = client.jobs.list_tracking_files(job_id)
         directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
         runs = [RecordedRun(Path(workspace) / directory) for directory in directories]
         parts = sorted(runs, key=lambda part: part.started)

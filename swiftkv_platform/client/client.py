@@ -568,7 +568,7 @@ class Jobs(Collection):
             f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
         )
 
-    def tracking_files(self, job_id: str) -> list[Resource]:
+    def list_tracking_files(self, job_id: str) -> list[Resource]:
         """List files of W&B runs that have not been uploaded to W&B."""
         return self._transport.list(Resource, f"/jobs/{job_id}/tracking")
 

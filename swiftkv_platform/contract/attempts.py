@@ -32,7 +32,7 @@ from ulid import ULID
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.job import with_former_defaults, without_former_defaults
+from swiftkv_platform.specs.job import drop_former_defaults, fill_former_defaults
 
 MANIFEST = "manifest.json"
 ADAPTER_LINEAGE = "base_digest"
@@ -145,7 +145,7 @@ class AttemptRequest(FrozenModel):
     def _fill_former_defaults(cls, value: Any) -> Any:
         """Fill in defaults of earlier versions that `to_json` left out."""
         return (
-            {**value, "spec": with_former_defaults(value["spec"])}
+            {**value, "spec": fill_former_defaults(value["spec"])}
             if isinstance(value, dict) and "spec" in value
             else value
         )
@@ -160,7 +160,7 @@ class AttemptRequest(FrozenModel):
         Exception: of `swiftkv.decode_key_value`, the value `shared` is left out, which is the only one they know.
         """
         document = self.model_dump(mode="json", exclude_defaults=True)
-        document["spec"] = without_former_defaults(document["spec"], self.spec)
+        document["spec"] = drop_former_defaults(document["spec"], self.spec)
         return to_json(document)
 
 

@@ -45,7 +45,7 @@ def compute_replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
 
 def _clamp_to_range(limits: Range, value: Any) -> float:
     """Clamp a number to its range; 1 if it is not an integer. The replica itself refuses invalid values."""
-    return limits.nearest(value) if isinstance(value, int) else 1
+    return limits.clamp(value) if isinstance(value, int) else 1
 
 
 def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:

@@ -304,7 +304,7 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: Steer
     warms up again.
     """
     peak = spec.learning_rate if math.isnan(state.peak_rate) else state.peak_rate
-    assert peak is not None, "settled before training, see specs.job.resolve_defaults"
+    assert peak is not None, "set before training by specs.job.resolve_model_defaults"
     warmup_steps = state.warmup_steps
     if warmup_steps < 0:
         ratio = DEFAULT_WARMUP_RATIO if spec.warmup_ratio is None else spec.warmup_ratio

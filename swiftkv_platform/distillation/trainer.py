@@ -179,7 +179,7 @@ class Trainer:
     def _find_peak_rate(self, state: SteeringState, validation: ValidationSet) -> SteeringState:
         """Search for the peak learning rate. In runs too short for a search, limit it to `max_stable_rate`."""
         spec_rate, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
-        assert spec_rate is not None, "settled before training, see specs.job.resolve_defaults"
+        assert spec_rate is not None, "set before training by specs.job.resolve_model_defaults"
         max_rate = max_stable_rate(self._strategy.gather_matrices())
         rate, trials = first_trial_rate(spec_rate, max_rate, self._spec.distillation.trainable), list[TriedRate]()
         if num_steps is not None:
@@ -295,7 +295,7 @@ class Trainer:
 
     def _build_micro_batches(self, step: int) -> list[MicroBatch]:
         training = self._spec.training
-        assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
+        assert training.batch_size is not None, "set before training by specs.job.resolve_model_defaults"
         batch = select_batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
         return build_micro_batches(self._strategy, self._rows, batch, training)
 
@@ -347,7 +347,7 @@ class ValidationSet:
 
     def __init__(self, strategy: Strategy, rows: PackedRows, training: TrainingSpec, *, every_steps: int) -> None:
         assert training.validation is not None, "validation is off"
-        assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
+        assert training.batch_size is not None, "set before training by specs.job.resolve_model_defaults"
         self._strategy, self._rows, self._training = strategy, rows, training
         self.selected = select_validation_rows(rows, training.validation, training.batch_size * every_steps)
 

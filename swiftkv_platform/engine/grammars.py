@@ -253,7 +253,7 @@ class GrammarCompiler:
             return found
         size = len(wanted.text.encode())
         if size > self._max_bytes:
-            raise wanted.refusal(f"has {size} bytes; max_grammar_bytes is {self._max_bytes}")
+            raise wanted.make_error(f"has {size} bytes; max_grammar_bytes is {self._max_bytes}")
         vocabulary = self.vocabulary(wanted)
         template = self._compile_aside(wanted, vocabulary)
         with self._kept_lock:
@@ -297,12 +297,12 @@ class GrammarCompiler:
         except TimeoutError as error:
             raise self._too_slow(wanted) from error
         except TrialError as error:
-            raise wanted.refusal(f"cannot be compiled: {error}") from error
+            raise wanted.make_error(f"cannot be compiled: {error}") from error
         finally:
             _trials.append(trial)
 
     def _too_slow(self, wanted: StructuredOutputs) -> InvalidInputError:
-        return wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
+        return wanted.make_error(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
 
     def vocabulary(self, wanted: StructuredOutputs) -> Any:
         """Return llguidance's tokenizer, made once: with a large vocabulary that takes a second. Raises
@@ -314,17 +314,17 @@ class GrammarCompiler:
 
     def _new_vocabulary(self, wanted: StructuredOutputs) -> Any:
         if self._tokenizer is None:
-            raise wanted.refusal("needs a tokenizer, which this model's directory lacks")
+            raise wanted.make_error("needs a tokenizer, which this model's directory lacks")
         if not self._eos_token_ids:
-            raise wanted.refusal("needs an end-of-sequence token, which this model's configuration does not name")
+            raise wanted.make_error("needs an end-of-sequence token, which this model's configuration does not name")
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError as error:
-            raise wanted.refusal("needs llguidance, of the extra `serve`, where the model is served") from error
+            raise wanted.make_error("needs llguidance, of the extra `serve`, where the model is served") from error
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))
         except ValueError as error:
-            raise wanted.refusal(f"cannot be served with this model's tokenizer: {error}") from error
+            raise wanted.make_error(f"cannot be served with this model's tokenizer: {error}") from error
 
 
 def _key(wanted: StructuredOutputs) -> Key:
@@ -339,7 +339,7 @@ def _compile(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
     try:
         made, first = matcher(vocabulary, wanted.kind, wanted.text, _whitespace(wanted))
     except ValueError as error:
-        raise wanted.refusal(f"cannot be compiled: {error}") from error
+        raise wanted.make_error(f"cannot be compiled: {error}") from error
     if made.is_stopped():
-        raise wanted.refusal("leaves no text to generate")
+        raise wanted.make_error("leaves no text to generate")
     return Constraint(made, wanted.name, first)

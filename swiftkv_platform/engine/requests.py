@@ -169,11 +169,11 @@ class RequestReader:
 
     def _check_params(self, params: SamplingParams) -> None:
         if not self._has_exit_head:
-            params.refuse_exits(
+            params.require_no_early_exit(
                 ", but this model has no exit head; use 'off', or a model that was converted with early_exit=True"
             )
         if params.structured_outputs is not None:
-            params.structured_outputs.check_followed()
+            params.structured_outputs.check_supported()
         allowed, excluded = params.allowed_token_ids, self._excluded(params)
         self._check_token_ids("logit_bias", params.logit_bias)
         self._check_token_ids("allowed_token_ids", allowed or ())

@@ -234,7 +234,7 @@ def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence],
     """Return the exit head's logits of the sequences in mode `threshold` for which it is confident enough, given x [1,
     num_tokens, hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer,
     so exiting there costs later tokens nothing. Source: paper, appendix E."""
-    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.exits_when_sure]
+    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.uses_exit_threshold]
     if not asking:
         return RowLogits({}, x.new_empty(0))
     logits = model.exit_logits(take(x[0], [batch.next_token_rows[index][0] for index in asking])).float()

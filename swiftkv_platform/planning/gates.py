@@ -11,7 +11,7 @@ from typing import Any
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec
-from swiftkv_platform.specs.evaluation import name_and_data
+from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir
 
 DISCORDANT = 0.08
 """Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
@@ -194,7 +194,7 @@ def _forecast(name: str, field: str, samples: int | None, limit: float | None, n
 
 def _names(spec: EvaluationSpec) -> list[str]:
     """Return the names of the tasks of a spec, with `paper` expanded."""
-    named = (name_and_data(task)[0] for task in spec.tasks)
+    named = (get_task_name_and_data_dir(task)[0] for task in spec.tasks)
     return [one for name in named for one in (_PAPER if name == "paper" else (name,))]
 
 

@@ -66,7 +66,7 @@ class RunSchedule:
         training, checkpoint = spec.training, spec.checkpoint
         if training.validation is None or not measures:
             return cls(total_steps, checkpoint.every_steps, None, 1)
-        assert training.batch_size is not None, "settled before training, see specs.job.resolve_defaults"
+        assert training.batch_size is not None, "set before training by specs.job.resolve_model_defaults"
         interval = measuring_interval(training.validation, training.batch_size, total_steps)
         best_every = interval * -(-(checkpoint.best_every_steps or interval) // interval)
         return cls(total_steps, checkpoint.every_steps, interval, best_every)

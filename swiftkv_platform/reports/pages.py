@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from swiftkv_platform.contract.sweeps import SweepReport, TrialResult
 from swiftkv_platform.contract.verdicts import read_gate_verdict
-from swiftkv_platform.specs.evaluation import points_lost
+from swiftkv_platform.specs.evaluation import compute_points_lost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def render_evaluation_page(
         report=report,
         stages=STAGES,
         plots=_render_plots(report, points),
-        points_lost=_compute_points_lost,
+        compute_points_lost=_compute_points_lost,
         num_steps=int(points[-1]["step"]) if points else 0,
         last_loss=points[-1].get("loss", float("nan")) if points else None,
         lineage=lineage,
@@ -117,7 +117,7 @@ def _format_lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
 
 def _compute_points_lost(task: Mapping[str, Any]) -> float:
     more_is_better = task.get("higher_is_better", True)  # missing in older reports, where higher is always better
-    return points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
+    return compute_points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
 
 
 def render_sweep_page(name: str, sweep: SweepReport) -> str:

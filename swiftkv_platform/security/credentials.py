@@ -32,7 +32,7 @@ class Credentials:
 
     def authenticate(self, authorization: str | None) -> Principal:
         """Return the caller. Checking a token may wait for its issuer. Raises `UnauthenticatedError`."""
-        if self.tokens is not None and shows_token(authorization):
+        if self.tokens is not None and has_token(authorization):
             token = bearer_token(authorization)
             if self.key_ring is None or self.key_ring.find(token) is None:
                 return self.tokens.authenticate(token)
@@ -60,7 +60,7 @@ def open_credentials(
     return Credentials(None if api_keys_file is None else KeyRing(api_keys_file, clock=clock), tokens)
 
 
-def shows_token(authorization: str | None) -> bool:
+def has_token(authorization: str | None) -> bool:
     """Whether a header has the form of a token; checking one may need a request to its issuer."""
     token = bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)

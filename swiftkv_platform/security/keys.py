@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, UnauthenticatedError
 from swiftkv_platform.security.operator_files import OperatorFile
-from swiftkv_platform.security.principals import LATEST, NAME_PATTERN, Principal, Scope
+from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
 
 KEY_PREFIX = "skv_"
 _ID_DIGITS = 16
@@ -36,7 +36,7 @@ class ApiKey(Principal):
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key, in hexadecimal."""
-    not_before: Annotated[int, Field(ge=0, le=LATEST)] | None = None
+    not_before: Annotated[int, Field(ge=0, le=MAX_TIME)] | None = None
     """Unix seconds before which the key is refused; None: it is valid at once."""
 
     @property
@@ -81,10 +81,10 @@ class KeyRing:
             raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
         now = self._clock()
         if key.not_before is not None and not key.has_begun(now):
-            message = f"key {key.name!r} is valid from {_utc(key.not_before)}; use the previous one until then"
+            message = f"key {key.name!r} is valid from {_format_utc(key.not_before)}; use the previous one until then"
             raise UnauthenticatedError(message, field="Authorization")
         if key.expires_at is not None and key.has_expired(now):
-            message = f"key {key.name!r} expired at {_utc(key.expires_at)}; ask the operator for another"
+            message = f"key {key.name!r} expired at {_format_utc(key.expires_at)}; ask the operator for another"
             raise UnauthenticatedError(message, field="Authorization")
         return key
 
@@ -116,7 +116,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
 
     Raises `ConflictError` for a name that is taken and `InvalidInputError` for a field that is not valid.
     """
-    with _editing(path):
+    with _lock_directory(path):
         keys = KeyRing(path).read() if path.exists() else []
         if any(key.name == name for key in keys):
             raise ConflictError(
@@ -129,7 +129,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
             first = error.errors()[0]
             raise InvalidInputError.for_field(str(first["loc"][0]), first["input"], f": {first['msg']}") from error
         _check_times(key)
-        _write(path, [*keys, key])
+        _replace_file(path, [*keys, key])
     return token
 
 
@@ -145,33 +145,33 @@ def rotate_key(
     Raises `NotFoundError` for an owner without keys, and `InvalidInputError` if the new key would never be valid or the
     overlap ends after the year 9999.
     """
-    with _editing(path):
+    with _lock_directory(path):
         keys = KeyRing(path).read()
         present = [key for key in keys if key.name == name]
         if not present:
-            raise _unknown(path, name)
+            raise _make_not_found_error(path, name)
         token = _new_token()
         times = {"expires_at": expires_at, "not_before": not_before}
         new = present[-1].model_copy(update={**times, "sha256": _digest(token)})
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
-        if end > LATEST:
+        if end > MAX_TIME:
             raise InvalidInputError(
                 f"overlap is {overlap_s} s; use one that ends before the year 10000", field="overlap"
             )
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
-        _write(path, [*(_ending(key, end) if key.name == name else key for key in others), new])
+        _replace_file(path, [*(_with_end(key, end) if key.name == name else key for key in others), new])
     return token, new
 
 
 def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
     """Remove all keys of an owner, or the one key with this id, and return them. Raises `NotFoundError`."""
-    with _editing(path):
+    with _lock_directory(path):
         keys = KeyRing(path).read()
         gone = [key for key in keys if name_or_id in (key.name, key.id)]
         if not gone:
-            raise _unknown(path, name_or_id)
-        _write(path, [key for key in keys if key not in gone])
+            raise _make_not_found_error(path, name_or_id)
+        _replace_file(path, [key for key in keys if key not in gone])
     return gone
 
 
@@ -179,7 +179,7 @@ def _new_token() -> str:
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
-def _ending(key: ApiKey, end: int) -> ApiKey:
+def _with_end(key: ApiKey, end: int) -> ApiKey:
     return key.model_copy(update={"expires_at": end if key.expires_at is None else min(end, key.expires_at)})
 
 
@@ -189,12 +189,12 @@ def _check_times(key: ApiKey) -> None:
         raise InvalidInputError.for_field("expires_at", key.expires_at, why)
 
 
-def _unknown(path: Path, name: str) -> NotFoundError:
+def _make_not_found_error(path: Path, name: str) -> NotFoundError:
     return NotFoundError(f"there is no key named {name!r} in {str(path)!r}", field="name", value=name)
 
 
 @contextmanager
-def _editing(path: Path) -> Iterator[None]:
+def _lock_directory(path: Path) -> Iterator[None]:
     """Hold the directory's lock, so that two commands do not overwrite each other's edits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY)
@@ -205,7 +205,7 @@ def _editing(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write(path: Path, keys: list[ApiKey]) -> None:
+def _replace_file(path: Path, keys: list[ApiKey]) -> None:
     """Replace the file atomically; only its owner may read it."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -222,5 +222,5 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
-def _utc(seconds: int) -> str:
+def _format_utc(seconds: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

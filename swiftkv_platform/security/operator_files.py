@@ -37,15 +37,15 @@ class OperatorFile(Generic[Content]):
         self._field = field
         self._hint = hint
         self._lock = threading.Lock()
-        self._told: tuple[Stamp, str] | None = None
+        self._logged: tuple[Stamp, str] | None = None
         """Stamp and error of the broken version that was logged last; None while the newest version is in use."""
-        self._stamp: Stamp = _stamp(path)
+        self._read_stamp: Stamp = _read_stamp(path)
         self._content = self._load()
 
     @property
     def content(self) -> Content:
-        stamp = _stamp(self._path)
-        if stamp is None or stamp != self._stamp:
+        stamp = _read_stamp(self._path)
+        if stamp is None or stamp != self._read_stamp:
             with self._lock:
                 self._refresh(stamp)
         return self._content
@@ -54,33 +54,33 @@ class OperatorFile(Generic[Content]):
     def is_usable(self) -> bool:
         """Whether the file's newest version is the one in use."""
         _ = self.content
-        return self._told is None
+        return self._logged is None
 
     def _refresh(self, stamp: Stamp) -> None:
-        if stamp is not None and stamp == self._stamp:
+        if stamp is not None and stamp == self._read_stamp:
             return  # another thread was faster
         try:
             self._content = self._load()
         except InvalidInputError as error:
             # The stamp stays the old one, so that the file is tried again: the cause may not be its content.
-            if self._told != (stamp, error.message):
-                self._told = stamp, error.message
+            if self._logged != (stamp, error.message):
+                self._logged = stamp, error.message
                 get_logger().warning("file not usable; its last good version holds", reason=error.message)
         else:
-            self._stamp, self._told = stamp, None
+            self._read_stamp, self._logged = stamp, None
 
     def _load(self) -> Content:
         try:
             return self._parse(self._path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidInputError(
-                f"the file {str(self._path)!r} cannot be used: {_reason(error)}; {self._hint}",
+                f"the file {str(self._path)!r} cannot be used: {_describe_error(error)}; {self._hint}",
                 field=self._field,
                 value=str(self._path),
             ) from error
 
 
-def _stamp(path: Path) -> Stamp:
+def _read_stamp(path: Path) -> Stamp:
     """Return a value that changes with the file's content and permissions; None if there is no file."""
     try:
         status = path.stat()
@@ -89,10 +89,10 @@ def _stamp(path: Path) -> Stamp:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Describe what is wrong without repeating values of the file."""
     if not isinstance(error, ValidationError):
         return str(error)
     items = error.errors(include_url=False, include_input=False, include_context=False)
-    places = [(".".join(map(str, item["loc"])), item["msg"]) for item in items]
-    return "; ".join(f"{place}: {message}" if place else message for place, message in places)
+    problems = [(".".join(map(str, item["loc"])), item["msg"]) for item in items]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in problems)

@@ -12,7 +12,7 @@ from swiftkv_platform.frozen import FrozenModel
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Names of keys, tenants and issuers."""
-LATEST = 253_402_300_799
+MAX_TIME = 253_402_300_799
 """The last second of the year 9999."""
 
 
@@ -41,7 +41,7 @@ class Principal(FrozenModel):
     scopes: frozenset[Scope]
     operator: bool = False
     """Whether it may read the audit trail of all tenants; the scope `admin` alone gives its own tenant's."""
-    expires_at: Annotated[int, Field(ge=0, le=LATEST)] | None = None
+    expires_at: Annotated[int, Field(ge=0, le=MAX_TIME)] | None = None
     """Unix seconds from which it is refused; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Requests that a replica answers in a minute; None: no limit."""
@@ -56,7 +56,7 @@ class Principal(FrozenModel):
         raise NotImplementedError
 
     @property
-    def reads_audit(self) -> bool:
+    def can_read_audit(self) -> bool:
         """Whether it may read the audit trail, at least of its own tenant."""
         return self.operator or Scope.ADMIN in self.scopes
 

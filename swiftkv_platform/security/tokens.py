@@ -28,7 +28,7 @@ from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.operator_files import OperatorFile
-from swiftkv_platform.security.principals import LATEST, NAME_PATTERN, Principal, Scope
+from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
 from swiftkv_platform.specs.documents import load_yaml
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
@@ -37,7 +37,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TENANT = re.compile(NAME_PATTERN)
 
 
-def _address(url: str) -> str:
+def _validate_address(url: str) -> str:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.username or not parts.hostname:
         raise ValueError(f"{url!r} is not a plain URL; use https://host/path")
@@ -46,7 +46,7 @@ def _address(url: str) -> str:
     return url
 
 
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(_validate_address)]
 
 
 class Issuer(FiniteModel):
@@ -86,26 +86,26 @@ class Issuer(FiniteModel):
     max_priority: int = 0
 
     @model_validator(mode="after")
-    def _one_way_to_a_tenant(self) -> Self:
+    def _validate_tenant(self) -> Self:
         if (self.tenant is None) == (self.tenant_claim is None):
             raise ValueError("give either tenant or tenant_claim, not both")
         if self.tenants is not None and self.tenant_claim is None:
             raise ValueError("tenants maps the values of tenant_claim, which is not given")
         return self
 
-    def tenant_of(self, claims: Mapping[str, Any]) -> str | None:
+    def find_tenant(self, claims: Mapping[str, Any]) -> str | None:
         """Return the tenant of a token; None if its claim is missing, is not a valid name, or is not in `tenants`."""
         if self.tenant_claim is None:
             return self.tenant
-        value = _claim(claims, self.tenant_claim)
+        value = _find_claim(claims, self.tenant_claim)
         if not isinstance(value, str):
             return None
         if self.tenants is not None:
             return self.tenants.get(value)
         return value if _TENANT.fullmatch(value) else None
 
-    def roles_of(self, claims: Mapping[str, Any]) -> frozenset[str]:
-        value = _claim(claims, self.scopes_claim)
+    def find_roles(self, claims: Mapping[str, Any]) -> frozenset[str]:
+        value = _find_claim(claims, self.scopes_claim)
         words = value.split() if isinstance(value, str) else value
         return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
 
@@ -116,7 +116,7 @@ class Issuers(FiniteModel):
     issuers: Annotated[tuple[Issuer, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _distinct(self) -> Self:
+    def _validate_distinct(self) -> Self:
         for field in ("name", "issuer"):
             values = [getattr(issuer, field) for issuer in self.issuers]
             if len(set(values)) < len(values):
@@ -124,7 +124,7 @@ class Issuers(FiniteModel):
         return self
 
 
-def _claim(claims: Mapping[str, Any], name: str) -> Any:
+def _find_claim(claims: Mapping[str, Any], name: str) -> Any:
     """Return a claim by its name, which may contain dots, or else by a dotted path; None if missing."""
     if name in claims:
         return claims[name]
@@ -136,16 +136,16 @@ def _claim(claims: Mapping[str, Any], name: str) -> Any:
 
 REFETCH_INTERVAL_S = 30.0
 """Least seconds between two fetches of one issuer's keys."""
-_FETCH_S = 5.0
+_FETCH_TIMEOUT_S = 5.0
 """Most seconds to fetch one document."""
-_WAIT_S = 2 * _FETCH_S
-_MOST_WAITING = 8
+_WAIT_TIMEOUT_S = 2 * _FETCH_TIMEOUT_S
+_MAX_WAITING_CALLERS = 8
 """Most callers that wait for a fetch; others are refused at once, so that unknown ids cannot occupy all threads."""
-_MOST_BYTES = 1 << 18
-_MOST_KEYS = 100
-_LEAST_RSA_BITS = 2048
+_MAX_DOCUMENT_BYTES = 1 << 18
+_MAX_KEYS = 100
+_MIN_RSA_BITS = 2048
 _ALGORITHMS = {("RSA", None): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA"}
-_OTHER_NAMES = {"Ed25519": "EdDSA"}
+_ALGORITHM_ALIASES = {"Ed25519": "EdDSA"}
 
 Keys = Mapping[str, jwt.PyJWK]
 Clock = Callable[[], float]
@@ -160,25 +160,25 @@ class SigningKeys:
         self._lock = threading.Lock()
         self._keys: Keys = {}
         self._fetched_at: float | None = None
-        self._tried_at: float | None = None
+        self._last_fetch_at: float | None = None
         self._fetching: threading.Event | None = None
-        self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
+        self._waiting = threading.BoundedSemaphore(_MAX_WAITING_CALLERS)
 
     def find(self, key_id: str) -> jwt.PyJWK | None:
         """Return the key with this id; None if the issuer does not have it or it could not be fetched."""
-        known = self._holding().get(key_id)
+        known = self._get_valid_keys().get(key_id)
         if known is None:
-            self._wait(self._refresh())
-            return self._holding().get(key_id)
-        if self._age() >= self._issuer.keys_max_age_s:
+            self._wait_for_fetch(self._refresh())
+            return self._get_valid_keys().get(key_id)
+        if self._compute_age() >= self._issuer.keys_max_age_s:
             self._refresh()
         return known
 
-    def _holding(self) -> Keys:
+    def _get_valid_keys(self) -> Keys:
         """Return the cached keys; empty if they were fetched too long ago."""
-        return self._keys if self._age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
+        return self._keys if self._compute_age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
 
-    def _age(self) -> float:
+    def _compute_age(self) -> float:
         return float("inf") if self._fetched_at is None else self._clock() - self._fetched_at
 
     def _refresh(self) -> threading.Event | None:
@@ -187,24 +187,24 @@ class SigningKeys:
             if self._fetching is not None:
                 return self._fetching
             now = self._clock()
-            if self._tried_at is not None and 0.0 <= now - self._tried_at < REFETCH_INTERVAL_S:
+            if self._last_fetch_at is not None and 0.0 <= now - self._last_fetch_at < REFETCH_INTERVAL_S:
                 return None
-            self._tried_at = now
+            self._last_fetch_at = now
             self._fetching = done = threading.Event()
         threading.Thread(target=self._fetch, args=(done,), name="signing-keys", daemon=True).start()
         return done
 
-    def _wait(self, done: threading.Event | None) -> None:
+    def _wait_for_fetch(self, done: threading.Event | None) -> None:
         if done is None or not self._waiting.acquire(blocking=False):
             return
         try:
-            done.wait(_WAIT_S)
+            done.wait(_WAIT_TIMEOUT_S)
         finally:
             self._waiting.release()
 
     def _fetch(self, done: threading.Event) -> None:
         try:
-            keys = read_keys(self._issuer)
+            keys = fetch_keys(self._issuer)
             with self._lock:
                 self._keys, self._fetched_at = keys, self._clock()
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RecursionError) as error:
@@ -216,22 +216,22 @@ class SigningKeys:
             done.set()
 
 
-def read_keys(issuer: Issuer) -> Keys:
+def fetch_keys(issuer: Issuer) -> Keys:
     """Fetch an issuer's usable keys by id. Raises `ValueError`, `httpx.HTTPError` and `httpx.InvalidURL`."""
     uri = issuer.jwks_uri
     if uri is None:
-        document = _document(f"{issuer.issuer.rstrip('/')}/.well-known/openid-configuration")
+        document = _fetch_document(f"{issuer.issuer.rstrip('/')}/.well-known/openid-configuration")
         if document.get("issuer") != issuer.issuer:
             raise ValueError("its discovery document names another issuer")
         uri = document.get("jwks_uri")
         if not isinstance(uri, str) or urlsplit(uri).scheme != urlsplit(issuer.issuer).scheme:
             raise ValueError("its discovery document names no jwks_uri of the issuer's own scheme")
-    listed = _document(uri).get("keys")
+    listed = _fetch_document(uri).get("keys")
     if not isinstance(listed, list):
         raise ValueError("its key set has no list of keys")  # noqa: TRY004  # what came is wrong, not our types
     found: dict[str, jwt.PyJWK] = {}
-    for each in listed[:_MOST_KEYS]:
-        key = _usable(each)
+    for each in listed[:_MAX_KEYS]:
+        key = _parse_key(each)
         if key is not None:
             found.setdefault(str(key.key_id), key)
     if not found:
@@ -239,7 +239,7 @@ def read_keys(issuer: Issuer) -> Keys:
     return found
 
 
-def _usable(listed: Any) -> jwt.PyJWK | None:
+def _parse_key(listed: Any) -> jwt.PyJWK | None:
     """Return a listed key; None for private keys, other uses or algorithms, and keys that cannot be parsed."""
     if not isinstance(listed, dict) or not isinstance(listed.get("kid"), str) or "d" in listed:
         return None
@@ -247,42 +247,46 @@ def _usable(listed: Any) -> jwt.PyJWK | None:
     algorithm = _ALGORITHMS.get((str(kind), None if curve is None else str(curve)))
     if algorithm is None or listed.get("use", "sig") != "sig":
         return None
-    if named is not None and _OTHER_NAMES.get(str(named), named) != algorithm:
+    if named is not None and _ALGORITHM_ALIASES.get(str(named), named) != algorithm:
         return None
     try:
         key = jwt.PyJWK.from_dict(listed, algorithm=algorithm)
     except (jwt.PyJWTError, ValueError, TypeError, AttributeError) as error:
         get_logger().warning("key of an issuer not read", reason=type(error).__name__)
         return None
-    if isinstance(key.key, RSAPublicKey) and key.key.key_size < _LEAST_RSA_BITS:
+    if isinstance(key.key, RSAPublicKey) and key.key.key_size < _MIN_RSA_BITS:
         return None
     return key
 
 
-def _document(url: str) -> dict[str, Any]:
+def _fetch_document(url: str) -> dict[str, Any]:
     """Fetch a JSON object, bounded in size and time, without following redirects."""
     began, content = time.monotonic(), b""
     with (
-        httpx.Client(timeout=_FETCH_S, follow_redirects=False, trust_env=urlsplit(url).scheme == "https") as client,
+        httpx.Client(
+            timeout=_FETCH_TIMEOUT_S, follow_redirects=False, trust_env=urlsplit(url).scheme == "https"
+        ) as client,
         client.stream("GET", url, headers={"Accept": "application/json"}) as answer,
     ):
         if answer.status_code != httpx.codes.OK:
             raise ValueError(f"{url} answered {answer.status_code}")
         for piece in answer.iter_bytes():
             content += piece
-            if len(content) > _MOST_BYTES or time.monotonic() - began > _FETCH_S:
-                raise ValueError(f"{url} sent more than {_MOST_BYTES} bytes, or took more than {_FETCH_S:g} s")
+            if len(content) > _MAX_DOCUMENT_BYTES or time.monotonic() - began > _FETCH_TIMEOUT_S:
+                raise ValueError(
+                    f"{url} sent more than {_MAX_DOCUMENT_BYTES} bytes, or took more than {_FETCH_TIMEOUT_S:g} s"
+                )
     document = json.loads(content)
     if not isinstance(document, dict):
         raise ValueError(f"{url} sent no JSON object")  # noqa: TRY004
     return document
 
 
-_LONGEST = 8192
+_MAX_TOKEN_LENGTH = 8192
 """Most characters of a token."""
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 """Most characters of a caller's name, which is `{issuer}:{subject}`."""
-_MALFORMED = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
+_MALFORMED_ERRORS = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 class TokenHolder(Principal):
@@ -316,26 +320,26 @@ class TokenVerifier:
 
     def authenticate(self, token: str) -> Principal:
         """Return the caller that a token names. May wait seconds for its issuer. Raises `UnauthenticatedError`."""
-        if len(token) > _LONGEST:
-            raise _refusal(f"the token has more than {_LONGEST} characters")
+        if len(token) > _MAX_TOKEN_LENGTH:
+            raise _make_error(f"the token has more than {_MAX_TOKEN_LENGTH} characters")
         try:
             header = jwt.get_unverified_header(token)
-            issuer_named = jwt.decode(token, options={"verify_signature": False}).get("iss")
-        except _MALFORMED as error:
-            raise _refusal("the token is not a signed JSON Web Token") from error
-        issuer, keys = self._file.content.get(issuer_named if isinstance(issuer_named, str) else "", (None, None))
+            issuer_claim = jwt.decode(token, options={"verify_signature": False}).get("iss")
+        except _MALFORMED_ERRORS as error:
+            raise _make_error("the token is not a signed JSON Web Token") from error
+        issuer, keys = self._file.content.get(issuer_claim if isinstance(issuer_claim, str) else "", (None, None))
         if issuer is None or keys is None:
-            raise _refusal("the token's issuer is not trusted here")
-        return _principal(_verified(token, header, issuer, keys), issuer)
+            raise _make_error("the token's issuer is not trusted here")
+        return _make_principal(_verify_token(token, header, issuer, keys), issuer)
 
     def _parse(self, content: bytes) -> dict[str, tuple[Issuer, SigningKeys]]:
         try:
             issuers = Issuers.model_validate(load_yaml(content)).issuers
         except yaml.YAMLError as error:
             raise ValueError(f"it cannot be read as YAML: {error}") from error
-        return {issuer.issuer: (issuer, self._keys_of(issuer)) for issuer in issuers}
+        return {issuer.issuer: (issuer, self._get_signing_keys(issuer)) for issuer in issuers}
 
-    def _keys_of(self, issuer: Issuer) -> SigningKeys:
+    def _get_signing_keys(self, issuer: Issuer) -> SigningKeys:
         """Return the issuer's key cache, which is kept when other fields of the file change."""
         place = (issuer.issuer, issuer.jwks_uri, issuer.keys_max_age_s, issuer.keys_stale_s)
         if place not in self._keys:
@@ -343,16 +347,18 @@ class TokenVerifier:
         return self._keys[place]
 
 
-def _verified(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
+def _verify_token(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
     """Check signature, times and audience of a token and return its claims. Raises `UnauthenticatedError`."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in issuer.algorithms:
-        raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(issuer.algorithms)}")
+        raise _make_error(f"the token's algorithm is not accepted; accepted are {', '.join(issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
-        raise _refusal("the token's header has no `kid`, or extensions (`crit`)")
+        raise _make_error("the token's header has no `kid`, or extensions (`crit`)")
     key = keys.find(key_id)
     if key is None or key.algorithm_name != algorithm:
-        raise _refusal("the token's signing key is not known; try again in a minute if the issuer has just changed it")
+        raise _make_error(
+            "the token's signing key is not known; try again in a minute if the issuer has just changed it"
+        )
     try:
         claims: dict[str, Any] = jwt.decode(
             token,
@@ -364,36 +370,40 @@ def _verified(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningK
             options={"require": ["exp", "iss", "aud"]},
         )
     except jwt.ExpiredSignatureError as error:
-        raise _refusal("the token has expired; ask its issuer for another") from error
+        raise _make_error("the token has expired; ask its issuer for another") from error
     except jwt.InvalidAudienceError as error:
-        raise _refusal("the token's audience is not this platform") from error
+        raise _make_error("the token's audience is not this platform") from error
     except (jwt.ImmatureSignatureError, jwt.InvalidIssuedAtError) as error:
-        raise _refusal("the token is not valid yet by this machine's clock") from error
-    except _MALFORMED as error:
-        raise _refusal("the token's signature or claims are not valid") from error
+        raise _make_error("the token is not valid yet by this machine's clock") from error
+    except _MALFORMED_ERRORS as error:
+        raise _make_error("the token's signature or claims are not valid") from error
     return claims
 
 
-def _principal(claims: dict[str, Any], issuer: Issuer) -> Principal:
-    subject, tenant, roles = _claim(claims, issuer.subject_claim), issuer.tenant_of(claims), issuer.roles_of(claims)
+def _make_principal(claims: dict[str, Any], issuer: Issuer) -> Principal:
+    subject, tenant, roles = (
+        _find_claim(claims, issuer.subject_claim),
+        issuer.find_tenant(claims),
+        issuer.find_roles(claims),
+    )
     if not isinstance(subject, str) or not subject.isprintable() or not subject.strip():
-        raise _refusal(f"the token names no subject (claim {issuer.subject_claim!r})")
+        raise _make_error(f"the token names no subject (claim {issuer.subject_claim!r})")
     name = f"{issuer.name}:{subject}"
-    if len(name) > _LONGEST_NAME:
-        raise _refusal(f"the token's subject has more than {_LONGEST_NAME - len(issuer.name) - 1} characters")
+    if len(name) > _MAX_NAME_LENGTH:
+        raise _make_error(f"the token's subject has more than {_MAX_NAME_LENGTH - len(issuer.name) - 1} characters")
     if tenant is None:
-        raise _refusal(f"the token names no tenant of this platform (claim {issuer.tenant_claim!r})")
+        raise _make_error(f"the token names no tenant of this platform (claim {issuer.tenant_claim!r})")
     return TokenHolder(
         name=name,
         tenant=tenant,
         scopes=frozenset().union(*(issuer.scopes.get(role, frozenset()) for role in roles)),
         operator=not roles.isdisjoint(issuer.operators),
-        expires_at=min(max(int(claims["exp"]), 0), LATEST),
+        expires_at=min(max(int(claims["exp"]), 0), MAX_TIME),
         requests_per_minute=issuer.requests_per_minute,
         tokens_per_minute=issuer.tokens_per_minute,
         max_priority=issuer.max_priority,
     )
 
 
-def _refusal(reason: str) -> UnauthenticatedError:
+def _make_error(reason: str) -> UnauthenticatedError:
     return UnauthenticatedError(reason, field="Authorization")

@@ -19,8 +19,8 @@ ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
 _VERSION = "v1"
-_ENCODED = "whsec_"
-_LEAST_SECRET_BYTES = 16
+_BASE64_PREFIX = "whsec_"
+_MIN_SECRET_BYTES = 16
 
 
 class Secret:
@@ -37,13 +37,19 @@ class Secret:
         """
         text = text.strip()
         try:
-            value = base64.b64decode(text.removeprefix(_ENCODED), validate=True) if text.startswith(_ENCODED) else None
+            value = (
+                base64.b64decode(text.removeprefix(_BASE64_PREFIX), validate=True)
+                if text.startswith(_BASE64_PREFIX)
+                else None
+            )
         except binascii.Error as error:
-            raise InvalidInputError(f"secret {name!r} is not base64 after {_ENCODED!r}", field="secret_ref") from error
-        value = text.encode() if value is None else value
-        if len(value) < _LEAST_SECRET_BYTES:
             raise InvalidInputError(
-                f"secret {name!r} has {len(value)} bytes; use {_LEAST_SECRET_BYTES} or more",
+                f"secret {name!r} is not base64 after {_BASE64_PREFIX!r}", field="secret_ref"
+            ) from error
+        value = text.encode() if value is None else value
+        if len(value) < _MIN_SECRET_BYTES:
+            raise InvalidInputError(
+                f"secret {name!r} has {len(value)} bytes; use {_MIN_SECRET_BYTES} or more",
                 field="secret_ref",
                 value=name,
             )

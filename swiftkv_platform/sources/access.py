@@ -28,7 +28,7 @@ from swiftkv_platform.sources.names import (
 )
 from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 from swiftkv_platform.specs import JobSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
+from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
 
 _S3 = "s3://"
 _TENANT = "{tenant}"
@@ -99,9 +99,9 @@ class Access:
 
     def check_task(self, task: str | TaskSpec, field: str) -> None:
         """Raise `InvalidInputError` for an evaluation task whose name or data may not be used."""
-        name, data_dir = name_and_data(task)
+        name, data_dir = get_task_name_and_data_dir(task)
         check_name(name, field)
-        names_file = names_task_file(name) or _TASK.fullmatch(name) is None
+        names_file = is_task_file_name(name) or _TASK.fullmatch(name) is None
         if self.is_restricted and names_file and not name.startswith("builtin:"):
             accepted = "only the name of a task that the harness knows, or of a `builtin:` one, is accepted"
             why = f"; a task's file may name functions to run, so where sources are restricted, {accepted}"

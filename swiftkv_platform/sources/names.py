@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.layout import ENDINGS
-from swiftkv_platform.specs import JobSpec, TaskSpec, looks_like_a_path
-from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
+from swiftkv_platform.specs import JobSpec, TaskSpec, is_path_like
+from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
 
 _BUILTIN = "builtin:"
 _S3 = "s3://"
@@ -122,7 +122,7 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
         return _s3(name, field)
     if is_file_id(name):
         return FileSource(name)
-    is_path = looks_like_a_path(name, suffixes) or _HUB_ID.fullmatch(name) is None
+    is_path = is_path_like(name, suffixes) or _HUB_ID.fullmatch(name) is None
     # In a directory that this process may not enter, this is False, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
         return PathSource(name, _expanded(name, field))
@@ -286,8 +286,8 @@ def _mapped(spec: JobSpec, change: Change) -> JobSpec:
 
 
 def _task(task: str | TaskSpec, field: str, change: Change) -> str | TaskSpec:
-    name, data_dir = name_and_data(task)
-    if names_task_file(name):
+    name, data_dir = get_task_name_and_data_dir(task)
+    if is_task_file_name(name):
         name = change(name, "location", field)
     if isinstance(task, str):
         return name

@@ -6,7 +6,7 @@ Every key of the YAML or JSON spec is a field here; unknown keys are refused. Ch
 
 from __future__ import annotations
 
-from swiftkv_platform.specs.base import looks_like_a_path
+from swiftkv_platform.specs.base import is_path_like
 from swiftkv_platform.specs.data import (
     BUILTIN_CHATS,
     BUILTIN_DATA,
@@ -68,6 +68,6 @@ __all__ = [
     "TrainingSpec",
     "ValidationSpec",
     "WandbSpec",
+    "is_path_like",
     "load_spec",
-    "looks_like_a_path",
 ]

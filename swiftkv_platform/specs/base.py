@@ -50,7 +50,7 @@ MAX_STREAM_INTERVAL_S = 10.0
 MIN_TEMPERATURE = 1e-5
 """Lowest temperature for sampling. Below it logits over temperature leave the range of float32, and the most probable
 token is taken, as at 0."""
-MAX_STOPS = 32
+MAX_STOP_STRINGS = 32
 """Most stop strings; each is looked for at every token."""
 MAX_STOP_LENGTH = 1024
 """Most characters of a stop string; a stream may hold back that many."""
@@ -86,9 +86,9 @@ MIN_CORES = 0.1
 one."""
 MIN_GPU = 0.01
 """Least share of a GPU. Ray rounds below a ten-thousandth, and a process that reserves none is not charged."""
-_LONGEST_SHOWN = 40
+_MAX_SHOWN_LENGTH = 40
 """Characters of a refused value in a message."""
-STORED: Mapping[str, Any] = {"stored": True}
+STORED_CONTEXT: Mapping[str, Any] = {"stored": True}
 """Validation context for specs that an earlier version stored: a number out of range is replaced by the nearest
 limit."""
 _OUT_OF_RANGE = frozenset({"greater_than_equal", "less_than_equal"})
@@ -103,35 +103,35 @@ class Range:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         bounded: Any = {**handler(source), "ge": self.low, "le": self.high}
-        return core_schema.with_info_wrap_validator_function(self._checked, bounded)
+        return core_schema.with_info_wrap_validator_function(self._validate_in_range, bounded)
 
-    def _checked(self, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def _validate_in_range(self, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
             if error.errors()[0]["type"] not in _OUT_OF_RANGE:
                 raise
-            if info.context == STORED:
-                return self.nearest(value)
-            raise _refusal(value, f"{_shown(self.low)} to {_shown(self.high)}") from error
+            if info.context == STORED_CONTEXT:
+                return self.clamp(value)
+            raise _make_range_error(value, f"{_format_number(self.low)} to {_format_number(self.high)}") from error
 
-    def nearest(self, value: float) -> float:
+    def clamp(self, value: float) -> float:
         """Return the value, or the nearer end of the range."""
         return min(max(value, self.low), self.high)
 
 
-def refuse_field(field: str, value: Any, message: str) -> PydanticCustomError:
+def make_field_error(field: str, value: Any, message: str) -> PydanticCustomError:
     """Return the error of a rule over several fields, of which `field` is the one to change."""
     return PydanticCustomError("fields", "{message}", {"field": field, "value": value, "message": message})
 
 
-def _refusal(value: Any, accepted: str) -> PydanticCustomError:
+def _make_range_error(value: Any, accepted: str) -> PydanticCustomError:
     shown = repr(value)
-    shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
+    shown = shown if len(shown) <= _MAX_SHOWN_LENGTH else f"{shown[:_MAX_SHOWN_LENGTH]}..."
     return PydanticCustomError("out_of_range", "is {given}; {range} is accepted", {"given": shown, "range": accepted})
 
 
-def _shown(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
@@ -160,15 +160,15 @@ HostMemory = Annotated[int, Range(1 << 20, 1 << 50)]
 """Bytes that Ray reserves for a worker."""
 
 
-def _lendable(gpus: float, info: ValidationInfo) -> float:
+def _validate_gpus(gpus: float, info: ValidationInfo) -> float:
     if gpus == 0 or MIN_GPU <= gpus < 1 or gpus == int(gpus):
         return gpus
-    if info.context == STORED:
+    if info.context == STORED_CONTEXT:
         return max(MIN_GPU, gpus if gpus < 1 else math.ceil(gpus))
-    raise _refusal(gpus, f"0, a share of one GPU from {MIN_GPU} to 1, or a whole number")
+    raise _make_range_error(gpus, f"0, a share of one GPU from {MIN_GPU} to 1, or a whole number")
 
 
-Gpus = Annotated[float, Range(0.0, 10_000.0), AfterValidator(_lendable)]
+Gpus = Annotated[float, Range(0.0, 10_000.0), AfterValidator(_validate_gpus)]
 """GPUs that Ray reserves for a worker or a replica; it lends several only whole."""
 
 Reserved = Annotated[float, Range(0.0, 1e6)]
@@ -214,26 +214,26 @@ class Spec(FiniteModel):
 
     @field_validator("*")
     @classmethod
-    def _is_storable(cls, value: Any) -> Any:
+    def _validate_storable(cls, value: Any) -> Any:
         """Refuse text that UTF-8 or a database cannot hold, which would fail later when the spec is stored."""
         match value:
             case str():
                 _check_storable(value)
             case tuple():
                 for item in value:
-                    cls._is_storable(item)
+                    cls._validate_storable(item)
             case dict():
-                cls._is_storable((*value.keys(), *value.values()))
+                cls._validate_storable((*value.keys(), *value.values()))
         return value
 
 
 def _check_storable(text: str) -> None:
     if "\0" in text:
         raise ValueError(f"has NUL at character {text.index(chr(0))}; leave it out")
-    if (place := find_lone_surrogate(text)) is not None:
-        raise ValueError(f"has a lone surrogate at character {place}, which is not valid text; leave it out")
+    if (index := find_lone_surrogate(text)) is not None:
+        raise ValueError(f"has a lone surrogate at character {index}, which is not valid text; leave it out")
 
 
-def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:
+def is_path_like(name: str, suffixes: Collection[str] = ()) -> bool:
     """Whether an unknown name cannot be a hub id because it looks like a path; `suffixes` mark files."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in suffixes

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, model_validator
 
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range, refuse_field
+from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range, make_field_error
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class ScalingSpec(FiniteModel):
     """Seconds for which the load must require fewer before replicas are drained."""
 
     @model_validator(mode="after")
-    def _replicas_in_order(self) -> Self:
+    def _validate_replica_bounds(self) -> Self:
         if self.max_replicas < self.min_replicas:
             message = f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}"
-            raise refuse_field("max_replicas", self.max_replicas, message)
+            raise make_field_error("max_replicas", self.max_replicas, message)
         return self
 
 

@@ -25,8 +25,8 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             before = seen.setdefault((key.tag, key.value), key.start_mark)
             if before is not key.start_mark:
-                places = f"in line {before.line + 1} and in line {key.start_mark.line + 1}"
-                raise DuplicateKeyError(f"the key {key.value!r} is given twice, {places}; give it once")
+                lines = f"in line {before.line + 1} and in line {key.start_mark.line + 1}"
+                raise DuplicateKeyError(f"the key {key.value!r} is given twice, {lines}; give it once")
         return node
 
 
@@ -53,8 +53,8 @@ def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
         *way, last = path.split(".")
         inner: Any = changed
         for key in way:
-            inner = _inside(inner, key, path)
-        _check(inner, last, path)
+            inner = _enter(inner, key, path)
+        _validate_key(inner, last, path)
         inner[int(last) if isinstance(inner, list) else last] = value
     return changed
 
@@ -64,8 +64,8 @@ def is_index(key: str, items: Sequence[Any]) -> bool:
     return key.isdecimal() and len(key) < 10 and int(key) < len(items)  # `int` refuses thousands of digits
 
 
-def _inside(container: Any, key: str, path: str) -> Any:
-    _check(container, key, path)
+def _enter(container: Any, key: str, path: str) -> Any:
+    _validate_key(container, key, path)
     if isinstance(container, list):
         return container[int(key)]
     if container.get(key) is None:
@@ -73,7 +73,7 @@ def _inside(container: Any, key: str, path: str) -> Any:
     return container[key]
 
 
-def _check(container: Any, key: str, path: str) -> None:
+def _validate_key(container: Any, key: str, path: str) -> None:
     """Raise `InvalidInputError` unless `key` can be set in the container."""
     match container:
         case list() if is_index(key, container):

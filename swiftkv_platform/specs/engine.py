@@ -29,7 +29,7 @@ from swiftkv_platform.specs.base import (
 
 Backend = Literal["native", "vllm"]
 """Engines that a replica can run."""
-NATIVE_ONLY: dict[str, tuple[Any, ...]] = {
+NATIVE_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("float32", "int8"),
     "fuse_weights": (False,),
     "native_kernels": (False,),
@@ -107,14 +107,14 @@ class EngineConfig(FiniteModel):
     num_threads: Threads | None = None
     """Threads of one CPU operator; None leaves torch's setting (one thread per core, or `OMP_NUM_THREADS`)."""
 
-    @field_validator(*NATIVE_ONLY)
+    @field_validator(*NATIVE_ONLY_VALUES)
     @classmethod
-    def _vllm_has_it(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("backend") == "vllm" and value in NATIVE_ONLY[info.field_name or ""]:
+    def _validate_backend(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("backend") == "vllm" and value in NATIVE_ONLY_VALUES[info.field_name or ""]:
             raise ValueError(f"{value!r} is an option of backend native only; backend is 'vllm'")
         return value
 
     @property
-    def native_only(self) -> tuple[str, ...]:
+    def native_only_options(self) -> tuple[str, ...]:
         """Names of the options whose values vLLM does not support."""
-        return tuple(name for name, values in NATIVE_ONLY.items() if getattr(self, name) in values)
+        return tuple(name for name, values in NATIVE_ONLY_VALUES.items() if getattr(self, name) in values)

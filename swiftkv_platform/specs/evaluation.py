@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from swiftkv_platform.specs.base import Count, Layers, Name, NonNegative, Positive, Range, Size, Spec, Word
 
-_MOST_TRIALS = 256
+_MAX_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:gsm8k": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
     "builtin:mmlu": ("test/*_test.csv", "dev/*_dev.csv"),
@@ -41,12 +41,12 @@ class TaskSpec(Spec):
     `builtin:tool-calls` with instruction-tuned models."""
 
 
-def names_task_file(name: str) -> bool:
+def is_task_file_name(name: str) -> bool:
     """Whether a task's name is a file name."""
     return name.endswith((".yaml", ".yml"))
 
 
-def name_and_data(task: str | TaskSpec) -> tuple[str, str | None]:
+def get_task_name_and_data_dir(task: str | TaskSpec) -> tuple[str, str | None]:
     """Name and `data_dir` of an entry of `EvaluationSpec.tasks`, without a `TaskSpec` for each of a thousand names."""
     return (task, None) if isinstance(task, str) else (task.name, task.data_dir)
 
@@ -111,23 +111,23 @@ class EvaluationSpec(Spec):
     def has_gate(self) -> bool:
         """Whether the spec sets a limit of its own."""
         limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement
-        judges_tasks = bool(self.tasks) and self.max_drop is not None
-        return judges_tasks or any(limit not in (None, "auto") for limit in limits)
+        gates_tasks = bool(self.tasks) and self.max_drop is not None
+        return gates_tasks or any(limit not in (None, "auto") for limit in limits)
 
 
-def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
+def compute_points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
     """Return the drop that `max_drop` limits; negative if the student wins.
 
     In points of a hundred if higher is better and both scores are within 0..1; otherwise in percent of the teacher's
     score, where 0 is replaced by 1.
     """
-    unit = points_per_unit(teacher, student, higher_is_better=higher_is_better)
+    unit = compute_points_per_unit(teacher, student, higher_is_better=higher_is_better)
     return round(unit * (teacher - student), 6)  # so that 0.50 - 0.49 is exactly one point
 
 
-def points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
-    """Return the points of `points_lost` for each unit by which the student's score is below the teacher's; negative if
-    lower is better."""
+def compute_points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
+    """Return the points of `compute_points_lost` for each unit by which the student's score is below the teacher's;
+    negative if lower is better."""
     whole = 1.0 if is_share(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
     return (100.0 if higher_is_better else -100.0) / whole
 
@@ -144,24 +144,24 @@ class SweepSpec(Spec):
     prefill compute, then the smallest cache, then the lowest KL becomes the artifact.
     """
 
-    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
+    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.num_key_value_layers` (l)."""
-    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
+    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.key_value_group_size` (g)."""
-    learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
+    learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `optimizer.learning_rate`."""
-    max_concurrent: Annotated[int, Range(1, _MOST_TRIALS)] = 1
+    max_concurrent: Annotated[int, Range(1, _MAX_TRIALS)] = 1
     """Trials that train at the same time, each with the workers that `resources` asks for."""
 
     @model_validator(mode="after")
-    def _sweeps_something(self) -> Self:
+    def _validate_num_trials(self) -> Self:
         for name in ("num_key_value_layers", "key_value_group_size", "learning_rate"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} names a value twice")
         count = self.num_trials
-        if not 2 <= count <= _MOST_TRIALS:
-            raise ValueError(f"its lists make {count} trials; 2..{_MOST_TRIALS} are accepted")
+        if not 2 <= count <= _MAX_TRIALS:
+            raise ValueError(f"its lists make {count} trials; 2..{_MAX_TRIALS} are accepted")
         return self
 
     @property

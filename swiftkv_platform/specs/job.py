@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import (
-    STORED,
+    STORED_CONTEXT,
     Count,
     KeptCheckpoints,
     Label,
@@ -23,7 +23,7 @@ from swiftkv_platform.specs.base import (
     Spec,
     Weight,
     Word,
-    refuse_field,
+    make_field_error,
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
@@ -41,12 +41,12 @@ REAL_TEACHER = "builtin:smollm2-135m"
 
 BATCH_SIZE = 32
 """Rows of a step if there are enough (paper, appendix B.1)."""
-FEWEST_STEPS = 400
+MIN_STEPS = 400
 """Fewest steps of a run before the default batch is made smaller; docs/performance.md has the gain."""
-LEARNING_RATE, FULL_WIDTH = 3e-4, 2048
+LEARNING_RATE, REFERENCE_HIDDEN_SIZE = 3e-4, 2048
 """The paper's rate, for models of at least this hidden size."""
-HIGHEST_LEARNING_RATE = 3e-3
-SHARE_FOR_ALL_LAYERS = 1 / 3
+MAX_LEARNING_RATE = 3e-3
+ALL_LAYERS_FACTOR = 1 / 3
 """Factor on the rate if every layer is trained: the lower ones are good already."""
 
 
@@ -113,7 +113,7 @@ class LimitsSpec(Spec):
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
-def with_former_defaults(document: Any) -> Any:
+def fill_former_defaults(document: Any) -> Any:
     """Return a stored job spec with the former defaults filled in: at the time, every student had the paper's form. The
     former start `refitted` is read as `calibrated`."""
     given = document.get("swiftkv", {}) if isinstance(document, dict) else None
@@ -125,8 +125,8 @@ def with_former_defaults(document: Any) -> Any:
     return {**document, "swiftkv": swiftkv}
 
 
-def without_former_defaults(document: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
-    """Return `document`, a spec without defaults, as `with_former_defaults` reads it."""
+def drop_former_defaults(document: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
+    """Return `document`, a spec without defaults, as `fill_former_defaults` reads it."""
     form = spec.swiftkv.decode_key_value
     swiftkv = dict(document.get("swiftkv", {}), decode_key_value=form)
     if form == "shared":
@@ -162,17 +162,17 @@ class JobSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _reads_what_was_stored(cls, value: Any, info: ValidationInfo) -> Any:
-        return with_former_defaults(value) if info.context == STORED else value
+    def _migrate_stored(cls, value: Any, info: ValidationInfo) -> Any:
+        return fill_former_defaults(value) if info.context == STORED_CONTEXT else value
 
     @property
-    def only_publishes(self) -> bool:
+    def is_publish_only(self) -> bool:
         """Whether the job only publishes an existing model and makes none."""
         names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
     @property
-    def most_workers(self) -> int:
+    def max_total_workers(self) -> int:
         """Most workers at a time, over all trials of a sweep."""
         trials = 1 if self.sweep is None else min(self.sweep.max_concurrent, self.sweep.num_trials)
         return self.resources.max_workers * trials
@@ -183,39 +183,41 @@ class JobSpec(Spec):
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
-        for error in _misfits(self):
+    def _validate_sections(self) -> Self:
+        for error in _find_section_conflicts(self):
             raise error
         return self
 
 
-def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
+def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
     """Yield an error for each rule over several sections that a spec breaks."""
     training, sharding, resources, distillation = spec.training, spec.sharding, spec.resources, spec.distillation
     if training.from_ is not None and spec.sweep is not None:
         problem = "it cannot be combined with sweep; leave out one of them"
-        yield _is("training.from", training.from_, problem)
+        yield _make_problem("training.from", training.from_, problem)
     if training.from_ is None and training.load_optimizer_state:
-        yield _is("training.load_optimizer_state", True, "it needs training.from, the checkpoint whose state is loaded")
+        yield _make_problem(
+            "training.load_optimizer_state", True, "it needs training.from, the checkpoint whose state is loaded"
+        )
     if training.from_ is None and training.max_steps == 0:
         problem = (
             "it needs training.from, the checkpoint that is evaluated and published; 1 or more is accepted as well"
         )
-        yield _is("training.max_steps", 0, problem)
+        yield _make_problem("training.max_steps", 0, problem)
     size = sharding.sequence_parallel_size
     if size > 1:
         field, workers = "sharding.sequence_parallel_size", resources.num_workers
         if not isinstance(workers, int) or workers % size:
-            yield _is(field, size, f"resources.num_workers must be a fixed multiple of it, and is {workers}")
+            yield _make_problem(field, size, f"resources.num_workers must be a fixed multiple of it, and is {workers}")
         if spec.data.max_length % size:
-            yield _is(field, size, f"it must divide data.max_length, which is {spec.data.max_length}")
+            yield _make_problem(field, size, f"it must divide data.max_length, which is {spec.data.max_length}")
         if training.compile:
-            yield _is(field, size, "it cannot be combined with training.compile")
+            yield _make_problem(field, size, "it cannot be combined with training.compile")
     if spec.swiftkv.request.has_bypassed_layers:
-        yield from map(spec.swiftkv.refused_list, _problems_of_gaps(spec))
+        yield from map(spec.swiftkv.make_layer_list_error, _find_gap_problems(spec))
     if training.batch_size is not None and training.batch_size % spec.rows_per_pass:
         shared = "" if size == 1 else "1 / sharding.sequence_parallel_size x "
-        yield refuse_field(
+        yield make_field_error(
             "training.batch_size",
             training.batch_size,
             f"training.batch_size {training.batch_size} must be a multiple of resources.num_workers x {shared}"
@@ -223,20 +225,20 @@ def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
         )
     held_out = any(source.name_or_path == BUILTIN_DATA or source.is_held_out for source in spec.data.sources)
     if not spec.data.validation_fraction and not held_out:
-        yield refuse_field(
+        yield make_field_error(
             "data.validation_fraction",
             0.0,
             "data.validation_fraction is 0, but every job measures its student on held-out text; use 0.01",
         )
     if spec.optimizer.name == "muon" and sharding.strategy == "deepspeed":
-        yield refuse_field(
+        yield make_field_error(
             "optimizer.name",
             "muon",
             "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' keeps flat shards; use "
             "sharding.strategy ddp or fsdp2, or optimizer.name adamw",
         )
     if spec.publish.adapter and distillation.trainable == "all":
-        yield refuse_field(
+        yield make_field_error(
             "publish.adapter",
             True,
             "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of everything "
@@ -244,14 +246,14 @@ def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
         )
     gpus, dtype = resources.gpus_per_worker, spec.model.dtype
     if training.attn_implementation == "varlen_attn" and not (gpus and dtype == "bfloat16"):
-        yield refuse_field(
+        yield make_field_error(
             "training.attn_implementation",
             "varlen_attn",
             "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, but resources.gpus_per_worker is "
             f"{gpus:g}, model.dtype {dtype}; use auto or sdpa",
         )
     if spec.sweep is not None and not spec.evaluation.has_gate:
-        yield refuse_field(
+        yield make_field_error(
             "sweep",
             spec.sweep.model_dump(mode="json"),
             "sweep needs an accuracy budget to choose by: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
@@ -259,11 +261,11 @@ def _misfits(spec: JobSpec) -> Iterator[PydanticCustomError]:
         )
 
 
-def _is(field: str, value: str | bool | int, problem: str) -> PydanticCustomError:
-    return refuse_field(field, value, f"{field} is {'true' if value is True else value}: {problem}")
+def _make_problem(field: str, value: str | bool | int, problem: str) -> PydanticCustomError:
+    return make_field_error(field, value, f"{field} is {'true' if value is True else value}: {problem}")
 
 
-def _problems_of_gaps(spec: JobSpec) -> Iterator[str]:
+def _find_gap_problems(spec: JobSpec) -> Iterator[str]:
     """Yield why prompts cannot bypass layers in a job."""
     size, strategy = spec.sharding.sequence_parallel_size, spec.sharding.strategy
     if size > 1:
@@ -286,7 +288,7 @@ def load_spec(path: Path) -> JobSpec:
     return JobSpec.model_validate(document)
 
 
-def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
+def resolve_model_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
     """Return the spec with the defaults that depend on the model. Rows are at most as long as its context. The learning
     rate, if not given, is inversely proportional to its hidden size, and lower if all layers are trained; the rate
     search, if any, starts from it. `context_length`: the model's `max_position_embeddings`, or None if its
@@ -296,8 +298,8 @@ def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: 
     rate, searches = spec.optimizer.learning_rate, spec.optimizer.rate_search
     if rate is None:
         searches = searches is not False
-        rate = min(LEARNING_RATE * max(1.0, FULL_WIDTH / hidden_size), HIGHEST_LEARNING_RATE)
-        rate *= SHARE_FOR_ALL_LAYERS if spec.distillation.trainable == "all" else 1.0
+        rate = min(LEARNING_RATE * max(1.0, REFERENCE_HIDDEN_SIZE / hidden_size), MAX_LEARNING_RATE)
+        rate *= ALL_LAYERS_FACTOR if spec.distillation.trainable == "all" else 1.0
     data = spec.data.model_copy(update={"max_length": length})
     optimizer = spec.optimizer.model_copy(update={"learning_rate": rate, "rate_search": searches})
     return spec.model_copy(update={"data": data, "optimizer": optimizer})
@@ -312,7 +314,7 @@ def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
     per_pass = spec.rows_per_pass
     size = BATCH_SIZE
     if training.max_steps is None:
-        while size > 1 and num_rows * training.num_epochs < FEWEST_STEPS * size:
+        while size > 1 and num_rows * training.num_epochs < MIN_STEPS * size:
             size //= 2
     size = max(size // per_pass, 1) * per_pass
     return spec.model_copy(update={"training": training.model_copy(update={"batch_size": size})})

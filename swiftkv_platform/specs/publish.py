@@ -29,7 +29,7 @@ class WebhookSpec(FrozenModel):
 
     @field_validator("url")
     @classmethod
-    def _is_plain(cls, url: str) -> str:
+    def _validate_url(cls, url: str) -> str:
         unusable = next((character for character in url if not "!" <= character <= "~"), None)
         if unusable is not None:  # `urlsplit` drops some of these
             raise ValueError(f"it has {unusable!a}, which URLs cannot contain; write it as %-escapes of its UTF-8")
@@ -44,7 +44,7 @@ class WebhookSpec(FrozenModel):
             raise ValueError("its port is not a number in 0..65535") from error
         return url
 
-    def wants(self, status: str) -> bool:
+    def includes_status(self, status: str) -> bool:
         return not self.on or status in self.on
 
 
@@ -53,13 +53,13 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=
 _DIRECTORY = re.compile(r"(/[^/\x00-\x1f]+)+")
 
 
-def kind_of(target: str) -> Literal["hub", "store"]:
+def parse_target_kind(target: str) -> Literal["hub", "store"]:
     """Whether a target is a repository of the hub (`hub`), or a bucket or directory (`store`). Raises `ValueError` for
     others."""
-    leads_out = any(part in (".", "..") for part in target.split("/"))
-    if _HUB.fullmatch(target) and not leads_out:
+    has_dot_segments = any(part in (".", "..") for part in target.split("/"))
+    if _HUB.fullmatch(target) and not has_dot_segments:
         return "hub"
-    if (_BUCKET.fullmatch(target) or _DIRECTORY.fullmatch(target)) and not leads_out:
+    if (_BUCKET.fullmatch(target) or _DIRECTORY.fullmatch(target)) and not has_dot_segments:
         return "store"
     raise ValueError(
         f"{target[:120]!r} is not a place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
@@ -67,20 +67,20 @@ def kind_of(target: str) -> Literal["hub", "store"]:
     )
 
 
-def repository_of(target: str) -> str:
+def get_repository_name(target: str) -> str:
     """Return the name on the hub of the repository `hf://organization/name`."""
     match = _HUB.fullmatch(target)
     assert match is not None, "only hub repositories have one"
     return match["repository"]
 
 
-def _checked(target: str) -> str:
+def _validate_target(target: str) -> str:
     trimmed = target.rstrip("/")
-    kind_of(trimmed)
+    parse_target_kind(trimmed)
     return trimmed
 
 
-Target = Annotated[str, Field(max_length=1024), AfterValidator(_checked)]
+Target = Annotated[str, Field(max_length=1024), AfterValidator(_validate_target)]
 Private = Annotated[
     bool,
     Field(description="Visibility of a repository of the hub that is made for it; one that is there stays as it is."),

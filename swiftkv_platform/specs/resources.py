@@ -34,7 +34,7 @@ class ElasticSpec(Spec):
     max: Workers
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _validate_bounds(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min {self.min} must not be above max {self.max}")
         return self
@@ -63,14 +63,16 @@ class ResourcesSpec(Spec):
     def min_workers(self) -> int:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
 
-    def described(self, num_workers: int) -> str:
+    def describe(self, num_workers: int) -> str:
         """Describe the resources of `num_workers` workers: `2 workers with 1 CPU and 1 GPU each`."""
         each = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
-        asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
+        amounts = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
         if self.memory_per_worker is not None:
-            asked += f" and {self.memory_per_worker / (1 << 30):.3g} GiB of memory"
+            amounts += f" and {self.memory_per_worker / (1 << 30):.3g} GiB of memory"
         kind = f" of type {self.accelerator_type}" if self.accelerator_type else ""
-        return f"1 worker with {asked}{kind}" if num_workers == 1 else f"{num_workers} workers with {asked}{kind} each"
+        return (
+            f"1 worker with {amounts}{kind}" if num_workers == 1 else f"{num_workers} workers with {amounts}{kind} each"
+        )
 
 
 class FaultToleranceSpec(Spec):

@@ -15,8 +15,8 @@ from swiftkv_platform.specs.base import (
     MAX_N,
     MAX_SEED,
     MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
     MAX_TEMPERATURE,
     MAX_TOP_K,
     MIN_TEMPERATURE,
@@ -32,26 +32,26 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """Accepted range of each number: OpenAI's limits, within vLLM's, so that both engines refuse the same."""
-MAX_BIAS = 100.0
+MAX_ABS_LOGIT_BIAS = 100.0
 """Largest absolute bias of a logit."""
 _MIN_TOP_P = 1e-6
 """Lowest `top_p` that is passed on: vLLM does not accept 0, and with either value only the most probable token is
 kept."""
 
 EarlyExitMode = Literal["off", "threshold", "lossless"]
-_BY_MODE: Any = None
+_MODE_DEFAULT: Any = None
 """Placeholder for the default threshold, which depends on the mode."""
 
 
-def _check_int(field: str, value: object, at_least: int, at_most: int | None) -> None:
-    if not _is_int(value) or value < at_least or (at_most and value > at_most):
-        accepted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise _refusal(field, value, f"a whole number {accepted}")
+def _check_int(field: str, value: object, low: int, high: int | None) -> None:
+    if not _is_int(value) or value < low or (high and value > high):
+        accepted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise _make_error(field, value, f"a whole number {accepted}")
 
 
-def _check_number(field: str, value: object, least: float, most: float) -> None:
-    if not (_is_number(value) and least <= value <= most):
-        raise _refusal(field, value, f"a number from {least:g} to {most:g}")
+def _check_number(field: str, value: object, low: float, high: float) -> None:
+    if not (_is_number(value) and low <= value <= high):
+        raise _make_error(field, value, f"a number from {low:g} to {high:g}")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -62,7 +62,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _refusal(field: str, value: Any, accepted: str) -> InvalidInputError:
+def _make_error(field: str, value: Any, accepted: str) -> InvalidInputError:
     return InvalidInputError(f"{field} is {value!r}; it must be {accepted}", field=field, value=value)
 
 
@@ -74,7 +74,7 @@ class EarlyExit:
     mode: EarlyExitMode = "off"
     """`off`: every token goes through all layers. `threshold`: a token exits if the exit head is sure enough.
     `lossless`: the exit head drafts and the upper layers verify; the text is the same as with `off`."""
-    threshold: float = _BY_MODE
+    threshold: float = _MODE_DEFAULT
     """Least probability of the exit head's most likely token, at temperature 1, from 0 to 1: to exit with `threshold`
     (default 0.95; 0 always exits), to go on drafting with `lossless` (default 0: drafts as long as it pays)."""
     num_draft_tokens: int = 4
@@ -82,8 +82,8 @@ class EarlyExit:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(EarlyExitMode):
-            raise _refusal("early_exit.mode", self.mode, "off, threshold or lossless")
-        if self.threshold is _BY_MODE:
+            raise _make_error("early_exit.mode", self.mode, "off, threshold or lossless")
+        if self.threshold is _MODE_DEFAULT:
             object.__setattr__(self, "threshold", 0.0 if self.mode == "lossless" else 0.95)
         _check_number("early_exit.threshold", self.threshold, 0.0, 1.0)
         _check_int("early_exit.num_draft_tokens", self.num_draft_tokens, 1, None)
@@ -106,7 +106,7 @@ class EarlyExit:
         return cls(**value)
 
 
-_NO_EXIT = EarlyExit()
+_EXIT_OFF = EarlyExit()
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SamplingParams:
     """The same for the tokens of the prompt, which then all go through every layer."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last tokens of a longer prompt, this many; -1: as many as fit with `max_tokens`."""
-    early_exit: EarlyExit = _NO_EXIT
+    early_exit: EarlyExit = _EXIT_OFF
     """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
     `EarlyExit(...)`."""
 
@@ -182,7 +182,7 @@ class SamplingParams:
         return self.early_exit.num_draft_tokens if self.early_exit.mode == "lossless" else 0
 
     @property
-    def exits_when_sure(self) -> bool:
+    def uses_exit_threshold(self) -> bool:
         """Whether the exit head may choose tokens, from `exit_threshold` on."""
         return self.early_exit.mode == "threshold"
 
@@ -190,60 +190,60 @@ class SamplingParams:
     def exit_threshold(self) -> float:
         return self.early_exit.threshold
 
-    def refuse_exits(self, why: str) -> None:
+    def require_no_early_exit(self, why: str) -> None:
         """Raise `InvalidInputError`, with `why`, for a request that asks for early exit."""
         if self.early_exit.mode != "off":
             raise InvalidInputError.for_field("early_exit", self.early_exit.mode, why)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop", _validate_stop(self.stop))
         object.__setattr__(
-            self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+            self, "stop_token_ids", _validate_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         )
         if self.allowed_token_ids is not None:
-            allowed = _checked_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            allowed = _validate_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
-                raise _refusal("allowed_token_ids", self.allowed_token_ids, "left out, or name at least one token")
+                raise _make_error("allowed_token_ids", self.allowed_token_ids, "left out, or name at least one token")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
-        if self.early_exit is not _NO_EXIT:
+        object.__setattr__(self, "logit_bias", _validate_logit_bias(self.logit_bias))
+        if self.early_exit is not _EXIT_OFF:
             object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
         _check_int("max_tokens", self.max_tokens, 0, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
-            raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+            raise _make_error("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         if self.truncate_prompt_tokens not in (None, -1):
             _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
-        if self.num_lookup_tokens and self.exits_when_sure:
-            raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 if early_exit is 'threshold'")
+        if self.num_lookup_tokens and self.uses_exit_threshold:
+            raise _make_error("num_lookup_tokens", self.num_lookup_tokens, "0 if early_exit is 'threshold'")
         if self.seed is not None:
             _check_int("seed", self.seed, ~MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name, (least, most) in RANGES.items():
-            _check_number(name, getattr(self, name), least, most)
-        self._settle()
+        for name, (low, high) in RANGES.items():
+            _check_number(name, getattr(self, name), low, high)
+        self._normalize()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, getattr(self, name), "true or false")
+                raise _make_error(name, getattr(self, name), "true or false")
         if self.structured_outputs is not None:
-            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
+            for name, accepted in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
-                    raise _refusal(
-                        name, value, f"{otherwise} with structured_outputs, which decides where the answer ends"
+                    raise _make_error(
+                        name, value, f"{accepted} with structured_outputs, which decides where the answer ends"
                     )
 
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def _settle(self) -> None:
+    def _normalize(self) -> None:
         """Normalise equivalent values."""
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
@@ -253,26 +253,26 @@ class SamplingParams:
             object.__setattr__(self, "seed", None if self.seed == -1 else self.seed & MAX_SEED)
 
 
-def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
-    accepted = f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id"
+def _validate_logit_bias(logit_bias: object) -> Mapping[int, float]:
+    accepted = f"numbers from {-MAX_ABS_LOGIT_BIAS:g} to {MAX_ABS_LOGIT_BIAS:g} by token id"
     if not isinstance(logit_bias, Mapping):
-        raise _refusal("logit_bias", logit_bias, accepted)
+        raise _make_error("logit_bias", logit_bias, accepted)
     _check_size("logit_bias", logit_bias, MAX_LOGIT_BIAS)
     if not all(
-        _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= MAX_BIAS
+        _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= MAX_ABS_LOGIT_BIAS
         for token, bias in logit_bias.items()
     ):
-        raise _refusal("logit_bias", logit_bias, accepted)
+        raise _make_error("logit_bias", logit_bias, accepted)
     return dict(logit_bias)
 
 
-def _checked_stop(stop: object) -> tuple[str, ...]:
+def _validate_stop(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)):
-        raise _refusal("stop", stop, "a non-empty string or a list of them")
-    _check_size("stop", strings, MAX_STOPS)
+        raise _make_error("stop", stop, "a non-empty string or a list of them")
+    _check_size("stop", strings, MAX_STOP_STRINGS)
     if not all(isinstance(string, str) and string for string in strings):
-        raise _refusal("stop", stop, "a non-empty string or a list of them")
+        raise _make_error("stop", stop, "a non-empty string or a list of them")
     longest = max(map(len, strings), default=0)
     if longest > MAX_STOP_LENGTH:
         message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} are accepted"
@@ -280,18 +280,18 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _checked_token_ids(field: str, token_ids: object, at_most: int) -> tuple[int, ...]:
+def _validate_token_ids(field: str, token_ids: object, high: int) -> tuple[int, ...]:
     accepted = "a list of token ids, whole numbers of at least 0"
     if not isinstance(token_ids, (list, tuple)):
-        raise _refusal(field, token_ids, accepted)
-    _check_size(field, token_ids, at_most)
+        raise _make_error(field, token_ids, accepted)
+    _check_size(field, token_ids, high)
     if not all(_is_int(token) and token >= 0 for token in token_ids):
-        raise _refusal(field, token_ids, accepted)
+        raise _make_error(field, token_ids, accepted)
     return tuple(token_ids)
 
 
-def _check_size(field: str, value: Sized, at_most: int) -> None:
+def _check_size(field: str, value: Sized, high: int) -> None:
     """Refuse too many entries without repeating them in the message, which would be as long."""
-    if len(value) > at_most:
-        message = f"{field} has {len(value)} entries; a request accepts at most {at_most}"
+    if len(value) > high:
+        message = f"{field} has {len(value)} entries; a request accepts at most {high}"
         raise InvalidInputError(message, field=field, value=len(value))

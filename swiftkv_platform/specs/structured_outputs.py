@@ -19,42 +19,44 @@ from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHE
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON: enough for indented text, but bounded."""
-_LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
+_LINE_PREFIX = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 """Prefix of compiler messages that names the line of a schema in a grammar."""
-_EXCERPT = re.compile(r"\n +\d+ \| ")
+_EXCERPT_START = re.compile(r"\n +\d+ \| ")
 """Start of the grammar's excerpt in compiler messages."""
 Schema = Mapping[str, Any]
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
 """Formats that are enforced on an answer's strings; others are ignored."""
-_ONE = frozenset(
+_SCHEMA_KEYWORDS = frozenset(
     (
         *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
         *("unevaluatedItems", "unevaluatedProperties"),
     )
 )
 """Keywords whose value is a schema."""
-_LIST = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
-_NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
-_ANY: tuple[Any, ...] = ({}, True)
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+_SCHEMA_LIST_KEYWORDS = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
+_SCHEMA_MAP_KEYWORDS = frozenset(
+    ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+)
+_ANYTHING: tuple[Any, ...] = ({}, True)
+_UNSUPPORTED_KEYWORDS: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "not": (False,),
     "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
-    "propertyNames": _ANY,
-    "unevaluatedItems": _ANY,
-    "unevaluatedProperties": _ANY,
+    "propertyNames": _ANYTHING,
+    "unevaluatedItems": _ANYTHING,
+    "unevaluatedProperties": _ANYTHING,
     "if": (),
     "contains": (),
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
 """Constraining keywords that the compiler lacks, with the values that constrain nothing."""
-_NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_DEPENDENT_KEYWORDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 """Keywords that have no effect without another one."""
-_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
+_MESSAGE_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
 """Words in compiler messages about a keyword, if they are not the keyword in quotes."""
 
 
@@ -81,7 +83,7 @@ class StructuredOutputs:
     """Schemas inside a grammar, as (name in errors, schema) by their line, counted from 1."""
 
     def __post_init__(self) -> None:
-        given = self._given()
+        given = self._list_constraints()
         if len(given) != 1:
             names = ", ".join(_CONSTRAINTS)
             raise InvalidInputError(
@@ -91,7 +93,7 @@ class StructuredOutputs:
             )
         self._check_flags()
         if self.choice is not None:
-            object.__setattr__(self, "choice", self._checked_choice(self.choice))
+            object.__setattr__(self, "choice", self._validate_choice(self.choice))
         self._check_size(getattr(self, self.kind))
         self.text  # noqa: B018  # what is no text is refused here
 
@@ -119,13 +121,13 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """Name of the field that is set."""
-        return self._given()[0]
+        return self._list_constraints()[0]
 
     @cached_property
     def text(self) -> str:
         """Constraint as text: a schema and choices as JSON. Equal constraints have equal texts."""
         try:
-            text = self._as_text(getattr(self, self.kind))
+            text = self._format_constraint(getattr(self, self.kind))
             text.encode()
         except (ValueError, TypeError, RecursionError) as error:  # includes JSONDecodeError and UnicodeEncodeError
             accepted = "a JSON schema, an object" if self.kind == "json" else "text"
@@ -139,19 +141,19 @@ class StructuredOutputs:
         """Name of the constraint in errors."""
         return self.source or f"structured_outputs.{self.kind}"
 
-    def check_followed(self) -> None:
+    def check_supported(self) -> None:
         """Raise `InvalidInputError` if the schema has a constraint that cannot be enforced, naming its place."""
         if self.kind == "json":
-            check_followed(json.loads(self.text), self.name)
+            check_supported(json.loads(self.text), self.name)
 
-    def refusal(self, why: str) -> InvalidInputError:
+    def make_error(self, why: str) -> InvalidInputError:
         """Return an error that names the constraint, and the place in it that the compiler's message `why` is about."""
         name, schema = self.name, json.loads(self.text) if self.kind == "json" else {}
-        if at := _LINE.search(why):
+        if at := _LINE_PREFIX.search(why):
             name, schema = self.parts.get(int(at[1]), (name, schema))
-            why = _EXCERPT.split(why.replace(at[0], ""))[0]
-        place = place_of(schema, why)
-        where = f"{name}.{place}" if place else name
+            why = _EXCERPT_START.split(why.replace(at[0], ""))[0]
+        path = find_path_in_message(schema, why)
+        where = f"{name}.{path}" if path else name
         return InvalidInputError(f"{where} {' '.join(why.split())}", field=name, value=self.text)
 
     def _check_flags(self) -> None:
@@ -161,9 +163,9 @@ class StructuredOutputs:
                 where = f"structured_outputs.{name}"
                 raise InvalidInputError(f"{where} is {value!r}; it must be true or false", field=where, value=value)
 
-    def _checked_choice(self, choice: Any) -> tuple[str, ...]:
+    def _validate_choice(self, choice: Any) -> tuple[str, ...]:
         if isinstance(choice, list | tuple) and len(choice) > MAX_CHOICES:
-            raise self._too_large(f"has {len(choice)} choices; at most {MAX_CHOICES} are accepted")
+            raise self._make_size_error(f"has {len(choice)} choices; at most {MAX_CHOICES} are accepted")
         strings = isinstance(choice, list | tuple) and all(isinstance(one, str) and one for one in choice)
         if not strings or not choice:
             raise InvalidInputError(
@@ -177,13 +179,13 @@ class StructuredOutputs:
             # A schema's text may contain spaces, which are not compiled.
             longest = MAX_GRAMMAR_BYTES * (4 if self.kind == "json" else 1)
             if len(value) > longest:
-                raise self._too_large(f"has {len(value)} characters; at most {longest} are accepted")
-            value = _parsed(value) if self.kind == "json" else None
+                raise self._make_size_error(f"has {len(value)} characters; at most {longest} are accepted")
+            value = _parse_json(value) if self.kind == "json" else None
         unvisited, size = [(value, 1)], 0
         while unvisited:
             one, depth = unvisited.pop()
             if depth > MAX_SCHEMA_DEPTH:
-                raise self._too_large(f"is nested more than {MAX_SCHEMA_DEPTH} deep")
+                raise self._make_size_error(f"is nested more than {MAX_SCHEMA_DEPTH} deep")
             size += 1 + (len(one) if isinstance(one, str) else 0)
             if isinstance(one, Mapping):
                 unvisited += [(inner, depth + 1) for inner in one.values()]
@@ -191,18 +193,18 @@ class StructuredOutputs:
             elif isinstance(one, list | tuple):
                 unvisited += [(inner, depth + 1) for inner in one]
             if size + len(unvisited) > MAX_GRAMMAR_BYTES:
-                raise self._too_large(f"is longer than {MAX_GRAMMAR_BYTES} bytes")
+                raise self._make_size_error(f"is longer than {MAX_GRAMMAR_BYTES} bytes")
 
-    def _too_large(self, why: str) -> InvalidInputError:
+    def _make_size_error(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"{self.name} {why}", field=self.name)
 
-    def _given(self) -> list[str]:
+    def _list_constraints(self) -> list[str]:
         return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
 
-    def _as_text(self, value: Any) -> str:
+    def _format_constraint(self, value: Any) -> str:
         """Raises `ValueError`, `TypeError`, `RecursionError`."""
         if self.kind == "json":
-            return _schema_text(value)
+            return _format_schema(value)
         if self.kind == "json_object":
             return '{"type":"object"}'
         if self.kind == "choice":
@@ -212,12 +214,12 @@ class StructuredOutputs:
         return value
 
 
-def check_followed(schema: Mapping[str, Any], name: str) -> None:
+def check_supported(schema: Mapping[str, Any], name: str) -> None:
     """Raise `InvalidInputError` if a schema, called `name` in the request, has a constraint that cannot be enforced."""
-    found = unfollowed(schema)
+    found = find_unsupported(schema)
     if found is not None:
-        place, keyword = found
-        where = f"{name}.{place}" if place else name
+        path, keyword = found
+        where = f"{name}.{path}" if path else name
         message = (
             f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; leave it out, or express it differently"
         )
@@ -227,7 +229,7 @@ def check_followed(schema: Mapping[str, Any], name: str) -> None:
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parse JSON; None if it is invalid or too deep. `text` raises the error later."""
     try:
         return json.loads(text)
@@ -235,69 +237,77 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _schema_text(schema: Any) -> str:
+def _format_schema(schema: Any) -> str:
     """Return the same text for schemas that mean the same, regardless of spacing. Raises `ValueError`, `TypeError`,
     `RecursionError`."""
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise TypeError(f"it is a {type(schema).__name__}")
-    return json.dumps(settled(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return json.dumps(normalize_schema(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def settled(schema: Schema) -> dict[str, Any]:
+def normalize_schema(schema: Schema) -> dict[str, Any]:
     """Return the schema without keywords that have no effect but would be refused. Names of properties and values stay
     as they are."""
-    kept = {key: value for key, value in schema.items() if not _asks_for_nothing(schema, key, value)}
+    kept = {key: value for key, value in schema.items() if not _has_no_effect(schema, key, value)}
     for key, value in kept.items():
-        if key in _ONE and isinstance(value, Mapping):
-            kept[key] = settled(value)
-        elif key in _LIST and isinstance(value, list | tuple):
-            kept[key] = [settled(one) if isinstance(one, Mapping) else one for one in value]
-        elif key in _NAMED and isinstance(value, Mapping):
-            kept[key] = {name: settled(one) if isinstance(one, Mapping) else one for name, one in value.items()}
+        if key in _SCHEMA_KEYWORDS and isinstance(value, Mapping):
+            kept[key] = normalize_schema(value)
+        elif key in _SCHEMA_LIST_KEYWORDS and isinstance(value, list | tuple):
+            kept[key] = [normalize_schema(one) if isinstance(one, Mapping) else one for one in value]
+        elif key in _SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
+            kept[key] = {
+                name: normalize_schema(one) if isinstance(one, Mapping) else one for name, one in value.items()
+            }
     return kept
 
 
-def unfollowed(schema: Schema) -> tuple[str, str] | None:
+def find_unsupported(schema: Schema) -> tuple[str, str] | None:
     """Find the first constraint that cannot be enforced on an answer: (dotted place, keyword), or None. The place of
     the schema itself is empty."""
     return next(
-        ((place, key) for place, one in subschemas(settled(schema)) for key in one if key in _WITHOUT_EFFECT), None
+        (
+            (path, key)
+            for path, one in iterate_subschemas(normalize_schema(schema))
+            for key in one
+            if key in _UNSUPPORTED_KEYWORDS
+        ),
+        None,
     )
 
 
-def place_of(schema: Schema, error: str) -> str:
+def find_path_in_message(schema: Schema, error: str) -> str:
     """Find the dotted place that a compiler's message is about, if it quotes a value of the schema; otherwise empty."""
-    for place, one in subschemas(schema):
+    for path, one in iterate_subschemas(schema):
         for key, value in one.items():
-            named = _WORDS.get(key, f"'{key}'") in error
+            named = _MESSAGE_WORDS.get(key, f"'{key}'") in error
             if named and isinstance(value, str | int | float) and str(value).lstrip("#") in error:
-                return f"{place}.{key}" if place else key
+                return f"{path}.{key}" if path else key
     return ""
 
 
-def subschemas(schema: Schema, place: str = "") -> Iterator[tuple[str, Schema]]:
+def iterate_subschemas(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
     """(dotted place, schema) of the schema and all within it."""
-    yield place, schema
+    yield path, schema
     for key, value in schema.items():
         inside: list[tuple[str, Any]] = []
-        if key in _NAMED and isinstance(value, Mapping):
+        if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             inside = [(f"{key}.{name}", one) for name, one in value.items()]
-        elif key in _LIST and isinstance(value, list | tuple):
+        elif key in _SCHEMA_LIST_KEYWORDS and isinstance(value, list | tuple):
             inside = [(f"{key}.{number}", one) for number, one in enumerate(value)]
-        elif key in _ONE:
+        elif key in _SCHEMA_KEYWORDS:
             inside = [(key, value)]
         for name, one in inside:
             if isinstance(one, Mapping):
-                yield from subschemas(one, f"{place}.{name}" if place else name)
+                yield from iterate_subschemas(one, f"{path}.{name}" if path else name)
 
 
-def _asks_for_nothing(schema: Schema, key: str, value: Any) -> bool:
+def _has_no_effect(schema: Schema, key: str, value: Any) -> bool:
     if key == "format":
         return isinstance(value, str) and value not in FORMATS
     if key == "if":
         return "then" not in schema and "else" not in schema
-    if key in _NEEDS:
-        return _NEEDS[key] not in schema
-    return any(type(value) is type(one) and value == one for one in _WITHOUT_EFFECT.get(key, ()))
+    if key in _DEPENDENT_KEYWORDS:
+        return _DEPENDENT_KEYWORDS[key] not in schema
+    return any(type(value) is type(one) and value == one for one in _UNSUPPORTED_KEYWORDS.get(key, ()))

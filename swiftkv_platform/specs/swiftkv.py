@@ -8,33 +8,33 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, refuse_field
+from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, make_field_error
 from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
-_LONGEST_SHOWN = 120
+_MAX_SHOWN_LENGTH = 120
 """Characters of a refused list in a message."""
 
 
-def _refused_list(layers: list[int] | str, problem: str) -> PydanticCustomError:
+def _make_layer_list_error(layers: list[int] | str, problem: str) -> PydanticCustomError:
     """An error about `swiftkv.prefill_layers`."""
     field, written = "swiftkv.prefill_layers", repr(layers)
-    shown = written if len(written) <= _LONGEST_SHOWN else f"{written[:_LONGEST_SHOWN]}...{written[-1]}"
-    return refuse_field(field, layers, f"{field} is {shown}: {problem}")
+    shown = written if len(written) <= _MAX_SHOWN_LENGTH else f"{written[:_MAX_SHOWN_LENGTH]}...{written[-1]}"
+    return make_field_error(field, layers, f"{field} is {shown}: {problem}")
 
 
-def _read_layers(value: Any) -> Any:
+def _parse_layer_list(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
         return parse_layers(value)
     except InvalidInputError as error:
-        raise _refused_list(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
+        raise _make_layer_list_error(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
 
 
 _LayerList = Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
-_WrittenList = Annotated[str, Field(max_length=MAX_LIST_LENGTH)]
+_LayerListText = Annotated[str, Field(max_length=MAX_LIST_LENGTH)]
 _PrefillLayers = Annotated[
-    _LayerList | None, BeforeValidator(_read_layers, json_schema_input_type=_LayerList | _WrittenList | None)
+    _LayerList | None, BeforeValidator(_parse_layer_list, json_schema_input_type=_LayerList | _LayerListText | None)
 ]
 
 
@@ -73,13 +73,13 @@ class SwiftKVSpec(Spec):
     """Tokens used for the calibrated start."""
 
     @model_validator(mode="after")
-    def _one_way_to_say_l(self) -> Self:
+    def _validate_one_l(self) -> Self:
         if self.num_key_value_layers is not None and self.prefill_reduction is not None:
             raise ValueError("give num_key_value_layers or prefill_reduction, not both")
         return self
 
     @model_validator(mode="after")
-    def _prompts_run_what_is_listed(self) -> Self:
+    def _validate_prefill_layers(self) -> Self:
         layers = self.prefill_layers
         if layers is None:
             return self
@@ -96,22 +96,22 @@ class SwiftKVSpec(Spec):
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
         else:
             return self
-        raise _refused_list(layers, problem)
+        raise _make_layer_list_error(layers, problem)
 
     @property
     def request(self) -> ShapeRequest:
         """The student's shape, as far as it is known without a teacher."""
         return ShapeRequest.of(self)
 
-    def continuing(self, parent: Self) -> Self:
+    def inherit_from(self, parent: Self) -> Self:
         """Return the section of a job that continues from `parent`, with its form of deep tokens by default."""
         if "decode_key_value" in self.model_fields_set:
             return self
         return self.model_copy(update={"decode_key_value": parent.decode_key_value})
 
-    def refused_list(self, problem: str) -> PydanticCustomError:
+    def make_layer_list_error(self, problem: str) -> PydanticCustomError:
         """Return an error about `prefill_layers`."""
-        return _refused_list(self.prefill_layers or [], problem)
+        return _make_layer_list_error(self.prefill_layers or [], problem)
 
     @property
     def is_calibrated(self) -> bool:

@@ -52,11 +52,11 @@ class ParentName:
         return f"ckpt_{self.step:08d}_{self.attempt:04d}"
 
 
-def _checked(text: str) -> str:
+def _validate_reference(text: str) -> str:
     return str(ParentName.parse(text))
 
 
-ParentReference = Annotated[str, Field(max_length=200), AfterValidator(_checked)]
+ParentReference = Annotated[str, Field(max_length=200), AfterValidator(_validate_reference)]
 """`mdl_...`, `job_...:STEP` or `job_...:ckpt_...`."""
 
 
@@ -152,7 +152,7 @@ class TrainingSpec(Spec):
     """End the run once held-out KL no longer falls; null trains to the last step."""
 
     @model_validator(mode="after")
-    def _early_stopping_is_measured(self) -> Self:
+    def _validate_early_stopping(self) -> Self:
         if self.early_stopping is not None and self.validation is None:
             raise ValueError("early_stopping needs held-out KL, but validation is null; leave validation out")
         return self

@@ -32,30 +32,30 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
         return BucketStore(name, bucket, prefix, patient=patient)
     if name == "file" and uri:
         return LocalObjectStore(_parse_file(uri) if scheme else Path(uri).expanduser())
-    raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
+    raise _make_error(uri, "its scheme is unknown" if uri else "it is empty")
 
 
 def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
-        raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
+        raise _make_error(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
     if not BUCKET.fullmatch(parts.netloc):
-        raise _bad_uri(uri, f"it names no bucket ({BUCKETS})")
+        raise _make_error(uri, f"it names no bucket ({BUCKETS})")
     prefix = parts.path.strip("/")
     fault = key_fault(prefix) if prefix else None
     if fault is not None:
-        raise _bad_uri(uri, f"its prefix {fault}")
+        raise _make_error(uri, f"its prefix {fault}")
     return parts.netloc, prefix
 
 
 def _parse_file(uri: str) -> Path:
     parts = urlsplit(uri)
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-        raise _bad_uri(uri, "a file address names no host and an absolute path")
+        raise _make_error(uri, "a file address names no host and an absolute path")
     return Path(unquote(parts.path))
 
 
-def _bad_uri(uri: str, why: str) -> InvalidInputError:
+def _make_error(uri: str, why: str) -> InvalidInputError:
     shown = re.sub(r"//[^/@]*@", "//", uri)
     return InvalidInputError(
         f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory, "

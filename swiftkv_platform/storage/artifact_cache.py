@@ -24,24 +24,24 @@ from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore
 
-_SEEN = ".verified"
+_VERIFIED = ".verified"
 """Suffix of the file next to a copy with the sizes and modification times that its files had when verified."""
 _LOCK = ".lock"
 """Suffix of a copy's lock file: users lock it shared, removal locks it exclusively."""
 _FETCHING = ".fetching"
 """Suffix of the file locked by the one process that checks a copy and fetches it if it is not intact."""
-_LEFT_BEHIND_S = 24 * 3600.0
+_ABANDONED_AFTER_S = 24 * 3600.0
 
 
 class ArtifactCache:
-    """Copies below a directory, together at most `most_bytes`. A larger artifact is fetched for each use."""
+    """Copies below a directory, together at most `max_bytes`. A larger artifact is fetched for each use."""
 
-    def __init__(self, directory: Path, most_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     @contextmanager
-    def held(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
+    def open_copy(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
         """Yield a copy of the complete directory at `prefix`, fetched if missing, and keep it from removal meanwhile.
 
         One process of the machine fetches it while others wait. Every byte is verified when it is fetched; a copy whose
@@ -50,14 +50,14 @@ class ArtifactCache:
         Raises as `fetch_directory`, and `StorageError` if the cache cannot be written.
         """
         manifest = read_manifest(store, prefix)
-        if manifest.size > self._most_bytes:
+        if manifest.size > self._max_bytes:
             with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
                 path = Path(workspace) / "model"
                 yield path, fetch_directory(store, prefix, path)
             return
         path = self._directory / manifest_digest(manifest)
         try:
-            lock = self._hold(store, prefix, path, manifest)
+            lock = self._fetch_and_lock(store, prefix, path, manifest)
         except OSError as error:
             raise StorageError(
                 f"model cache {self._directory}: {error}", field="directory", value=str(self._directory)
@@ -65,19 +65,19 @@ class ArtifactCache:
         with lock:
             yield path, manifest
 
-    def _hold(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
+    def _fetch_and_lock(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
         """Make sure of the copy, and return the open lock file that keeps it from removal until closed."""
         ensure_private_directory(self._directory)
-        lock = self._lock(path.name).open("w")
+        lock = self._get_lock_path(path.name).open("w")
         try:
             with path.with_name(path.name + _FETCHING).open("w") as fetching:
                 fcntl.flock(fetching, fcntl.LOCK_EX)
                 fcntl.flock(lock, fcntl.LOCK_SH)  # shared while it is used: others may use the copy too
                 if not self._is_intact(path):
-                    self._make_room(manifest.size, for_=path.name)
+                    self._evict(manifest.size, except_name=path.name)
                     fetch_directory(store, prefix, path)
-                    path.with_name(path.name + _SEEN).write_text(json.dumps(_state(path)))
-            os.utime(self._lock(path.name))  # the time of its last use
+                    path.with_name(path.name + _VERIFIED).write_text(json.dumps(_describe_files(path)))
+            os.utime(self._get_lock_path(path.name))  # the time of its last use
         except BaseException:
             lock.close()
             raise
@@ -86,47 +86,53 @@ class ArtifactCache:
     def _is_intact(self, path: Path) -> bool:
         """Whether the copy's files have the sizes and modification times they had when verified."""
         try:
-            return bool(json.loads(path.with_name(path.name + _SEEN).read_text()) == _state(path) and path.is_dir())
+            return bool(
+                json.loads(path.with_name(path.name + _VERIFIED).read_text()) == _describe_files(path) and path.is_dir()
+            )
         except (FileNotFoundError, ValueError):
             return False
 
-    def _make_room(self, size: int, *, for_: str) -> None:
-        """Remove unused copies, least recently used first, until `size` more bytes fit into `most_bytes` and on the
+    def _evict(self, size: int, *, except_name: str) -> None:
+        """Remove unused copies, least recently used first, until `size` more bytes fit into `max_bytes` and on the
         disk."""
-        for left in self._directory.glob(".fetch-*"):  # left by a process that was killed
-            if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for abandoned in self._directory.glob(".fetch-*"):  # left by a process that was killed
+            if time.time() - abandoned.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(abandoned, ignore_errors=True)
         inside = self._directory.iterdir()
-        copies = {path.name: _size(path) for path in inside if path.is_dir() and self._lock(path.name).exists()}
-        copies.pop(for_, None)
+        copies = {
+            path.name: _measure_size(path)
+            for path in inside
+            if path.is_dir() and self._get_lock_path(path.name).exists()
+        }
+        copies.pop(except_name, None)
         total = sum(copies.values())
-        for name in sorted(copies, key=lambda name: self._lock(name).stat().st_mtime):
-            if total + size <= self._most_bytes and shutil.disk_usage(self._directory).free >= size:
+        for name in sorted(copies, key=lambda name: self._get_lock_path(name).stat().st_mtime):
+            if total + size <= self._max_bytes and shutil.disk_usage(self._directory).free >= size:
                 return
             if self._remove(name):
                 total -= copies[name]
 
     def _remove(self, digest: str) -> bool:
         """Remove a copy unless it is in use. Returns whether it was removed."""
-        with self._lock(digest).open("r") as lock:
+        with self._get_lock_path(digest).open("r") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            (self._directory / (digest + _SEEN)).unlink(missing_ok=True)
+            (self._directory / (digest + _VERIFIED)).unlink(missing_ok=True)
             shutil.rmtree(self._directory / digest)
             get_logger().info("cached_model_removed", manifest_digest=digest)
             return True
 
-    def _lock(self, digest: str) -> Path:
+    def _get_lock_path(self, digest: str) -> Path:
         return self._directory / (digest + _LOCK)
 
 
-def _state(directory: Path) -> dict[str, list[int]]:
+def _describe_files(directory: Path) -> dict[str, list[int]]:
     """Return size and modification time (ns) of every file, by relative path."""
     files = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
     return {path.relative_to(directory).as_posix(): [it.st_size, it.st_mtime_ns] for path, it in sorted(files.items())}
 
 
-def _size(directory: Path) -> int:
+def _measure_size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -37,7 +37,7 @@ _PARALLEL_PARTS = 4
 """Parts of one file that are fetched at the same time."""
 _PART_SIZE = 64 << 20
 """Bytes of a part, which is fetched over one connection."""
-_LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def publish_directory(
     and in total.
     """
     if is_complete(store, prefix):
-        return _same_files(read_manifest(store, prefix), describe_directory(directory), prefix)
+        return _require_same_files(read_manifest(store, prefix), describe_directory(directory), prefix)
     files = upload_files(store, directory, prefix, progress)
     return write_manifest(store, prefix, files, kind=kind, lineage=lineage, metrics=metrics)
 
@@ -69,7 +69,7 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
 
     Raises `InvalidInputError` if there is no file.
     """
-    names = {path.relative_to(directory).as_posix(): path for path in sorted(_files(directory))}
+    names = {path.relative_to(directory).as_posix(): path for path in sorted(_list_files(directory))}
     if not names:
         raise InvalidInputError.for_field("directory", str(directory), ", which has no files to upload")
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
@@ -117,9 +117,9 @@ def write_manifest(
     )
     _check_names(manifest)
     try:
-        store.put_bytes(join_key(prefix, MANIFEST), canonical(manifest), if_absent=True)
+        store.put_bytes(join_key(prefix, MANIFEST), to_canonical_json(manifest), if_absent=True)
     except ConflictError:
-        return _same_files(read_manifest(store, prefix), files, prefix)
+        return _require_same_files(read_manifest(store, prefix), files, prefix)
     return manifest
 
 
@@ -152,14 +152,14 @@ def parse_manifest(data: bytes) -> Manifest:
         raise UnusableFileError(f"cannot be read: {error.message}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:_LONGEST_REASON]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:_MAX_REASON_LENGTH]
         raise UnusableFileError(f"cannot be read: {why}") from error
     return manifest
 
 
 def manifest_digest(manifest: Manifest) -> str:
     """Return the SHA-256 (hex) of the manifest's bytes as stored, which pins the content of every file."""
-    return hashlib.sha256(canonical(manifest)).hexdigest()
+    return hashlib.sha256(to_canonical_json(manifest)).hexdigest()
 
 
 def delete_directory(store: ObjectStore, prefix: str) -> None:
@@ -183,14 +183,14 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
         # One process of this machine at a time fetches it; the lock file stays.
         with (destination.parent / f".{destination.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _holds(destination, manifest):
+            if not _has_files(destination, manifest):
                 _replace(destination, store, prefix, manifest)
     except OSError as error:
-        raise _not_written(destination, error) from error
+        raise _make_write_error(destination, error) from error
     return manifest
 
 
-def _not_written(destination: Path, error: OSError) -> StorageError:
+def _make_write_error(destination: Path, error: OSError) -> StorageError:
     return StorageError(f"cannot write {destination}: {error}", field="destination", value=str(destination))
 
 
@@ -210,33 +210,35 @@ class StoredDirectory:
         for name, file in self.manifest.files.items():
             key = join_key(prefix, name)
             if key not in sizes:
-                raise _missing(store, key, file)
+                raise _make_missing_error(store, key, file)
             if sizes[key] != file.size:
-                raise _corrupt(store, key, f"expected {file.size} bytes, found {sizes[key]} bytes")
+                raise _make_corrupt_error(store, key, f"expected {file.size} bytes, found {sizes[key]} bytes")
 
     def fetch(self, name: str, destination: Path) -> None:
         """Download and verify one file into the directory `destination`. Raises as `fetch_file`."""
-        key, file = self._named(name)
+        key, file = self._find_file(name)
         try:
             fetch_file(self._store, key, destination / name, file)
         except OSError as error:
-            raise _not_written(destination, error) from error
+            raise _make_write_error(destination, error) from error
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of one file. Raises `ArtifactCorruptError` if it does not have all of them."""
-        key, file = self._named(name)
+        key, file = self._find_file(name)
         try:
             data = b"".join(self._store.stream(key, start=start, stop=stop))
         except ObjectNotFoundError as error:
-            raise _missing(self._store, key, file) from error
+            raise _make_missing_error(self._store, key, file) from error
         if len(data) != stop - start:
-            raise _corrupt(self._store, key, f"expected {stop - start} bytes from byte {start} on, found {len(data)}")
+            raise _make_corrupt_error(
+                self._store, key, f"expected {stop - start} bytes from byte {start} on, found {len(data)}"
+            )
         return data
 
-    def _named(self, name: str) -> tuple[str, ManifestFile]:
+    def _find_file(self, name: str) -> tuple[str, ManifestFile]:
         key = join_key(self._prefix, name)
         if name not in self.manifest.files:
-            raise _corrupt(self._store, key, "it is not named there")
+            raise _make_corrupt_error(self._store, key, "it is not named there")
         return key, self.manifest.files[name]
 
 
@@ -250,15 +252,15 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
         fresh = Path(workspace) / "new"
         fresh.mkdir()
         files = [(store, join_key(prefix, name), fresh / name, file) for name, file in manifest.files.items()]
-        for _ in _in_parallel(_PARALLEL_FILES, fetch_file, files):
+        for _ in _call_in_parallel(_PARALLEL_FILES, fetch_file, files):
             pass
-        (fresh / MANIFEST).write_bytes(canonical(manifest))
+        (fresh / MANIFEST).write_bytes(to_canonical_json(manifest))
         if destination.exists():
             destination.rename(Path(workspace) / "old")
         fresh.rename(destination)
 
 
-def _in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+def _call_in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
     """Yield the results of the calls in their order. The first failure cancels the calls not yet begun."""
     with ThreadPoolExecutor(num_threads) as pool:
         running = [pool.submit(function, *arguments) for arguments in calls]
@@ -283,14 +285,14 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
         with path.open("rb", buffering=0) as file:  # a buffer would read ahead of what is written
-            for length in _in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
+            for length in _call_in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
                 size += length
                 while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
                     digest.update(chunk)
     except ObjectNotFoundError as error:
-        raise _missing(store, key, expected) from error
+        raise _make_missing_error(store, key, expected) from error
     if ManifestFile(size=size, sha256=digest.hexdigest()) != expected:
-        raise _corrupt(
+        raise _make_corrupt_error(
             store,
             key,
             f"expected {expected.size} bytes with sha256 {expected.sha256}, "
@@ -307,11 +309,11 @@ def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int 
         return file.tell() - start
 
 
-def _missing(store: ObjectStore, key: str, expected: ManifestFile) -> ArtifactCorruptError:
-    return _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes")
+def _make_missing_error(store: ObjectStore, key: str, expected: ManifestFile) -> ArtifactCorruptError:
+    return _make_corrupt_error(store, key, f"it is missing, its manifest says {expected.size} bytes")
 
 
-def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:
+def _make_corrupt_error(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:
     return ArtifactCorruptError(
         f"{key!r} in {store.uri} differs from its manifest: {difference}; publish the directory again elsewhere",
         field="file",
@@ -319,17 +321,17 @@ def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptEr
     )
 
 
-def _holds(directory: Path, manifest: Manifest) -> bool:
+def _has_files(directory: Path, manifest: Manifest) -> bool:
     """Whether `directory` has exactly the files of `manifest`."""
-    if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != canonical(manifest):
+    if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != to_canonical_json(manifest):
         return False
-    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _files(directory)}
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _list_files(directory)}
     if sizes != {name: file.size for name, file in manifest.files.items()}:
         return False
     return describe_directory(directory) == manifest.files
 
 
-def _files(directory: Path) -> Iterator[Path]:
+def _list_files(directory: Path) -> Iterator[Path]:
     """Every file below `directory` except a manifest at its top."""
     return (path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
 
@@ -343,7 +345,7 @@ def _describe_file(path: Path) -> ManifestFile:
     return ManifestFile(size=size, sha256=digest.hexdigest())
 
 
-def _same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: str) -> Manifest:
+def _require_same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: str) -> Manifest:
     differing = sorted(
         name for name in existing.files.keys() | files.keys() if existing.files.get(name) != files.get(name)
     )
@@ -364,7 +366,7 @@ def _check_names(manifest: Manifest) -> None:
             )
 
 
-def canonical(manifest: Manifest) -> bytes:
+def to_canonical_json(manifest: Manifest) -> bytes:
     """Return the manifest as canonical JSON: sorted keys, no white space, UTF-8. Raises `InvalidInputError`."""
     document = manifest.model_dump()  # JSON mode would silently turn NaN into null
     try:

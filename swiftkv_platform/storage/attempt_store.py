@@ -29,16 +29,16 @@ from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
-from swiftkv_platform.storage.logs import SavedLog, keep, open_log
+from swiftkv_platform.storage.logs import SavedLog, open_log, save_log
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
-_READERS = 16
+_NUM_READERS = 16
 """Events of one store that are read in parallel."""
 _KEYS_PER_LIST = 1000
 """Keys in one page of S3's list."""
-_KNOWN_PER_PART = 800
+_MAX_READ_PER_PART = 800
 """Most events in a part that have been read already; a page of the list also has room for some new ones."""
 
 
@@ -107,7 +107,7 @@ class AttemptStore:
         """Ask the attempt to checkpoint and end. Idempotent."""
         self._store.put_bytes(attempt.pause_key, b"{}")
 
-    def pause_requested(self, attempt: AttemptId) -> bool:
+    def is_pause_requested(self, attempt: AttemptId) -> bool:
         """Whether the attempt has been asked to pause."""
         return self._store.head(attempt.pause_key) is not None
 
@@ -115,34 +115,34 @@ class AttemptStore:
         """Ask the attempt's workers to checkpoint and end, because their machines are about to be taken away."""
         self._store.put_bytes(attempt.preempt_key, b"{}")
 
-    def preemption_announced(self, attempt: AttemptId) -> bool:
+    def is_preemption_announced(self, attempt: AttemptId) -> bool:
         """Whether `announce_preemption` was called for the attempt."""
         return self._store.head(attempt.preempt_key) is not None
 
     def read_events(
-        self, attempt: AttemptId, cursor: Mapping[str, int], most: int | None = None, turn: int | None = None
+        self, attempt: AttemptId, cursor: Mapping[str, int], max_events: int | None = None, poll: int | None = None
     ) -> list[StoredEvent]:
         """Return events after `cursor` (writer -> last sequence seen), merged by time, each writer's order kept.
 
         A writer's events are returned up to the first missing number; one that cannot be parsed becomes a warning.
 
         Args:
-            most: most events to read; writers that sort first come first.
-            turn: number of the poll. A poll lists one page, which covers most attempts. Larger ones are listed in
+            max_events: max events to read; writers that sort first come first.
+            poll: number of the poll. A poll lists one page, which covers most attempts. Larger ones are listed in
                 parts by turns, the part with the busiest writer at every other one. None lists everything.
         """
-        parts, listed = _unread_parts(attempt, cursor), None
-        if turn is not None:
-            parts, listed = [_in_turn(parts, turn)], _KEYS_PER_LIST
+        parts, listed = _split_unread(attempt, cursor), None
+        if poll is not None:
+            parts, listed = [_choose_part(parts, poll)], _KEYS_PER_LIST
         keys: dict[str, list[str]] = {}
-        left = most
+        left = max_events
         for part in parts:
-            for writer, key in islice(_unread(self._store, attempt, part, cursor, listed), left):
+            for writer, key in islice(_list_unread(self._store, attempt, part, cursor, listed), left):
                 keys.setdefault(writer, []).append(key)
-            left = None if most is None else most - sum(map(len, keys.values()))
-        return self._fetch(keys, cursor)
+            left = None if max_events is None else max_events - sum(map(len, keys.values()))
+        return self._read_merged(keys, cursor)
 
-    def _fetch(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
+    def _read_merged(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Read the events at these keys (by writer) in parallel, and merge them by time."""
         flat = [key for own in keys.values() for key in own]
         events = map(self._read_event, flat) if len(flat) < 2 else self._readers.map(self._read_event, flat)
@@ -161,11 +161,11 @@ class AttemptStore:
 
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_READERS, thread_name_prefix="events")
+        return ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="events")
 
     def discard_inputs(self, job_id: str) -> None:
         """Delete prepared rows, answers, calibrated starts and partial evaluations of all attempts of an ended job."""
-        for attempt in self._attempts(job_id):
+        for attempt in self._list_attempts(job_id):
             delete_directory(self._store, attempt.data_prefix)
             self._store.delete_prefix(attempt.answers_prefix)
             self._store.delete_prefix(attempt.starts_prefix)
@@ -173,10 +173,10 @@ class AttemptStore:
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
         """Delete all checkpoints of a sweep's trials after its model is published. Their reports stay."""
-        for trial, attempt in self._trial_attempts(job_id):
+        for trial, attempt in self._list_trial_attempts(job_id):
             self._store.delete_prefix(f"{trial}/{attempt.checkpoints_prefix}")
 
-    def _trial_attempts(self, job_id: str) -> Iterator[tuple[str, AttemptId]]:
+    def _list_trial_attempts(self, job_id: str) -> Iterator[tuple[str, AttemptId]]:
         """Yield the prefix of each of a sweep's trials, with each of the attempts that have run it."""
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
@@ -185,7 +185,7 @@ class AttemptStore:
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
         """Return the complete checkpoints of all attempts, ordered by step, then attempt."""
-        return self.read_checkpoints(self.checkpoint_names(job_id))
+        return self.read_checkpoints(self.list_checkpoint_names(job_id))
 
     def read_checkpoints(self, names: Iterable[CheckpointName], limit: int | None = None) -> list[StoredCheckpoint]:
         """Return those of the named checkpoints that are complete, the first `limit` of them; no others are read."""
@@ -203,28 +203,28 @@ class AttemptStore:
             size=manifest.size,
             sha256=manifest_digest(manifest),
             created_at=manifest.created_at,
-            held_out_kl=_held_out_kl(manifest, name.step),
+            held_out_kl=_read_held_out_kl(manifest, name.step),
         )
 
-    def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
+    def find_newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
         """Return the key of the complete checkpoint with the largest step, on a tie of the newest attempt; None if
         there is none. `before_attempt`: consider only checkpoints of earlier attempts."""
-        return next(self.complete_checkpoints(job_id, before_attempt), None)
+        return next(self.iterate_complete_checkpoints(job_id, before_attempt), None)
 
-    def complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
-        """Yield the keys of complete checkpoints, the one to resume from first; see `newest_checkpoint`."""
-        for name in reversed(self.checkpoint_names(job_id)):
+    def iterate_complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
+        """Yield the keys of complete checkpoints, the one to resume from first; see `find_newest_checkpoint`."""
+        for name in reversed(self.list_checkpoint_names(job_id)):
             if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
                 yield name.key
 
     def is_superseded(self, attempt: AttemptId) -> bool:
         """Whether a later attempt of the job exists in the store."""
-        return any(later.number > attempt.number for later in self._attempts(attempt.job_id))
+        return any(later.number > attempt.number for later in self._list_attempts(attempt.job_id))
 
-    def checkpoint_names(self, job_id: str) -> list[CheckpointName]:
+    def list_checkpoint_names(self, job_id: str) -> list[CheckpointName]:
         """Return the checkpoint directories of all attempts in ascending order, complete or not."""
         names: list[CheckpointName] = []
-        for attempt in self._attempts(job_id):
+        for attempt in self._list_attempts(job_id):
             prefix = attempt.checkpoints_prefix
             for name in self._store.list_directories(prefix):
                 match = _CHECKPOINT_NAME.match(name)
@@ -232,38 +232,38 @@ class AttemptStore:
                     names.append(CheckpointName(int(match.group(1)), attempt.number, join_key(prefix, name)))
         return sorted(names)
 
-    def _attempts(self, job_id: str) -> list[AttemptId]:
+    def _list_attempts(self, job_id: str) -> list[AttemptId]:
         """Return the attempts of the job that have any object in the store."""
         names = self._store.list_directories(attempts_prefix(job_id))
         return [AttemptId(job_id, int(name)) for name in names if name.isdecimal()]
 
-    def tracking_files(self, job_id: str) -> dict[str, ObjectInfo]:
+    def list_tracking_files(self, job_id: str) -> dict[str, ObjectInfo]:
         """Return the tracking files of all attempts and trials, by path below `jobs/{id}/`."""
-        prefixes = [attempt.tracking_prefix for attempt in self._attempts(job_id)]
-        prefixes += [f"{trial}/{attempt.tracking_prefix}" for trial, attempt in self._trial_attempts(job_id)]
+        prefixes = [attempt.tracking_prefix for attempt in self._list_attempts(job_id)]
+        prefixes += [f"{trial}/{attempt.tracking_prefix}" for trial, attempt in self._list_trial_attempts(job_id)]
         found = [file for prefix in prefixes for file in self._store.list(prefix)]
         return {file.key.removeprefix(f"jobs/{job_id}/"): file for file in found}
 
-    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
+    def read_artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """Return the manifest of the attempt's model; None while it is incomplete."""
-        return self.manifest_at(attempt.artifact_prefix)
+        return self.read_manifest_at(attempt.artifact_prefix)
 
-    def manifest_at(self, prefix: str) -> Manifest | None:
+    def read_manifest_at(self, prefix: str) -> Manifest | None:
         """Return the manifest of the directory at `prefix`; None while it is incomplete."""
         try:
             return read_manifest(self._store, prefix)
         except ObjectNotFoundError:
             return None
 
-    def artifact_uri(self, attempt: AttemptId) -> str:
+    def get_artifact_uri(self, attempt: AttemptId) -> str:
         """Return the URI of the attempt's model; `fetch_directory(open_store(uri), "", destination)` fetches it."""
         return join_key(self._store.uri, attempt.artifact_prefix)
 
     def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
         """Save the entrypoint's log of an ended attempt, without its middle if it exceeds `max_log_bytes`."""
-        keep(self._store, attempt.logs_key, pieces, most=self._max_log_bytes)
+        save_log(self._store, attempt.logs_key, pieces, max_bytes=self._max_log_bytes)
 
-    def saved_logs(self, attempt: AttemptId) -> SavedLog | None:
+    def open_saved_logs(self, attempt: AttemptId) -> SavedLog | None:
         """Return the log saved by `save_logs`; None if there is none."""
         return open_log(self._store, attempt.logs_key)
 
@@ -297,41 +297,41 @@ class EventWriter:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _KeyRange:
     """Range of keys that may hold unread events, and few read ones."""
 
     after: str | None = None
     """Key after which it begins; None for the first part."""
     before: str | None = None
     """Prefix at which it ends; None for the last part."""
-    said: int = 0
+    num_read: int = 0
     """Number of events read so far of its busiest writer."""
 
 
-def _unread_parts(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_Part]:
+def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRange]:
     """Split the keys into parts that cover every unread event, also of new writers; each takes one page to list."""
-    parts, known = [_Part()], 0
+    parts, known = [_KeyRange()], 0
     for writer in sorted(cursor, key=lambda name: f"{name}/"):
-        said = cursor[writer]
-        if known + said > _KNOWN_PER_PART:
+        num_read = cursor[writer]
+        if known + num_read > _MAX_READ_PER_PART:
             parts[-1] = replace(parts[-1], before=f"{attempt.events_prefix}/{writer}/")
-            parts.append(_Part(after=attempt.event_key(writer, said)))
+            parts.append(_KeyRange(after=attempt.event_key(writer, num_read)))
             known = 0
         else:
-            known += said
-        parts[-1] = replace(parts[-1], said=max(parts[-1].said, said))
+            known += num_read
+        parts[-1] = replace(parts[-1], num_read=max(parts[-1].num_read, num_read))
     return parts
 
 
-def _in_turn(parts: Sequence[_Part], turn: int) -> _Part:
+def _choose_part(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
     """Return the part to list at this turn: the busiest at even turns, the others in rotation at odd ones."""
-    busiest = max(parts, key=lambda part: part.said)
+    busiest = max(parts, key=lambda part: part.num_read)
     others = [part for part in parts if part is not busiest]
-    return busiest if turn % 2 == 0 or not others else others[turn // 2 % len(others)]
+    return busiest if poll % 2 == 0 or not others else others[poll // 2 % len(others)]
 
 
-def _unread(
-    store: ObjectStore, attempt: AttemptId, part: _Part, cursor: Mapping[str, int], listed: int | None
+def _list_unread(
+    store: ObjectStore, attempt: AttemptId, part: _KeyRange, cursor: Mapping[str, int], listed: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield (writer, key) of the part's events after the cursor, ascending for each writer, up to its first gap. Lists
     at most `listed` keys; None: all."""
@@ -347,8 +347,8 @@ def _unread(
             yield writer, info.key
 
 
-def _held_out_kl(manifest: Manifest, step: int) -> float | None:
+def _read_held_out_kl(manifest: Manifest, step: int) -> float | None:
     """Return a checkpoint's held-out KL; earlier versions recorded it only if the checkpoint was the best state."""
-    told = manifest.lineage
-    kl = told.get(HELD_OUT_KL, told.get("best_kl") if told.get("best_step") == step else None)
+    lineage = manifest.lineage
+    kl = lineage.get(HELD_OUT_KL, lineage.get("best_kl") if lineage.get("best_step") == step else None)
     return float(kl) if isinstance(kl, int | float) and math.isfinite(kl) else None

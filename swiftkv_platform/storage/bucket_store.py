@@ -31,7 +31,7 @@ from swiftkv_platform.storage.object_store import (
     CHUNK_SIZE,
     PROBE_KEY,
     ObjectInfo,
-    temporary_beside,
+    open_temporary,
     validate_key,
     validate_prefix,
 )
@@ -44,7 +44,15 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|container does not exist")
 _NO_CREDENTIALS = re.compile(r"http://(169\.254\.|metadata)|session\.get_credentials")
 """Metadata servers, which are asked for credentials if the environment has none, and boto3's message in that case."""
-_REFUSED = {"401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
+_REFUSED_CODES = {
+    "401",
+    "403",
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+}
 
 
 class Service(NamedTuple):
@@ -63,7 +71,7 @@ SERVICES = {
 """Services by scheme of an address."""
 
 
-def open_bucket(
+def make_bucket_client(
     scheme: str,
     bucket: str,
     prefix: str,
@@ -85,17 +93,17 @@ def open_bucket(
     retry = {"max_retries": retries, "retry_timeout": timedelta(hours=1), "backoff": pauses}
     service = SERVICES[scheme]
     try:
-        more = _s3_options(bucket, options) if scheme == "s3" else {}
+        more = _make_s3_options(bucket, options) if scheme == "s3" else {}
         return service.client(bucket, prefix=prefix or None, client_options=options, retry_config=retry, **more)
     except (BaseError, OSError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise StorageError(f"cannot open {scheme}://{bucket} ({why}); set {service.credentials}") from error
 
 
-def _s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
+def _make_s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that boto3 takes from the environment and obstore does not."""
     options: dict[str, Any] = {}
-    if endpoint := _s3_endpoint():
+    if endpoint := _read_s3_endpoint():
         options["aws_endpoint_url_s3"] = endpoint
     elif "." not in bucket:  # the server's certificate does not cover names with dots
         options["virtual_hosted_style_request"] = True
@@ -115,7 +123,7 @@ def _s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _s3_endpoint() -> str | None:
+def _read_s3_endpoint() -> str | None:
     """Return `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, None if unset. Raises `InvalidInputError` if malformed."""
     name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
     endpoint = os.environ.get(name)
@@ -131,12 +139,12 @@ def _s3_endpoint() -> str | None:
     return endpoint
 
 
-def has_answer(error: Exception) -> bool:
+def has_response(error: Exception) -> bool:
     """Whether the failed request got an answer from the server."""
     return _STATUS.search(str(error)) is not None
 
 
-def was_repeated(error: Exception) -> bool:
+def was_retried(error: Exception) -> bool:
     """Whether the client sent the request more than once."""
     return " retries, max_retries" in str(error)
 
@@ -150,10 +158,10 @@ def is_refused(error: Exception) -> bool:
     """The server has answered that the bucket is not there, or not for these credentials."""
     text = str(error)
     found = _CODE.search(text)
-    return bool(_NO_BUCKET.search(text) or (found and found[1] in _REFUSED) or "status code: 403" in text)
+    return bool(_NO_BUCKET.search(text) or (found and found[1] in _REFUSED_CODES) or "status code: 403" in text)
 
 
-def describe(error: Exception, scheme: str, bucket: str) -> str:
+def describe_error(error: Exception, scheme: str, bucket: str) -> str:
     """Return why a request failed and what to do about it."""
     service, text = SERVICES[scheme], str(error)
     found = _CODE.search(text) or _STATUS.search(text)
@@ -164,7 +172,7 @@ def describe(error: Exception, scheme: str, bucket: str) -> str:
         return f"bucket {bucket!r} does not exist; create it, or use another one"
     if _NO_CREDENTIALS.search(text):
         return f"no complete credentials found; set {service.credentials}"
-    if code in _REFUSED or "status code: 403" in text:
+    if code in _REFUSED_CODES or "status code: 403" in text:
         return f"the server refuses the credentials ({code}); check {service.credentials}"
     if code:
         return f"the server answered {code}"
@@ -177,7 +185,7 @@ def describe(error: Exception, scheme: str, bucket: str) -> str:
 
 _PATIENT_RETRIES, _IMPATIENT_RETRIES = 10, 2
 """On average half a minute and a second of retries."""
-_PART_SIZE, _MOST_PARTS = 8 << 20, 10_000
+_PART_SIZE, _MAX_PARTS = 8 << 20, 10_000
 """Bytes of a part of a large file, and most parts that S3 accepts; four are uploaded at a time."""
 _PAGE = 1000
 """Keys in one page of S3's list."""
@@ -187,19 +195,19 @@ class BucketStore:
     """Objects below `prefix` of a bucket. Thread-safe; not to be used in a forked process."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", *, patient: bool = True) -> None:
-        self._place = scheme, bucket, validate_prefix(prefix)
+        self._location = scheme, bucket, validate_prefix(prefix)
         self._retries = _PATIENT_RETRIES if patient else _IMPATIENT_RETRIES
-        self._client = open_bucket(*self._place, retries=self._retries)
+        self._client = make_bucket_client(*self._location, retries=self._retries)
         self._may_sign = True
 
     @property
     def uri(self) -> str:
-        scheme, bucket, prefix = self._place
+        scheme, bucket, prefix = self._location
         return f"{scheme}://{bucket}/{prefix}".removesuffix("/")
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         validate_key(key)
-        with self._errors("write", key):
+        with self._translate_errors("write", key):
             if if_absent:
                 self._create(key, data)
             else:
@@ -208,18 +216,18 @@ class BucketStore:
     def _create(self, key: str, data: bytes) -> None:
         """Write an object unless it exists. A request that failed may have succeeded; an equal object is then ours."""
         if self.head(key) is not None:
-            raise self._exists(key)
+            raise self._make_exists_error(key)
         for again in (False, True):
             try:
                 self._client.put(key, data, mode="create")
                 return
             except AlreadyExistsError as error:
-                if (again or was_repeated(error)) and self.get_bytes(key) == data:
+                if (again or was_retried(error)) and self.get_bytes(key) == data:
                     return
-                raise self._exists(key) from error
+                raise self._make_exists_error(key) from error
             except BaseError as error:
                 # The client does not retry a conditional write whose connection broke, since it may have succeeded.
-                if again or has_answer(error) or was_repeated(error):
+                if again or has_response(error) or was_retried(error):
                     raise
 
     def get_bytes(self, key: str) -> bytes:
@@ -232,12 +240,12 @@ class BucketStore:
             return None
 
     def _head(self, key: str) -> Any:
-        with self._errors("inspect", key):
+        with self._translate_errors("inspect", key):
             return self._client.head(validate_key(key))
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         directory = validate_prefix(prefix)
-        with self._errors("list", prefix):
+        with self._translate_errors("list", prefix):
             for page in self._client.list(directory or None, offset=start_after, chunk_size=_PAGE):
                 for entry in page:
                     info = ObjectInfo(entry["path"], entry["size"])
@@ -250,27 +258,27 @@ class BucketStore:
 
     def list_directories(self, prefix: str) -> builtins.list[str]:
         directory = validate_prefix(prefix)
-        with self._errors("list", prefix):
+        with self._translate_errors("list", prefix):
             found = self._client.list_with_delimiter(directory or None)["common_prefixes"]
         return sorted(path.rpartition("/")[2] for path in found)
 
     def upload_file(self, path: Path, key: str) -> None:
-        with self._errors("upload", key):
+        with self._translate_errors("upload", key):
             self._put(path, key, path.stat().st_size)
 
     def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
         failure: list[BaseException] = []
 
-        def watched() -> Iterator[bytes]:
+        def record_failure() -> Iterator[bytes]:
             try:
                 yield from pieces
             except BaseException as error:
                 failure.append(error)
                 raise
 
-        with self._errors("upload", key):
+        with self._translate_errors("upload", key):
             try:
-                self._put(watched(), key, size)
+                self._put(record_failure(), key, size)
             except Exception:
                 if failure:  # which the client reports as its own error
                     raise failure[0] from None
@@ -280,11 +288,11 @@ class BucketStore:
         return None
 
     def _put(self, content: Path | Iterator[bytes], key: str, size: int) -> None:
-        part_size = max(_PART_SIZE, -(-size // _MOST_PARTS))
+        part_size = max(_PART_SIZE, -(-size // _MAX_PARTS))
         self._client.put(validate_key(key), content, chunk_size=part_size, max_concurrency=4)
 
     def download_file(self, key: str, path: Path) -> None:
-        with self._errors("download", key), temporary_beside(path) as temporary:
+        with self._translate_errors("download", key), open_temporary(path) as temporary:
             with temporary.open("wb") as file:
                 file.writelines(self.stream(key))
             temporary.replace(path)
@@ -299,18 +307,18 @@ class BucketStore:
             bounds = start, size if stop is None else min(stop, size)
             if start >= bounds[1]:
                 return  # servers refuse a range that begins beyond the object
-        with self._errors("read", key):
-            for block in self._blocks(key, chunk_size, bounds):
+        with self._translate_errors("read", key):
+            for block in self._stream_blocks(key, chunk_size, bounds):
                 yield from (block[at : at + chunk_size] for at in range(0, len(block), chunk_size))
 
-    def _blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
+    def _stream_blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
         """Yield blocks of at least `size` bytes. After a broken connection, the client continues at the next byte."""
         try:
             found = self._client.get(validate_key(key), options={"range": bounds} if bounds else {})
         except BaseError as error:
             if bounds is None or "non-partial" not in str(error):
                 raise
-            yield self._unmarked_range(key, *bounds)
+            yield self._get_range_without_206(key, *bounds)
             return
         try:
             yield from found.stream(size)
@@ -319,10 +327,10 @@ class BucketStore:
                 raise
             raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; read it again") from error
 
-    def _unmarked_range(self, key: str, start: int, stop: int) -> bytes:
+    def _get_range_without_206(self, key: str, start: int, stop: int) -> bytes:
         """Read a range from a server that answers it with status 200 (rclone, lakeFS), which obstore refuses."""
         # This client must not resume after a broken connection: it would count from the object's beginning.
-        client = open_bucket(*self._place, retries=0, headers={"Range": f"bytes={start}-{stop - 1}"})
+        client = make_bucket_client(*self._location, retries=0, headers={"Range": f"bytes={start}-{stop - 1}"})
         for left in reversed(range(self._retries)):
             try:
                 data: bytes = client.get(key).bytes().to_bytes()
@@ -335,11 +343,11 @@ class BucketStore:
         raise StorageError(f"the server of {self.uri} does not support range requests", field="key", value=key)
 
     def delete(self, key: str) -> None:
-        with self._errors("delete", key):
+        with self._translate_errors("delete", key):
             self._delete(validate_key(key))
 
     def delete_many(self, keys: builtins.list[str]) -> None:
-        with self._errors("delete", ", ".join(keys[:1])):
+        with self._translate_errors("delete", ", ".join(keys[:1])):
             try:
                 self._client.delete([validate_key(key) for key in keys])
             except FileNotFoundError:  # on servers where a missing object is an error, others may not have been deleted
@@ -367,22 +375,22 @@ class BucketStore:
         try:
             return obstore.sign(self._client, "GET", key, timedelta(seconds=expires_s))
         except BaseError as error:
-            self._may_sign = not has_answer(error)
-            get_logger().warning("objects pass through this process", reason=describe(error, *self._place[:2]))
+            self._may_sign = not has_response(error)
+            get_logger().warning("objects pass through this process", reason=describe_error(error, *self._location[:2]))
             return None
 
     def ping(self) -> None:
-        client = open_bucket(*self._place, retries=0, timeout_s=5)
-        with self._errors("use", PROBE_KEY):
+        client = make_bucket_client(*self._location, retries=0, timeout_s=5)
+        with self._translate_errors("use", PROBE_KEY):
             client.put(PROBE_KEY, b"ok")
             client.get(PROBE_KEY).bytes()
             client.delete(PROBE_KEY)
 
-    def _exists(self, key: str) -> ConflictError:
+    def _make_exists_error(self, key: str) -> ConflictError:
         return ConflictError(f"object {key!r} already exists in {self.uri}", field="key", value=key)
 
     @contextmanager
-    def _errors(self, action: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
         except InvalidPathError as error:  # of any object below the prefix; the client then lists none
@@ -398,6 +406,6 @@ class BucketStore:
                 raise ObjectNotFoundError(
                     f"there is no object {key!r} in {self.uri}", field="key", value=key
                 ) from error
-            why = describe(error, *self._place[:2])
+            why = describe_error(error, *self._location[:2])
             kind = BucketError if is_refused(error) else StorageError
             raise kind(f"cannot {action} {key!r} in {self.uri}: {why}", field="key", value=key) from error

@@ -27,23 +27,23 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, Object
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
     """Download the model below `uri` to `target`. Raises `ModelError` if there is no object, or, if sources are
     restricted, the model asks for code or for files other than its own."""
-    download_below(uri, target, ModelError, field=field)
+    download_prefix(uri, target, ModelError, field=field)
     if access.is_restricted:
         check_model_files(target, Boundary.of(target), field)
     return target
 
 
-def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
+def download_prefix(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
     """Download every object below `uri` to `target`. Raises `missing` if there is none."""
     source = S3Source(uri)
-    with bucket_of(source, missing, field=field) as store:
-        for info in list(objects_below(store, source, missing, field=field)):
+    with open_source_bucket(source, missing, field=field) as store:
+        for info in list(list_prefix(store, source, missing, field=field)):
             path = target / info.key.removeprefix(source.key).lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             store.download_file(info.key, path)
 
 
-def objects_below(
+def list_prefix(
     store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str
 ) -> Iterator[ObjectInfo]:
     """Yield the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
@@ -56,7 +56,7 @@ def objects_below(
 
 
 @contextmanager
-def bucket_of(source: S3Source, missing: type[InvalidInputError], *, field: str) -> Iterator[ObjectStore]:
+def open_source_bucket(source: S3Source, missing: type[InvalidInputError], *, field: str) -> Iterator[ObjectStore]:
     """The bucket of `source`. Raises `missing` in place of `BucketError`: it is not there, or closed."""
     try:
         yield open_store(source.store)
@@ -86,20 +86,20 @@ class IncomingFile:
         """Whether it is copied to this machine and checked; weights are only copied from store to store."""
         return not self.name.endswith(_WEIGHTS)
 
-    def pieces(self) -> Iterator[bytes]:
+    def checked_stream(self) -> Iterator[bytes]:
         """Yield its bytes, never more than `size`. Raises `ModelError` if it has another size by now."""
         left = self.size
         for piece in self.stream():
             if len(piece) > left:
-                raise self._changed()
+                raise self._make_changed_error()
             left -= len(piece)
             yield piece
         if left:
-            raise self._changed()
+            raise self._make_changed_error()
 
-    def _changed(self) -> ModelError:
+    def _make_changed_error(self) -> ModelError:
         why = "was changed while it was copied; import it again when it is complete"
-        return _refused(self.field, self.name, why)
+        return _make_file_error(self.field, self.name, why)
 
 
 def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[IncomingFile]:
@@ -110,18 +110,18 @@ def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[I
     """
     found: list[IncomingFile] = []
     pending = [(boundary.check(directory, field, error=ModelError), "")]
-    seen = 0
+    num_entries = 0
     while pending:
         parent, prefix = pending.pop()
         with os.scandir(parent) as entries:
             for entry in entries:
-                seen += 1
+                num_entries += 1
                 name = f"{prefix}{entry.name}"
-                _check_listed(name, seen, field)
+                _check_entry(name, num_entries, field)
                 if entry.is_dir(follow_symlinks=False):
                     pending.append((Path(entry.path), f"{name}/"))
                 else:
-                    found.append(_local_file(Path(entry.path), name, boundary, field))
+                    found.append(_inspect_file(Path(entry.path), name, boundary, field))
     return sorted(found, key=lambda file: file.name)
 
 
@@ -129,11 +129,11 @@ def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[I
 def list_bucket(source: S3Source, *, field: str) -> Iterator[list[IncomingFile]]:
     """List the objects below an address; they can be read within the context. Raises `ModelError` if there is none, or
     more than allowed."""
-    with bucket_of(source, ModelError, field=field) as store:
+    with open_source_bucket(source, ModelError, field=field) as store:
         found: list[IncomingFile] = []
-        for seen, info in enumerate(objects_below(store, source, ModelError, field=field), 1):
+        for num_entries, info in enumerate(list_prefix(store, source, ModelError, field=field), 1):
             name = info.key.removeprefix(source.key).lstrip("/")
-            _check_listed(name, seen, field)
+            _check_entry(name, num_entries, field)
 
             found.append(IncomingFile(name, info.size, partial(store.stream, info.key), field))
         yield found
@@ -148,22 +148,24 @@ def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) ->
             small += file.size
             if file.size > IMPORT_SMALL_FILE_BYTES.default:
                 most_small = f"only weights (*{_WEIGHTS}) may have more than {IMPORT_SMALL_FILE_BYTES.default}"
-                raise _refused(field, file.name, f"has {file.size} bytes, and {most_small}; remove it from the source")
+                raise _make_file_error(
+                    field, file.name, f"has {file.size} bytes, and {most_small}; remove it from the source"
+                )
     total = sum(file.size for file in files)
-    for size, most, which in (
+    for size, limit, which in (
         (small, IMPORT_SMALL_FILES_BYTES.default, f"files other than weights (*{_WEIGHTS})"),
         (total, max_bytes, "files"),
     ):
-        if size > most:
-            message = f"{field}: its {which} have {size} bytes together; {most} is the limit"
+        if size > limit:
+            message = f"{field}: its {which} have {size} bytes together; {limit} is the limit"
             raise ModelError(message, field=field, value=size)
     return total
 
 
-def _check_listed(name: str, seen: int, field: str) -> None:
-    if seen > IMPORT_FILES.default:
+def _check_entry(name: str, num_entries: int, field: str) -> None:
+    if num_entries > IMPORT_FILES.default:
         why = f"it has more than {IMPORT_FILES.default} files and directories; use the model's own files only"
-        raise ModelError(f"{field}: {why}", field=field, value=seen)
+        raise ModelError(f"{field}: {why}", field=field, value=num_entries)
     if name.count("/") > IMPORT_DEPTH.default:
         message = f"{field}: it has more than {IMPORT_DEPTH.default} nested directories"
         raise ModelError(message, field=field, value=ascii(name[:200]))
@@ -174,33 +176,33 @@ def _check_listed(name: str, seen: int, field: str) -> None:
         )
 
 
-def _refused(field: str, name: str, why: str) -> ModelError:
+def _make_file_error(field: str, name: str, why: str) -> ModelError:
     return ModelError(f"{field}: {name!r} {why}", field=field, value=name)
 
 
-def _local_file(path: Path, name: str, boundary: Boundary, field: str) -> IncomingFile:
+def _inspect_file(path: Path, name: str, boundary: Boundary, field: str) -> IncomingFile:
     real = Path(os.path.realpath(boundary.check(path, field, error=ModelError)))
     try:
         status = real.lstat()
     except OSError as error:
         why = f"cannot be read ({error.strerror}); complete the source, or remove it"
-        raise _refused(field, name, why) from error
+        raise _make_file_error(field, name, why) from error
     if not stat.S_ISREG(status.st_mode):
-        raise _refused(field, name, "is not a regular file; remove it from the source")
-    return IncomingFile(name, status.st_size, partial(_read, real, name, field), field)
+        raise _make_file_error(field, name, "is not a regular file; remove it from the source")
+    return IncomingFile(name, status.st_size, partial(_stream_file, real, name, field), field)
 
 
-def _read(real: Path, name: str, field: str) -> Iterator[bytes]:
+def _stream_file(real: Path, name: str, field: str) -> Iterator[bytes]:
     """Yield the bytes of a regular file. Raises `ModelError` if its path leads over a link by now, which may leave the
     boundary, or to another kind of file."""
     try:
         descriptor = _open_without_links(real)
     except OSError as error:
         why = f"was changed while it was copied ({error.strerror}); import it again"
-        raise _refused(field, name, why) from error
+        raise _make_file_error(field, name, why) from error
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _refused(field, name, "is not a regular file")
+            raise _make_file_error(field, name, "is not a regular file")
         while piece := file.read(CHUNK_SIZE):
             yield piece
 

@@ -1,7 +1,7 @@
 """Logs of attempts as objects, written and read in pieces, the middle of a long one left out. Knows bytes, no job.
 
-`logs.txt` is the saved log. `logs.json` is its `Layout`, by which followers continue from their place in the original.
-"""
+`logs.txt` is the saved log. `logs.json` is its `LogLayout`, by which followers continue from their place in the
+original."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.storage.object_store import ObjectStore
 
-_BLOCK = 1 << 16
+_BLOCK_BYTES = 1 << 16
 _NOTICE_BYTES = 200
 """Room for the line that reports the bytes left out."""
 
 
-class Layout(FrozenModel):
+class LogLayout(FrozenModel):
     """Place of the saved bytes in the original log. All sizes in bytes."""
 
     size: int
@@ -34,16 +34,16 @@ class Layout(FrozenModel):
     left_out: int = 0
 
 
-def keep(store: ObjectStore, key: str, pieces: Iterable[bytes], *, most: int) -> None:
+def save_log(store: ObjectStore, key: str, pieces: Iterable[bytes], *, max_bytes: int) -> None:
     """Store a log at `key` and its layout next to it, leaving out the middle beyond `most` bytes.
 
     Temporary files take up to 1.5 times `most`. Raises `StorageError`, also if the disk is full.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
-            path, room = Path(directory) / "log", most - _NOTICE_BYTES
+            path, capacity = Path(directory) / "log", max_bytes - _NOTICE_BYTES
             with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
-                layout = _write(file, pieces, room // 2, _Tail(tail, room - room // 2))
+                layout = _write_log(file, pieces, capacity // 2, _RingFile(tail, capacity - capacity // 2))
             # The layout first, so that every stored log has one.
             store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
             store.upload_file(path, key)
@@ -59,18 +59,18 @@ class SavedLog:
     key: str
     size: int
     """Bytes saved, including the line that reports the bytes left out."""
-    layout: Layout
+    layout: LogLayout
 
     def stream(self, start: int = 0) -> Iterator[bytes]:
         """Stream the saved log from byte `start` on."""
-        return self.store.stream(self.key, _BLOCK, start=start)
+        return self.store.stream(self.key, _BLOCK_BYTES, start=start)
 
-    def rest(self, sent: int) -> Iterator[bytes]:
+    def stream_after(self, sent: int) -> Iterator[bytes]:
         """Stream the saved part of the original log after its first `sent` bytes."""
-        tail_at = self.layout.head + self.layout.left_out
+        tail_start = self.layout.head + self.layout.left_out
         if not self.layout.left_out or sent <= self.layout.head:
             return self.stream(sent)
-        if sent < tail_at:
+        if sent < tail_start:
             return self.stream(self.layout.head)
         return self.stream(self.size - (self.layout.size - sent))
 
@@ -78,8 +78,8 @@ class SavedLog:
         """Stream the last `lines` lines."""
         start = self.size
         while start > 0:
-            begin = max(start - _BLOCK, 0)
-            block = self._block(begin, start - begin)
+            begin = max(start - _BLOCK_BYTES, 0)
+            block = self._read_block(begin, start - begin)
             # Skip the newline that ends the last line.
             ends = len(block) - 1 if start == self.size else len(block)
             while (ends := block.rfind(b"\n", 0, ends)) != -1:
@@ -89,7 +89,7 @@ class SavedLog:
             start = begin
         return self.stream()
 
-    def _block(self, start: int, size: int) -> bytes:
+    def _read_block(self, start: int, size: int) -> bytes:
         with closing(self.store.stream(self.key, size, start=start)) as pieces:  # type: ignore[type-var]
             return next(pieces, b"")
 
@@ -99,9 +99,9 @@ def open_log(store: ObjectStore, key: str) -> SavedLog | None:
     info = store.head(key)
     if info is None:
         return None
-    whole = Layout(size=info.size, head=info.size)
+    whole = LogLayout(size=info.size, head=info.size)
     try:
-        layout = Layout.model_validate_json(store.get_bytes(_layout_key(key)))
+        layout = LogLayout.model_validate_json(store.get_bytes(_layout_key(key)))
     except (ObjectNotFoundError, ValidationError):
         layout = whole  # a log saved by a version without layouts
     return SavedLog(store, key, info.size, layout)
@@ -111,64 +111,64 @@ def _layout_key(key: str) -> str:
     return f"{key.removesuffix('.txt')}.json"
 
 
-class _Tail:
+class _RingFile:
     """Keeps the last `room` bytes added, in a file that is written round and round."""
 
-    def __init__(self, file: IO[bytes], room: int) -> None:
+    def __init__(self, file: IO[bytes], capacity: int) -> None:
         self._file = file
-        self.room = room
-        self.added = 0
+        self.capacity = capacity
+        self.num_added = 0
 
     def add(self, piece: bytes) -> None:
         while piece:
-            at = self.added % self.room
-            part = piece[: self.room - at]
+            at = self.num_added % self.capacity
+            part = piece[: self.capacity - at]
             self._file.seek(at)
             self._file.write(part)
-            self.added += len(part)
+            self.num_added += len(part)
             piece = piece[len(part) :]
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the kept bytes in pieces of at most `_BLOCK` bytes."""
-        begin, end = max(self.added - self.room, 0), self.added
+        """Yield the kept bytes in pieces of at most `_BLOCK_BYTES` bytes."""
+        begin, end = max(self.num_added - self.capacity, 0), self.num_added
         while begin < end:
-            at = begin % self.room
+            at = begin % self.capacity
             self._file.seek(at)
-            block = self._file.read(min(_BLOCK, end - begin, self.room - at))
+            block = self._file.read(min(_BLOCK_BYTES, end - begin, self.capacity - at))
             begin += len(block)
             yield block
 
 
-def _write(file: IO[bytes], pieces: Iterable[bytes], most_of_head: int, tail: _Tail) -> Layout:
+def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _RingFile) -> LogLayout:
     """Write the head, then a line on the bytes left out, if any, then the tail, which `tail` buffers meanwhile."""
     head = 0
     for piece in pieces:
-        to_head = piece[: most_of_head - head]
+        to_head = piece[: max_head - head]
         file.write(to_head)
         head += len(to_head)
         tail.add(piece[len(to_head) :])
     blocks = tail.blocks()
     first = next(blocks, b"")
-    left_out = max(tail.added - tail.room, 0)
-    kept = tail.added - left_out
+    left_out = max(tail.num_added - tail.capacity, 0)
+    kept = tail.num_added - left_out
     if left_out:
-        head, cut = _cut_at_lines(file, head, first)
+        head, cut = _trim_to_lines(file, head, first)
         first, kept = first[cut:], kept - cut
-        left_out = tail.added - kept + (most_of_head - head)
+        left_out = tail.num_added - kept + (max_head - head)
         file.write(f"[... {left_out} bytes of this log are left out here ...]\n".encode())
     file.writelines(chain([first], blocks))
-    return Layout(size=head + left_out + kept, head=head, left_out=left_out)
+    return LogLayout(size=head + left_out + kept, head=head, left_out=left_out)
 
 
-def _cut_at_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
-    """Cut the head after its last whole line, unless that is longer than `_BLOCK`. Returns the head's size, and the
-    bytes to drop from the beginning of `tail` so that it begins with a whole line."""
+def _trim_to_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
+    """Cut the head after its last whole line, unless that is longer than `_BLOCK_BYTES`. Returns the head's size, and
+    the bytes to drop from the beginning of `tail` so that it begins with a whole line."""
     file.flush()
     with Path(file.name).open("rb") as written:
-        written.seek(max(head - _BLOCK, 0))
+        written.seek(max(head - _BLOCK_BYTES, 0))
         end = written.read().rfind(b"\n")
     if end != -1:
-        head = max(head - _BLOCK, 0) + end + 1
+        head = max(head - _BLOCK_BYTES, 0) + end + 1
         file.truncate(head)
         file.seek(head)
     return head, tail.find(b"\n") + 1

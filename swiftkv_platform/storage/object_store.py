@@ -120,19 +120,19 @@ def join_key(prefix: str, name: str) -> str:
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
 
 
-def read_small(store: ObjectStore, key: str, most: int) -> bytes:
+def read_small(store: ObjectStore, key: str, max_bytes: int) -> bytes:
     """Return the content of an object of at most `most` bytes; no more are read. Raises `ObjectNotFoundError`, and
     `UnusableFileError` if it is longer."""
     data = bytearray()
     for piece in store.stream(key):
         data += piece
-        if len(data) > most:
+        if len(data) > max_bytes:
             break
-    return checked_length(bytes(data), most)
+    return checked_length(bytes(data), max_bytes)
 
 
 @contextmanager
-def temporary_beside(path: Path) -> Iterator[Path]:
+def open_temporary(path: Path) -> Iterator[Path]:
     """Yield a new file in the directory of `path`, deleted at the end unless it was moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
@@ -159,10 +159,10 @@ class LocalObjectStore:
         return str(self._root)
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        path = self._path(key)
-        with _storage_errors("write", key), temporary_beside(path) as temporary:
+        path = self._get_path(key)
+        with _translate_errors("write", key), open_temporary(path) as temporary:
             temporary.write_bytes(data)
-            _flush(temporary)
+            _fsync(temporary)
             if not if_absent:
                 temporary.replace(path)
                 return
@@ -172,39 +172,39 @@ class LocalObjectStore:
                 raise ConflictError(f"object {key!r} already exists in {self.uri}", field="key", value=key) from error
 
     def get_bytes(self, key: str) -> bytes:
-        with _storage_errors("read", key):
-            return self._path(key).read_bytes()
+        with _translate_errors("read", key):
+            return self._get_path(key).read_bytes()
 
     def head(self, key: str) -> ObjectInfo | None:
-        path = self._path(key)
-        with _storage_errors("inspect", key):
+        path = self._get_path(key)
+        with _translate_errors("inspect", key):
             return ObjectInfo(key, path.stat().st_size) if path.is_file() else None
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         trimmed = validate_prefix(prefix)
-        with _storage_errors("list", prefix):
+        with _translate_errors("list", prefix):
             yield from self._walk(f"{trimmed}/" if trimmed else "", start_after)
 
     def list_directories(self, prefix: str) -> builtins.list[str]:
         trimmed = validate_prefix(prefix)
         directory = f"{trimmed}/" if trimmed else ""
-        with _storage_errors("list", prefix):
-            names = [name.removesuffix("/") for name in self._entries(directory) if name.endswith("/")]
+        with _translate_errors("list", prefix):
+            names = [name.removesuffix("/") for name in self._list_entries(directory) if name.endswith("/")]
             return sorted(name for name in names if any(self._walk(f"{directory}{name}/", None)))
 
     def upload_file(self, path: Path, key: str) -> None:
-        target = self._path(key)
-        with _storage_errors("upload", key), temporary_beside(target) as temporary:
+        target = self._get_path(key)
+        with _translate_errors("upload", key), open_temporary(target) as temporary:
             shutil.copyfile(path, temporary)
-            _flush(temporary)
+            _fsync(temporary)
             temporary.replace(target)
 
     def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:  # noqa: ARG002 (it grows as needed)
-        target = self._path(key)
-        with _storage_errors("write", key), temporary_beside(target) as temporary:
+        target = self._get_path(key)
+        with _translate_errors("write", key), open_temporary(target) as temporary:
             with temporary.open("wb") as file:
                 file.writelines(pieces)
-            _flush(temporary)
+            _fsync(temporary)
             temporary.replace(target)
 
     def free_bytes(self) -> int | None:
@@ -212,22 +212,22 @@ class LocalObjectStore:
         return shutil.disk_usage(existing).free
 
     def download_file(self, key: str, path: Path) -> None:
-        with _storage_errors("download", key), temporary_beside(path) as temporary:
-            shutil.copyfile(self._path(key), temporary)
+        with _translate_errors("download", key), open_temporary(path) as temporary:
+            shutil.copyfile(self._get_path(key), temporary)
             temporary.replace(path)
 
     def stream(
         self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        with _storage_errors("read", key), self._path(key).open("rb") as file:
+        with _translate_errors("read", key), self._get_path(key).open("rb") as file:
             position = file.seek(start)
             while chunk := file.read(chunk_size if stop is None else min(chunk_size, max(stop - position, 0))):
                 position += len(chunk)
                 yield chunk
 
     def delete(self, key: str) -> None:
-        with _storage_errors("delete", key):
-            self._path(key).unlink(missing_ok=True)
+        with _translate_errors("delete", key):
+            self._get_path(key).unlink(missing_ok=True)
 
     def delete_many(self, keys: builtins.list[str]) -> None:
         for key in keys:
@@ -237,7 +237,7 @@ class LocalObjectStore:
         trimmed = validate_prefix(prefix)
         if not trimmed:
             raise InvalidInputError("delete_prefix needs a prefix that is not empty", field="prefix", value=prefix)
-        with _storage_errors("delete", prefix):
+        with _translate_errors("delete", prefix):
             if (self._root / trimmed).is_dir():
                 shutil.rmtree(self._root / trimmed)
 
@@ -257,12 +257,12 @@ class LocalObjectStore:
                 value=self.uri,
             ) from error
 
-    def _path(self, key: str) -> Path:
+    def _get_path(self, key: str) -> Path:
         return self._root / validate_key(key)
 
     def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
         """Yield objects below `directory` (empty, or with a trailing slash) in key order, those after `start_after`."""
-        for name in self._entries(directory, start_after):
+        for name in self._list_entries(directory, start_after):
             key = directory + name
             if name.endswith("/"):
                 yield from self._walk(key, start_after)
@@ -270,7 +270,7 @@ class LocalObjectStore:
                 with suppress(FileNotFoundError):  # deleted since the scan saw it
                     yield ObjectInfo(key, (self._root / key).stat().st_size)
 
-    def _entries(self, directory: str, start_after: str | None = None) -> builtins.list[str]:
+    def _list_entries(self, directory: str, start_after: str | None = None) -> builtins.list[str]:
         """Return sorted names in `directory` that may lead to keys after `start_after`, without opening files. A
         trailing slash marks a directory, and gives S3's order."""
         names: builtins.list[str] = []
@@ -287,14 +287,14 @@ class LocalObjectStore:
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX) or name.endswith("/"))
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """Force the content to disk, so that after a power loss a renamed file is never without it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 @contextmanager
-def _storage_errors(action: str, key: str) -> Iterator[None]:
+def _translate_errors(action: str, key: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:

@@ -18,16 +18,16 @@ from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotF
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import UNBOUNDED, Boundary
-from swiftkv_platform.specs.publish import kind_of, repository_of
+from swiftkv_platform.specs.publish import get_repository_name, parse_target_kind
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import canonical, fetch_file, parse_manifest, read_manifest
+from swiftkv_platform.storage.artifacts import fetch_file, parse_manifest, read_manifest, to_canonical_json
 from swiftkv_platform.storage.object_store import ObjectStore, read_small
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 CARD = "README.md"
-_MARK = "publishing.json"
+_IN_PROGRESS = "publishing.json"
 """Object at an incomplete target: the manifest of the model being copied there."""
 _FIELD = "publish.to"
 
@@ -59,16 +59,16 @@ def publish(
     """
     manifest = read_manifest(source, key)
     extra = {} if CARD in manifest.files else {CARD: card(manifest).encode()}
-    extra[MANIFEST] = canonical(manifest)
-    files = _files(source, key, manifest, progress)
-    if kind_of(target) == "hub":
-        return _to_hub(files, manifest, extra, repository_of(target), private=private)
-    _to_store(files, manifest, extra, open_store(target), _Places.of(target, targets))
+    extra[MANIFEST] = to_canonical_json(manifest)
+    files = _fetch_files(source, key, manifest, progress)
+    if parse_target_kind(target) == "hub":
+        return _publish_to_hub(files, manifest, extra, get_repository_name(target), private=private)
+    _publish_to_store(files, manifest, extra, open_store(target), _TargetDirectory.of(target, targets))
     return target
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TargetDirectory:
     """Directory to write to, and where it must lie; a tenant that may write there may have placed links."""
 
     directory: Path | None
@@ -81,7 +81,7 @@ class _Places:
             return cls(None, UNBOUNDED)
         return cls(Path(target), Boundary.of(*(each for each in targets if each.startswith("/"))))
 
-    def check(self, name: str) -> str:
+    def check_path(self, name: str) -> str:
         """Return `name`. Raises `InvalidInputError` if, links resolved, the target lies outside of the allowed places,
         or the name's directory outside of the target."""
         if self.directory is not None:
@@ -93,36 +93,36 @@ class _Places:
         return name
 
 
-def _to_store(
+def _publish_to_store(
     files: Iterator[tuple[str, Path]],
     manifest: Manifest,
     extra: Mapping[str, bytes],
     target: ObjectStore,
-    places: _Places,
+    target_directory: _TargetDirectory,
 ) -> None:
     """Copy a model to a store. The manifest is deleted first and written last, so that no mixture looks complete."""
-    for name in (_MARK, *manifest.files, *extra):
-        places.check(name)
-    before = _manifest_at(target, MANIFEST)
+    for name in (_IN_PROGRESS, *manifest.files, *extra):
+        target_directory.check_path(name)
+    before = _read_manifest(target, MANIFEST)
     if before == manifest:
         return
-    marked = _manifest_at(target, _MARK)
+    marked = _read_manifest(target, _IN_PROGRESS)
     if before is None and marked is None and next(target.list(""), None) is not None:
         raise ConflictError.for_field(
             _FIELD, target.uri, ", which holds something other than a model; use an empty place"
         )
-    target.put_bytes(_MARK, extra[MANIFEST])
+    target.put_bytes(_IN_PROGRESS, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
-        target.delete(places.check(stale))
+        target.delete(target_directory.check_path(stale))
     for name, path in files:
-        target.upload_file(path, places.check(name))
+        target.upload_file(path, target_directory.check_path(name))
     for name in sorted(extra, key=lambda name: name == MANIFEST):
-        target.put_bytes(places.check(name), extra[name])
-    target.delete(_MARK)
+        target.put_bytes(target_directory.check_path(name), extra[name])
+    target.delete(_IN_PROGRESS)
 
 
-def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
+def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
     try:
         return parse_manifest(read_small(store, key, MANIFEST_BYTES.default))
     except ObjectNotFoundError:
@@ -132,7 +132,7 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
         raise ConflictError.for_field(_FIELD, store.uri, why) from error
 
 
-def _files(
+def _fetch_files(
     source: ObjectStore, key: str, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, Path]]:
     """Yield name and local copy of each file of an artifact; a copy is deleted when the next one is requested."""
@@ -147,7 +147,7 @@ def _files(
         progress(done, total)
 
 
-def _to_hub(
+def _publish_to_hub(
     files: Iterator[tuple[str, Path]], manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
 ) -> str:
     """Copy a model to a hub repository in one commit; large files are uploaded before it, unless already there."""
@@ -156,9 +156,9 @@ def _to_hub(
 
     disable_progress_bars()  # they would fill the log
     api = HfApi(library_name="swiftkv-platform")
-    with _hub_errors(repository):
+    with _translate_hub_errors(repository):
         url = str(api.create_repo(repository, private=private, exist_ok=True))
-        _check_ours(api, repository)
+        _check_repository(api, repository)
         operations: list[Any] = []
         for name, path in files:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
@@ -167,14 +167,14 @@ def _to_hub(
                 operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path.read_bytes())
             operations.append(operation)
         operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in extra.items()]
-        operations += _deletions(api, repository, keep={operation.path_in_repo for operation in operations})
+        operations += _list_deletions(api, repository, keep={operation.path_in_repo for operation in operations})
         lineage = manifest.lineage
         message = f"Publish {lineage.get('spec', {}).get('name', 'model')} of job {lineage.get('job_id')}"
         api.create_commit(repository, operations, commit_message=message)
     return url
 
 
-def _check_ours(api: HfApi, repository: str) -> None:
+def _check_repository(api: HfApi, repository: str) -> None:
     """Raise `ConflictError` if the repository holds files that are not a model of this platform."""
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
@@ -182,7 +182,7 @@ def _check_ours(api: HfApi, repository: str) -> None:
         raise ConflictError.for_field(_FIELD, f"hf://{repository}", why)
 
 
-def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
+def _list_deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
     """Return deletions of weight files left by an earlier model."""
     from huggingface_hub import CommitOperationDelete
 
@@ -191,7 +191,7 @@ def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
 
 
 @contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
+def _translate_hub_errors(repository: str) -> Iterator[None]:
     import httpx
     from huggingface_hub.errors import HfHubHTTPError
 

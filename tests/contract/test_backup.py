@@ -47,7 +47,7 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     worker.artifact()
     worker.checkpoint(3)
     worker.say("message", "hello")
-    uri = AttemptStore(objects).artifact_uri(job.attempt_id)
+    uri = AttemptStore(objects).get_artifact_uri(job.attempt_id)
     model = replace(make_model(job), artifact_uri=uri)
     ended = replace(job, status=JobStatus.SUCCEEDED, finished_at=200, distilled_model=model.id, artifact_uri=uri)
     points = [MetricPoint(step, 1, 1.5, {"loss": 0.1, "count": 3}) for step in range(700)]

@@ -17,7 +17,7 @@ from swiftkv_platform.sources import Access, S3Source
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.downloads import download_below
+from swiftkv_platform.storage.downloads import download_prefix
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.requirements import required_module
 from tests.support.s3_servers import RcloneServer, S3Server
@@ -71,7 +71,7 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
         source = DataSourceSpec(name_or_path=name)
         found = [row.content for row in read_source_rows(source, 0, seed=0, remote=remote)]
         assert sorted(found) == (sorted(ODD) if name == place.name else [name.removeprefix(f"{place.name}/")])
-    download_below(place.name, tmp_path / "model", DataError, field="model")
+    download_prefix(place.name, tmp_path / "model", DataError, field="model")
     assert len([path for path in (tmp_path / "model").rglob("*") if path.is_file()]) == len(ODD)
     store.put_bytes(f"{place.key}/config.json", b'{"model_type": "odd"}')
     assert read_teacher_config(place.name, read_object) == {"model_type": "odd"}
@@ -81,7 +81,7 @@ def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path
     name = f"s3://no-such-{S3Source(prefix).bucket}/rows"
     for kind, work in (
         (DataError, lambda: StoreFiles(tmp_path).list(S3Source(name))),
-        (ModelError, lambda: download_below(name, tmp_path / "model", ModelError, field="model")),
+        (ModelError, lambda: download_prefix(name, tmp_path / "model", ModelError, field="model")),
         (ModelError, lambda: read_teacher_config(name, read_object)),
     ):
         with pytest.raises(kind, match=f"is '{name}': .*(does not exist|no such bucket)") as caught:

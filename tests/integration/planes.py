@@ -94,7 +94,7 @@ if request.spec.metadata.get("fail") == str(given.attempt):
     worker.say("error", "the node died", time=time.time(), code="worker_lost", retryable=True)
     sys.exit(1)
 while request.spec.metadata.get("wait") and not (gates / request.spec.metadata["wait"]).exists():
-    if attempts.pause_requested(attempt):
+    if attempts.is_pause_requested(attempt):
         worker.say("status", "paused", time=time.time(), status="paused")
         sys.exit(0)
     time.sleep(0.05)

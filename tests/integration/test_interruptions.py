@@ -159,7 +159,7 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
 def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec: JobSpec) -> None:
     from swiftkv_platform.jobs.distill import run_attempt
 
-    checkpoint = AttemptStore(store).newest_checkpoint(JOB)
+    checkpoint = AttemptStore(store).find_newest_checkpoint(JOB)
     gated = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"max_kl": 1e-9})})
     request = AttemptRequest(job_id=JOB, attempt=2, spec=gated, resume_from=checkpoint, run_id="run")
 
@@ -170,7 +170,7 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
     said = [event.type for event in events(store, attempt=2)]
     passing = ("message", "placement", "progress")
     assert [kind for kind in said if kind not in passing] == ["status", "status", "error"]
-    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 2)) is None
+    assert AttemptStore(store).read_artifact_manifest(AttemptId(JOB, 2)) is None
 
 
 @pytest.mark.soak("a minute")
@@ -198,7 +198,7 @@ def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, cor
     assert newest.step == _steps_by_run(store, 100_000)[1][-1] >= saved + 2
     error = events(store)[-1]
     assert (error.type, error.data["code"], error.data["retryable"]) == ("error", "preempted", True)
-    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 1)) is None
+    assert AttemptStore(store).read_artifact_manifest(AttemptId(JOB, 1)) is None
 
 
 @pytest.mark.soak("three attempts")
@@ -215,7 +215,7 @@ def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     AttemptStore(store).request_pause(AttemptId(JOB, 1))
     assert paused.wait() == 0
     assert events(store)[-1].data == {"status": "paused"}
-    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 1)) is None
+    assert AttemptStore(store).read_artifact_manifest(AttemptId(JOB, 1)) is None
 
     killed = start(store, spec, cluster, attempt=2)
     wait_for_step(store, killed, TOTAL_STEPS - chance.randint(5, 12), attempt=2)

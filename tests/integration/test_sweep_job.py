@@ -72,7 +72,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
 
     again = [stored.event for stored in attempts.read_events(SECOND, {})]
     assert not [event for event in again if event.type == "metrics"], "a trial ran again"
-    second = attempts.artifact_manifest(SECOND)
+    second = attempts.read_artifact_manifest(SECOND)
     assert second is not None
     assert second.metrics == manifest.metrics
     weights = "model.safetensors"
@@ -108,7 +108,7 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
     watcher.join()
 
     assert _messages(attempts, 1)[-1] == "paused"
-    assert attempts.artifact_manifest(FIRST) is None
+    assert attempts.read_artifact_manifest(FIRST) is None
     done = [0, 0]
     for stored in attempts.read_events(FIRST, {}):
         for point in stored.event.data["points"] if stored.event.type == "metrics" else ():
@@ -118,7 +118,7 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
     assert run_attempt(store, second) is None
     begun = [int(said.split()[-1]) for said in _messages(attempts, 2) if "training begins at step" in said]
     assert sorted(begun) == sorted(done)
-    assert attempts.artifact_manifest(SECOND) is not None
+    assert attempts.read_artifact_manifest(SECOND) is not None
 
 
 def _messages(attempts: AttemptStore, attempt: int) -> list[str]:

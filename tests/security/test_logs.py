@@ -263,18 +263,18 @@ def test_a_follower_of_a_long_log_is_told_what_was_left_out(tmp_path: Path) -> N
     lines = [b"line %06d\n" % number for number in range(100_000)]
     whole = b"".join(lines)
     attempts.save_logs(AttemptId("job_1", 1), iter(lines))
-    saved = attempts.saved_logs(AttemptId("job_1", 1))
+    saved = attempts.open_saved_logs(AttemptId("job_1", 1))
     assert saved is not None
     text = b"".join(saved.stream(0))
     assert len(text) <= 64 * 1024
     assert json.loads((tmp_path / "jobs/job_1/attempts/1/logs.json").read_text())["size"] == len(whole)
     for sent in (0, 1000, len(whole) // 2, len(whole) - 1000, len(whole)):
-        rest = b"".join(saved.rest(sent))
+        rest = b"".join(saved.stream_after(sent))
         assert (b"left out" in rest) == (sent < len(whole) - 1000)
         assert whole.endswith(rest[-1000:])
         assert len(rest) <= len(text)
-    assert b"".join(saved.rest(len(whole) - 1000)) == whole[-1000:]
-    assert b"".join(saved.rest(1000)) == text[1000:]
+    assert b"".join(saved.stream_after(len(whole) - 1000)) == whole[-1000:]
+    assert b"".join(saved.stream_after(1000)) == text[1000:]
 
 
 def test_a_log_that_ray_cannot_read_holds_no_attempt(ray: FakeRayLogs, tmp_path: Path) -> None:

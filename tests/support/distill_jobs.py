@@ -45,7 +45,7 @@ def start(
     store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1, module: str = "swiftkv_platform.jobs.distill"
 ) -> subprocess.Popen[bytes]:
     """Start the attempt's entrypoint as a Ray Job does, or `module` instead."""
-    newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)
+    newest = AttemptStore(store).find_newest_checkpoint(JOB, before_attempt=attempt)
     request = AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, resume_from=newest, run_id="run")
     AttemptStore(store).write_request(request)
     command = [sys.executable, "-m", module, "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
@@ -81,7 +81,7 @@ def wait_for_starts(store: ObjectStore, process: subprocess.Popen[bytes], number
 
 
 def final_weights(store: ObjectStore, directory: Path, *, job_id: str = JOB) -> dict[str, torch.Tensor]:
-    newest = AttemptStore(store).newest_checkpoint(job_id)
+    newest = AttemptStore(store).find_newest_checkpoint(job_id)
     assert newest is not None
     assert f"/step-{TOTAL_STEPS:08d}-" in newest
     fetch_directory(store, newest, directory)

@@ -24,7 +24,7 @@ class Demand:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Demand:
-        resources, workers = spec.resources, spec.most_workers
+        resources, workers = spec.resources, spec.max_total_workers
         # A worker's thread takes a core, however small a share it reserves.
         return cls(1, workers * resources.gpus_per_worker, workers * max(resources.cpus_per_worker, 1))
 

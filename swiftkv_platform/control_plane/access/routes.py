@@ -66,7 +66,7 @@ def show_session(request: Request) -> dict[str, object]:
     if session is None:
         return {"session": None, "reads_audit": request.app.state.authenticator is None}
     told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
-    return {"session": told, "reads_audit": session.key.reads_audit}
+    return {"session": told, "reads_audit": session.key.can_read_audit}
 
 
 @router.delete(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT, include_in_schema=False)

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     outer_routes,
 )
 from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _STATE = TypeAdapter(DeploymentState)
@@ -151,7 +151,7 @@ class DeploymentRepository(Store):
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _STATE.validate_python(row.state).status is DeploymentStatus.DELETING:
                 return
-            if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED) != of:
+            if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT) != of:
                 return
             row.state = _STATE.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
@@ -210,7 +210,7 @@ def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> Res
 def read_deployment(row: DeploymentRow) -> Deployment:
     """Return the row's value. Raises `UnreadableRowError`."""
     try:
-        spec = ResolvedDeployment.model_validate(row.spec, context=STORED)
+        spec = ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT)
         return Deployment(spec, row.tenant, row.created_at, _STATE.validate_python(row.state), row.version)
     except (ValidationError, TypeError) as error:
         raise unreadable("deployment", row.id, error) from error

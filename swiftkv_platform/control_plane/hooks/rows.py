@@ -64,7 +64,7 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
         )
         for event in told
         for hook in recipients(job)
-        if hook.wants(event.data["status"])
+        if hook.includes_status(event.data["status"])
     ]
 
 

@@ -289,7 +289,7 @@ def decide(reading: Reading, submission: Submission | None, store: AttemptStore)
     cancelling = job.status is JobStatus.CANCELLING
     ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
     ended_well = ended_well and not job.attempt.paused
-    if ended_well and job.spec.only_publishes:
+    if ended_well and job.spec.is_publish_only:
         _settle_publication(reading)
         return None
     unexplained = job.attempt.stopping is None and job.attempt.failure is None
@@ -297,7 +297,7 @@ def decide(reading: Reading, submission: Submission | None, store: AttemptStore)
     if ended_well or (unexplained and not cancelling):
         # The manifest is written last: if it exists, the work is done, even if the process failed afterwards.
         try:
-            manifest = store.artifact_manifest(job.attempt_id)
+            manifest = store.read_artifact_manifest(job.attempt_id)
         except ArtifactCorruptError as error:
             damage = Failure(Reason(error.code, error.message), retryable=True)
         else:
@@ -371,7 +371,7 @@ def _model(reading: Reading, manifest: Manifest, store: AttemptStore) -> Model:
         job_id=job.id,
         attempt=job.attempt.number,
         created_at=reading.now,
-        artifact_uri=store.artifact_uri(job.attempt_id),
+        artifact_uri=store.get_artifact_uri(job.attempt_id),
         manifest_digest=manifest_digest(manifest),
         size=manifest.size,
         lineage=dict(manifest.lineage),

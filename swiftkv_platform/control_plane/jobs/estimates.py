@@ -37,8 +37,8 @@ from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.base import MAX_LAYERS
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, name_and_data, names_task_file
-from swiftkv_platform.specs.job import FULL_WIDTH, resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, get_task_name_and_data_dir, is_task_file_name
+from swiftkv_platform.specs.job import REFERENCE_HIDDEN_SIZE, resolve_batch_size, resolve_model_defaults
 from swiftkv_platform.storage.addresses import open_store
 
 PROCESS_MEMORY = 710 << 20
@@ -141,7 +141,9 @@ def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     fields = Fields(config)
     context_length = fields.optional_count("max_position_embeddings")
     hidden_size = fields.optional_count("hidden_size")
-    resolved = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
+    resolved = resolve_model_defaults(
+        spec, context_length=context_length, hidden_size=hidden_size or REFERENCE_HIDDEN_SIZE
+    )
     return resolve_batch_size(resolved, num_rows=sys.maxsize)
 
 
@@ -276,7 +278,8 @@ def reads_files(spec: JobSpec) -> bool:
     names |= {f"data.sources[{at}].name_or_path": source.name_or_path for at, source in enumerate(spec.data.sources)}
     parsed = (parse_source(name, field=field) for field, name in names.items())
     return any(isinstance(source, PathSource | S3Source) for source in parsed) or any(
-        data is not None or names_task_file(name) for name, data in map(name_and_data, spec.evaluation.tasks)
+        data is not None or is_task_file_name(name)
+        for name, data in map(get_task_name_and_data_dir, spec.evaluation.tasks)
     )
 
 
@@ -360,11 +363,11 @@ def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
     one without `data_dir`, or a task's file that does not exist; `DataError`: `data_dir` does not exist, lacks the
     files of a built-in task, or leads to files that may not be read."""
     for index, task in enumerate(tasks):
-        _check_task(*name_and_data(task), f"evaluation.tasks[{index}]", access)
+        _check_task(*get_task_name_and_data_dir(task), f"evaluation.tasks[{index}]", access)
 
 
 def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> None:
-    is_builtin, names_file = name.startswith("builtin:"), names_task_file(name)
+    is_builtin, names_file = name.startswith("builtin:"), is_task_file_name(name)
     if is_builtin and name not in BUILTIN_TASKS:
         known = " and ".join(BUILTIN_TASKS)
         raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)

@@ -199,7 +199,7 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
         heading = _heading(attempt.number)
         yield heading[offset:]
         offset = max(offset - len(heading), 0)
-        saved = parts.attempts.saved_logs(attempt)
+        saved = parts.attempts.open_saved_logs(attempt)
         if saved is not None:
             yield from saved.stream(offset) if offset < saved.size else ()
             offset = max(offset - saved.size, 0)
@@ -211,7 +211,7 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
 
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
-    saved = parts.attempts.saved_logs(job.attempt_id)
+    saved = parts.attempts.open_saved_logs(job.attempt_id)
     return _live(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
 
 
@@ -242,7 +242,7 @@ class LogFollowers:
             try:
                 pieces = None if is_out else _followed(self._parts, job, number, sent)
                 if saved is not None:
-                    pieces = _aiter(saved.rest(sent))
+                    pieces = _aiter(saved.stream_after(sent))
                 if pieces is not None:
                     async with aclosing(pieces):
                         async for piece in pieces:
@@ -262,7 +262,7 @@ class LogFollowers:
     def _look(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
         # The job is read first: if its attempt is over, the log is complete.
         job = self._parts.jobs.get(job_id, tenant=tenant)
-        return job, self._parts.attempts.saved_logs(AttemptId(job.id, number))
+        return job, self._parts.attempts.open_saved_logs(AttemptId(job.id, number))
 
 
 async def _aiter(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:

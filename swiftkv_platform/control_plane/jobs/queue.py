@@ -172,7 +172,7 @@ class ResourceRequest:
         """Request for the fewest workers that the spec allows, of one trial at a time, and for the attempt's driver."""
         workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
-        return cls(bundles, spec.resources.described(len(workers)))
+        return cls(bundles, spec.resources.describe(len(workers)))
 
     @property
     def nowhere(self) -> Reason:
@@ -193,7 +193,7 @@ def workers_of(spec: JobSpec) -> list[Bundle]:
     each["memory"] = resources.memory_per_worker or 0
     if resources.accelerator_type:
         each[resource(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
-    return [each] * (1 if spec.only_publishes else resources.min_workers)
+    return [each] * (1 if spec.is_publish_only else resources.min_workers)
 
 
 def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
@@ -216,7 +216,7 @@ def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
 
 def most_of(spec: JobSpec) -> Bundle:
     """Return the resources that a job holds at the most workers that its spec allows, over all trials."""
-    return {name: amount * spec.most_workers for name, amount in workers_of(spec)[0].items()}
+    return {name: amount * spec.max_total_workers for name, amount in workers_of(spec)[0].items()}
 
 
 def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Sequence[Node] | None]) -> None:

@@ -299,7 +299,7 @@ class Reconciler:
         """Return the job as it starts, not stored yet, and the event that reports it."""
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
-        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         return start(job, now=int(self._clock()), resume_from=resume_from)
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
@@ -446,10 +446,10 @@ class Reconciler:
         over = over_cap(reading.job, policy, prices(self._settings), self._clock())
         if over is not None:
             reading.move(JobStatus.PAUSING, over)
-        if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
+        if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.is_pause_requested:
             self._lease.check()
             self._store.request_pause(reading.job.attempt_id)
-            reading.job = reading.job.with_attempt(pause_requested=True)
+            reading.job = reading.job.with_attempt(is_pause_requested=True)
         job = reading.job
         if job != before:
             job = self._store_change(job, events=reading.events, points=reading.points)

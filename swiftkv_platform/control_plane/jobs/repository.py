@@ -63,7 +63,7 @@ from swiftkv_platform.errors import (
     StaleVersionError,
 )
 from swiftkv_platform.sources.access import file_ids
-from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.base import STORED_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -447,7 +447,7 @@ def _job(row: JobRow) -> Job:
     """Return the row's job. Raises `UnreadableRowError`."""
     try:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
-        return _JOB.validate_python({**row.state, **columns}, context=STORED)
+        return _JOB.validate_python({**row.state, **columns}, context=STORED_CONTEXT)
     except (ValidationError, TypeError) as error:
         raise unreadable("job", row.id, error) from error
 

@@ -364,7 +364,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFir
 
 def page_of_checkpoints(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
     """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
-    names = attempts.checkpoint_names(job_id)
+    names = attempts.list_checkpoint_names(job_id)
     remaining = page_of(names, checkpoint_id, replace(page, limit=max(len(names), 1))).items
     found = attempts.read_checkpoints(remaining, page.limit + 1)
     return Slice(found[: page.limit], has_more=len(found) > page.limit)
@@ -373,7 +373,7 @@ def page_of_checkpoints(attempts: AttemptStore, job_id: str, page: Page) -> Slic
 def _chosen_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
     """Return the key of the checkpoint that the job's model is made of: the newest attempt's at the model's step."""
     step = ((job.result or {}).get("training") or {}).get("step")
-    names = [name for name in reversed(attempts.checkpoint_names(job.id)) if name.step == step]
+    names = [name for name in reversed(attempts.list_checkpoint_names(job.id)) if name.step == step]
     return next((found.key for found in attempts.read_checkpoints(names, 1)), None)
 
 
@@ -415,7 +415,7 @@ def list_tracking_files(
 ) -> ListAnswer[TrackingFileAnswer]:
     """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    kept = page_of(list(parts.attempts.tracking_files(job_id).items()), lambda item: item[0], page)
+    kept = page_of(list(parts.attempts.list_tracking_files(job_id).items()), lambda item: item[0], page)
 
     def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
         path, file = item
@@ -432,7 +432,7 @@ def download_tracking_file(
 ) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    file = parts.attempts.tracking_files(job_id).get(tracking_path)
+    file = parts.attempts.list_tracking_files(job_id).get(tracking_path)
     if file is None:
         message = f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them"
         raise NotFoundError(message, field="tracking_path", value=tracking_path)

@@ -78,7 +78,7 @@ class JobService:
         if spec.publish.publication is not None:
             to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
-        if spec.only_publishes:
+        if spec.is_publish_only:
             self._check_demand(spec, caller.tenant)
             return self._continued(spec, caller, JobEstimate())
         files = self.parts.files_of(spec, caller.tenant, usable_at=self.parts.clock())
@@ -100,7 +100,7 @@ class JobService:
         """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
         parent = self.parts.parents.parent_of(spec, caller.tenant)
         if parent is not None:
-            spec = spec.model_copy(update={"swiftkv": spec.swiftkv.continuing(parent.spec.swiftkv)})
+            spec = spec.model_copy(update={"swiftkv": spec.swiftkv.inherit_from(parent.spec.swiftkv)})
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
             training = spec.training.model_copy(update={"from_": parent.parent.name})
             spec = spec.model_copy(update={"training": training})
@@ -268,7 +268,7 @@ def check_job_limits(spec: JobSpec, settings: Settings) -> None:
     """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit of the operator's."""
     training = spec.training
     asked = (
-        ("resources.num_workers", spec.most_workers, settings.max_workers_per_job),
+        ("resources.num_workers", spec.max_total_workers, settings.max_workers_per_job),
         ("training.batch_size", training.batch_size, settings.max_batch_size),
         ("training.micro_batch_size", training.micro_batch_size, settings.max_batch_size),
         ("limits.max_runtime_s", spec.limits.max_runtime_s, settings.max_runtime_s),

@@ -178,7 +178,7 @@ class ModelImports:
 
     def _watched(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
         """Yield the file's pieces while the client waits, and show each to `see`."""
-        for piece in file.pieces():
+        for piece in file.checked_stream():
             self.client.check_present()
             see(piece)
             yield piece

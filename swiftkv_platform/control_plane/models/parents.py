@@ -20,7 +20,7 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
@@ -85,7 +85,7 @@ class Parents:
             job = None if model.job_id is None else self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
             raise _refused(model_id, "there is no such model; GET /models lists them") from error
-        if self.objects.manifest_at(model.prefix) is None:
+        if self.objects.read_manifest_at(model.prefix) is None:
             raise _refused(model_id, "its files are not in the object store; use another model")
         parent = Parent(
             name=model.id,
@@ -106,7 +106,7 @@ class Parents:
             raise _refused(
                 str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
             )
-        newest_first = self.objects.checkpoint_names(job.id)[::-1]
+        newest_first = self.objects.list_checkpoint_names(job.id)[::-1]
         wanted = [each for each in newest_first if each.step == name.step and name.attempt in (None, each.attempt)]
         newest = next(iter(self.objects.read_checkpoints(wanted, 1)), None)
         if newest is None:
@@ -202,7 +202,7 @@ def _trained_by(model: Model, job: Job | None) -> JobSpec:
     if job is not None and job.spec.sweep is None:
         return job.spec
     try:
-        return JobSpec.model_validate(model.lineage.get("spec"), context=STORED)
+        return JobSpec.model_validate(model.lineage.get("spec"), context=STORED_CONTEXT)
     except ValidationError as error:
         raise _refused(model.id, "its lineage does not say which spec it was trained with") from error
 

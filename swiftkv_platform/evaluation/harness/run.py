@@ -38,7 +38,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, is_share, points_lost, points_per_unit
+from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, compute_points_lost, compute_points_per_unit, is_share
 
 Aggregations = Mapping[str, Callable[[Sequence[Any]], float]]
 Answers = Mapping[str, Any]
@@ -223,7 +223,7 @@ class TaskScore(FrozenModel):
     def drop(self) -> float:
         """Drop of the student's score against the teacher's, negative if the student wins, in points of a hundred. For
         a metric outside 0..1, or of which lower is better, in percent of the teacher's score."""
-        return points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
+        return compute_points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
 def check_tasks(
@@ -425,7 +425,7 @@ def _scores(
         interval = loss_interval(name, metric, teacher, student, aggregations)
         better = metrics[metric] is not False
         values = float(row[metric]), float(student["results"][name][metric])
-        unit = points_per_unit(*values, higher_is_better=better)
+        unit = compute_points_per_unit(*values, higher_is_better=better)
         yield TaskScore(
             task=name,
             metric=metric.removesuffix(",none"),

@@ -32,7 +32,7 @@ from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.model.conversion import dense_config
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOPS
+from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 
 _MAX_NUM_SEQS = 256
 """Prompts answered at a time if the spec gives no number; fewer if the KV cache is too small."""
@@ -94,7 +94,7 @@ def read_settings(
     return SamplingParams(
         max_tokens=max_tokens,
         repetition_penalty=float(asked.get("repetition_penalty", 1.0)),
-        stop=tuple([text for text in until if 0 < len(text) <= MAX_STOP_LENGTH][:MAX_STOPS]),
+        stop=tuple([text for text in until if 0 < len(text) <= MAX_STOP_LENGTH][:MAX_STOP_STRINGS]),
         skip_special_tokens=False,  # a stop may be the text of a special token
         seed=seed,
         **choice,

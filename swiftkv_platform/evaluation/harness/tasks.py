@@ -27,7 +27,7 @@ from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, names_task_file
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, is_task_file_name
 
 FIELD = "evaluation.tasks"
 _BUILTIN = "builtin:"
@@ -128,7 +128,7 @@ def _is_marked(source: Mapping[str, Any]) -> bool:
 def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     if spec.name.startswith(_BUILTIN):
         return Task(spec, _builtin(spec, fetch, access))
-    if not names_task_file(spec.name):
+    if not is_task_file_name(spec.name):
         return Task(spec, spec.name)
     parent, slash, name = spec.name.rpartition("/")
     path = _local(parent + slash, fetch, access) / name

@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         "jobs download {done} {fresh} --file manifest.json",
     ),
     "GET /jobs/{job_id}/tracking": (
-        lambda own, ids: own.jobs.tracking_files(ids["done"]),
+        lambda own, ids: own.jobs.list_tracking_files(ids["done"]),
         "jobs wandb-sync {done} --dry-run",
     ),
     "GET /jobs/{job_id}/tracking/{tracking_path}": (

@@ -24,7 +24,7 @@ from swiftkv_platform.planning.gates import (
     smallest_excluded_loss,
 )
 from swiftkv_platform.specs import EvaluationSpec, load_spec
-from swiftkv_platform.specs.evaluation import points_lost
+from swiftkv_platform.specs.evaluation import compute_points_lost
 from tests.support.recipes import RECIPES
 
 COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
@@ -64,7 +64,7 @@ def task(name: str, teacher: float, student: float, interval: tuple[float, float
 
 def score(teacher: float, student: float, *, margin: float | None = 0.0, higher_is_better: bool = True) -> TaskScore:
     """A score whose points lost are known to within `margin`; None: without an interval."""
-    drop = points_lost(teacher, student, higher_is_better=higher_is_better)
+    drop = compute_points_lost(teacher, student, higher_is_better=higher_is_better)
     interval = None if margin is None else (drop - margin, drop + margin)
     return task("trivia", teacher, student, interval, higher_is_better=higher_is_better)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from swiftkv_platform.planning.steering import RunSchedule, measuring_interval, num_measured_rows, searches_rate
 from swiftkv_platform.specs import JobSpec, ValidationSpec
-from swiftkv_platform.specs.job import resolve_defaults
+from swiftkv_platform.specs.job import resolve_model_defaults
 
 
 def job(**sections: Any) -> JobSpec:
@@ -41,5 +41,5 @@ def test_a_rate_is_searched_where_it_is_measured_and_there_is_time() -> None:
         ({"training": {"max_steps": 107}}, True),
     ]
     for sections, searches in cases:
-        spec = resolve_defaults(job(**sections), context_length=512, hidden_size=64)
+        spec = resolve_model_defaults(job(**sections), context_length=512, hidden_size=64)
         assert searches_rate(spec) == searches, sections

@@ -255,7 +255,7 @@ def test_the_choice_of_an_engine(options: dict[str, Any], around: dict[str, Any]
     [("kv_cache_dtype", "int8"), ("kv_cache_dtype", "float32"), ("fuse_weights", False), ("native_kernels", False)],
 )
 def test_an_option_of_the_native_engine_alone_is_refused_beside_vllm(option: str, value: Any) -> None:
-    assert EngineConfig(**{option: value}).native_only == (option,)
+    assert EngineConfig(**{option: value}).native_only_options == (option,)
     with pytest.raises(ValidationError, match="backend native"):
         EngineConfig(**{"backend": "vllm", option: value})
     with pytest.raises(InvalidInputError, match="an option of backend native only") as caught:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.engine import EngineConfig, SamplingParams
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from swiftkv_platform.specs.sampling import EarlyExit
 
 REFUSED: dict[str, list[Any]] = {
@@ -47,7 +47,7 @@ def test_sampling_params_name_what_they_refuse(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "unit", "most"),
     [
-        ("stop", ["x"] * (MAX_STOPS + 1), "entries", MAX_STOPS),
+        ("stop", ["x"] * (MAX_STOP_STRINGS + 1), "entries", MAX_STOP_STRINGS),
         ("stop", "x" * (MAX_STOP_LENGTH + 1), "characters", MAX_STOP_LENGTH),
         ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), "entries", MAX_STOP_TOKEN_IDS),
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0), "entries", MAX_LOGIT_BIAS),

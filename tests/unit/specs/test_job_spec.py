@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import STORED
+from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.documents import load_yaml, with_changes
-from swiftkv_platform.specs.job import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
 
 
 def spec(**fields: Any) -> JobSpec:
@@ -77,9 +77,9 @@ def test_a_list_without_gaps_is_another_name_of_l() -> None:
 def test_new_students_keep_what_they_write_and_stored_ones_stay_as_they_were(swiftkv: Any, form: str) -> None:
     new = JobSpec.model_validate({"name": "n", "swiftkv": swiftkv})
     assert new.swiftkv.decode_key_value == form
-    assert JobSpec.model_validate(new.model_dump(mode="json"), context=STORED) == new
+    assert JobSpec.model_validate(new.model_dump(mode="json"), context=STORED_CONTEXT) == new
     for stored in (swiftkv, {}, {"initialization": "refitted", "own_output_projection": True}):
-        read = JobSpec.model_validate({"name": "n", "swiftkv": stored}, context=STORED).swiftkv
+        read = JobSpec.model_validate({"name": "n", "swiftkv": stored}, context=STORED_CONTEXT).swiftkv
         assert (read.decode_key_value, read.initialization) == ("shared", "calibrated")
 
 
@@ -116,7 +116,7 @@ def test_a_path_that_leads_nowhere_is_refused(path: str, why: str) -> None:
     [(64, "qkv", 3e-3), (512, "qkv", 1.2e-3), (1024, "qkv", 6e-4), (8192, "qkv", 3e-4), (1024, "all", 2e-4)],
 )
 def test_smaller_models_learn_at_a_higher_rate(hidden_size: int, trainable: str, rate: float) -> None:
-    resolved = resolve_defaults(
+    resolved = resolve_model_defaults(
         spec(distillation={"trainable": trainable}), context_length=None, hidden_size=hidden_size
     )
     assert resolved.optimizer.learning_rate == pytest.approx(rate)
@@ -124,7 +124,7 @@ def test_smaller_models_learn_at_a_higher_rate(hidden_size: int, trainable: str,
 
 def test_what_is_given_stays() -> None:
     given = spec(optimizer={"learning_rate": 1e-5}, training={"batch_size": 6}, data={"max_length": 100})
-    assert resolve_batch_size(resolve_defaults(given, context_length=4096, hidden_size=64), num_rows=3) == given
+    assert resolve_batch_size(resolve_model_defaults(given, context_length=4096, hidden_size=64), num_rows=3) == given
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_rows_fit_the_context_and_divide_among_the_workers_that_share_one(
     context_length: int | None, sequence_parallel_size: int, length: int
 ) -> None:
     shared = spec(sharding={"sequence_parallel_size": sequence_parallel_size}, resources={"num_workers": 4})
-    assert resolve_defaults(shared, context_length=context_length, hidden_size=64).data.max_length == length
+    assert resolve_model_defaults(shared, context_length=context_length, hidden_size=64).data.max_length == length
 
 
 SIX_A_PASS = {"resources": {"num_workers": 3}, "training": {"micro_batch_size": 2}}

@@ -21,7 +21,7 @@ from swiftkv_platform.contract.autoscaling import (
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import MAX_REPLICAS, STORED, Range
+from swiftkv_platform.specs.base import MAX_REPLICAS, STORED_CONTEXT, Range
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.job import CheckpointSpec
@@ -122,7 +122,7 @@ def test_a_refusal_names_the_field_the_value_and_the_range(spec: Any, field: str
 def test_what_was_stored_before_there_was_a_range_is_read_within_it(
     spec: Any, field: str, before: float, now: float
 ) -> None:
-    assert getattr(spec.model_validate({field: before}, context=STORED), field) == now
+    assert getattr(spec.model_validate({field: before}, context=STORED_CONTEXT), field) == now
 
 
 @pytest.mark.parametrize("field", ["target_ongoing_requests", "upscale_delay_s", "downscale_delay_s"])

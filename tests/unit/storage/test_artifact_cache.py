@@ -51,18 +51,18 @@ def copies(directory: Path) -> set[str]:
 def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: Path) -> None:
     manifest = publish(store, tmp_path, "a")
     for _ in range(2):
-        with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, found):
+        with ArtifactCache(tmp_path / "cache", 10_000).open_copy(store, "a") as (path, found):
             assert path == tmp_path / "cache" / manifest_digest(manifest)
             assert (path / "weights.bin").read_bytes() == b"a" * 1000
             assert (path / MANIFEST).is_file()
             assert found == manifest
     assert store.reads["a/weights.bin"] == 1
     (path / "weights.bin").write_bytes(b"b" * 1000)  # a changed copy is fetched again
-    with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
+    with ArtifactCache(tmp_path / "cache", 10_000).open_copy(store, "a") as (path, _):
         assert (path / "weights.bin").read_bytes() == b"a" * 1000
     assert store.reads["a/weights.bin"] == 2
     (tmp_path / "store" / "a" / "weights.bin").write_bytes(b"c" * 1000)
-    with pytest.raises(ArtifactCorruptError), ArtifactCache(tmp_path / "other", 10_000).held(store, "a"):
+    with pytest.raises(ArtifactCorruptError), ArtifactCache(tmp_path / "other", 10_000).open_copy(store, "a"):
         raise AssertionError("it must not be used")
     assert copies(tmp_path / "other") == set()
 
@@ -70,7 +70,7 @@ def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: P
 def test_what_is_larger_than_the_cache_is_fetched_for_one_use(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a")
     for _ in range(2):
-        with ArtifactCache(tmp_path / "cache", 999).held(store, "a") as (path, _):
+        with ArtifactCache(tmp_path / "cache", 999).open_copy(store, "a") as (path, _):
             assert (path / "weights.bin").read_bytes() == b"a" * 1000
         assert not path.exists()
     assert not (tmp_path / "cache").exists()
@@ -81,12 +81,12 @@ def test_the_least_recently_used_copies_go_and_none_that_is_held(store: Counting
     digests = {name: manifest_digest(publish(store, tmp_path, name)) for name in "abcd"}
     cache = ArtifactCache(tmp_path / "cache", 4000)  # a copy takes 1,000 bytes and its manifest
     for name in "abc":
-        with cache.held(store, name):
+        with cache.open_copy(store, name):
             pass
-    with cache.held(store, "a"), cache.held(store, "d"):
+    with cache.open_copy(store, "a"), cache.open_copy(store, "d"):
         assert copies(tmp_path / "cache") == {digests[name] for name in "acd"}, "b is the least recently used"
     small = ArtifactCache(tmp_path / "cache", 1500)
-    with small.held(store, "a"), small.held(store, "b"):
+    with small.open_copy(store, "a"), small.open_copy(store, "b"):
         assert copies(tmp_path / "cache") == {digests["a"], digests["b"]}
 
 
@@ -95,7 +95,7 @@ def test_threads_that_ask_at_once_share_one_copy_and_hold_it_together(store: Cou
     all_hold_it = threading.Barrier(4, timeout=30)
 
     def hold(_: int) -> Path:
-        with ArtifactCache(tmp_path / "cache", 10_000_000).held(store, "a") as (path, _):
+        with ArtifactCache(tmp_path / "cache", 10_000_000).open_copy(store, "a") as (path, _):
             all_hold_it.wait()
             return path
 
@@ -107,10 +107,10 @@ def test_threads_that_ask_at_once_share_one_copy_and_hold_it_together(store: Cou
 def test_a_copy_that_was_damaged_is_mended_while_another_holds_it(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a")
     cache = ArtifactCache(tmp_path / "cache", 10_000)
-    with cache.held(store, "a") as (path, _):
+    with cache.open_copy(store, "a") as (path, _):
         intact = (path / "weights.bin").read_bytes()
         (path / "weights.bin").write_bytes(b"damaged")
-        with cache.held(store, "a") as (mended, _):
+        with cache.open_copy(store, "a") as (mended, _):
             assert mended == path
             assert (mended / "weights.bin").read_bytes() == intact
         ArtifactCache(tmp_path / "cache", 0)._make_room(1, for_="another")
@@ -129,7 +129,7 @@ class Dying(LocalObjectStore):
         yield b"a"
         os._exit(9)
 
-with ArtifactCache(Path(sys.argv[2]), 10_000).held(Dying(Path(sys.argv[1])), "a"):
+with ArtifactCache(Path(sys.argv[2]), 10_000).open_copy(Dying(Path(sys.argv[1])), "a"):
     pass
 """
 
@@ -139,16 +139,19 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_that_is_used(store:
     publish(store, tmp_path, "a")
     arguments = [str(tmp_path / "store"), str(tmp_path / "cache")]
     assert subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False).returncode == 9
-    with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
+    with ArtifactCache(tmp_path / "cache", 10_000).open_copy(store, "a") as (path, _):
         assert (path / "weights.bin").read_bytes() == b"a" * 1000
 
 
 def test_the_cache_is_of_this_user_alone(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a")
     cache = tmp_path / "cache"
-    with ArtifactCache(cache, 10_000).held(store, "a"):
+    with ArtifactCache(cache, 10_000).open_copy(store, "a"):
         assert cache.stat().st_mode & 0o777 == 0o700
     if os.geteuid() == 0:
         os.chown(cache, 12345, 12345)
-        with pytest.raises(StorageError, match="belongs to user 12345"), ArtifactCache(cache, 10_000).held(store, "a"):
+        with (
+            pytest.raises(StorageError, match="belongs to user 12345"),
+            ArtifactCache(cache, 10_000).open_copy(store, "a"),
+        ):
             pass

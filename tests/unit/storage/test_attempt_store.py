@@ -100,9 +100,9 @@ def test_a_request_and_logs_come_back(attempts: AttemptStore) -> None:
     assert attempts.read_request(SECOND) == request
     with pytest.raises(ObjectNotFoundError):
         attempts.read_request(AttemptId(JOB, 3))
-    assert attempts.saved_logs(FIRST) is None
+    assert attempts.open_saved_logs(FIRST) is None
     attempts.save_logs(FIRST, iter([b"line 1\nl", "äine 2\n".encode()]))
-    saved = attempts.saved_logs(FIRST)
+    saved = attempts.open_saved_logs(FIRST)
     assert saved is not None
     assert b"".join(saved.stream()).decode() == "line 1\nläine 2\n"
 
@@ -229,7 +229,7 @@ def test_a_write_whose_answer_was_lost_does_not_block_the_writer(attempts: Attem
 def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     attempts = AttemptStore(store)
-    assert attempts.newest_checkpoint(JOB) is None
+    assert attempts.find_newest_checkpoint(JOB) is None
     first = checkpoint(store, 1, "step-00000100-w2")
     newest = checkpoint(store, 2, "step-00000200-w2")
     older = checkpoint(store, 10, "step-00000100-w1")
@@ -239,13 +239,13 @@ def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
     expected = [(1, 100, first), (10, 100, older), (2, 200, newest)]
     assert [(each.attempt, each.step, each.key) for each in found] == expected
     assert found[0].sha256 == manifest_digest(read_manifest(store, first))
-    assert attempts.newest_checkpoint(JOB) == newest
-    assert attempts.newest_checkpoint(JOB, before_attempt=2) == first
-    assert attempts.newest_checkpoint(JOB, before_attempt=1) is None
-    assert attempts.newest_checkpoint("job_2") is None
-    assert checkpoint(store, 11, "step-00000200-w2") == attempts.newest_checkpoint(JOB), "the newest of one step"
+    assert attempts.find_newest_checkpoint(JOB) == newest
+    assert attempts.find_newest_checkpoint(JOB, before_attempt=2) == first
+    assert attempts.find_newest_checkpoint(JOB, before_attempt=1) is None
+    assert attempts.find_newest_checkpoint("job_2") is None
+    assert checkpoint(store, 11, "step-00000200-w2") == attempts.find_newest_checkpoint(JOB), "the newest of one step"
     store.put_bytes(f"{FIRST.artifact_prefix}/stray", b"")
-    assert attempts.artifact_manifest(FIRST) is None
+    assert attempts.read_artifact_manifest(FIRST) is None
     manifest = write_manifest(store, FIRST.artifact_prefix, {}, kind="artifact", lineage={}, metrics={"kl": 0.1})
-    assert attempts.artifact_manifest(FIRST) == manifest
-    assert fetch_directory(open_store(attempts.artifact_uri(FIRST)), "", tmp_path / "out") == manifest
+    assert attempts.read_artifact_manifest(FIRST) == manifest
+    assert fetch_directory(open_store(attempts.get_artifact_uri(FIRST)), "", tmp_path / "out") == manifest

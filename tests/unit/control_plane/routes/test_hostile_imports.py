@@ -203,7 +203,7 @@ def test_a_file_that_changes_after_it_was_listed_is_not_copied(tmp_path: Path, c
     [file] = list_directory(inside, Boundary.of(tmp_path / "opened"), field="source")
     change(weights)
     with pytest.raises(ModelError, match=r"changed while it was copied|not a regular file"):
-        b"".join(file.pieces())
+        b"".join(file.checked_stream())
 
 
 def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temporary: Path) -> None:

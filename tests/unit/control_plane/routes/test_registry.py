@@ -216,7 +216,7 @@ def test_a_model_is_published_by_a_job_that_makes_none(opened: Server) -> None:
     assert opened.client.delete(f"/models/{model}").status_code == 409, "a model that is being copied was deleted"
     opened.tick()
     request = opened.parts.attempts.read_request(AttemptId(job["id"], 1))
-    assert (request.spec.only_publishes, request.traceparent) == (True, traced["traceparent"])
+    assert (request.spec.is_publish_only, request.traceparent) == (True, traced["traceparent"])
     assert request.parent is not None
     assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
     opened.end(job["id"])

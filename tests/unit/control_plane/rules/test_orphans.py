@@ -106,7 +106,7 @@ def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: P
         assert {f"{followed.id}-1", "job_1-1"} <= plane.cluster.submissions.keys()
     assert stopper.stopped == 0
     for job in (retried, done):
-        saved = plane.store.saved_logs(AttemptId(job.id, 1))
+        saved = plane.store.open_saved_logs(AttemptId(job.id, 1))
         assert saved is not None
         assert b"".join(saved.stream(0)) == b"trained\n"
 

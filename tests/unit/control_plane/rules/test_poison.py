@@ -72,13 +72,13 @@ def finish_started(plane: Plane, jobs: list[Job]) -> None:
             plane.cluster.finish(name, SubmissionStatus.SUCCEEDED)
 
 
-@pytest.mark.parametrize("where", ["write_request", "read_events", "newest_checkpoint"])
+@pytest.mark.parametrize("where", ["write_request", "read_events", "find_newest_checkpoint"])
 def test_poison_in_every_slot_stops_no_good_job(plane: Plane, where: str) -> None:
     store = Poisoned(plane.store, SURROGATE, where)
     reconciler = plane.reconciler(max_running_jobs=SLOTS, parts={"attempts": store})
     poison = [plane.submit(tenant="mallory") for _ in range(SLOTS)]
     store.jobs.update(job.id for job in poison)
-    if where == "newest_checkpoint":  # asked only for second attempts
+    if where == "find_newest_checkpoint":  # asked only for second attempts
         for job in poison:
             found = plane.get(job)
             plane.jobs.update(replace(found, attempt=replace(found.attempt, number=2)))

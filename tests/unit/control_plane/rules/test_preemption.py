@@ -93,14 +93,14 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     if slots == 1:
         plane.submit(resources={"num_workers": 3})
     later(plane, reconciler, 4000)
-    assert not plane.store.preemption_announced(job.attempt_id), "no other tenant waits"
+    assert not plane.store.is_preemption_announced(job.attempt_id), "no other tenant waits"
     other = plane.submit(tenant="others", resources={"num_workers": 2})
     later(plane, reconciler, 1)
     if slots == 2 and nodes is None:
         assert plane.get(other).status.holds_cluster
-        assert not plane.store.preemption_announced(job.attempt_id), "a slot was free"
+        assert not plane.store.is_preemption_announced(job.attempt_id), "a slot was free"
         return
-    assert plane.store.preemption_announced(job.attempt_id)
+    assert plane.store.is_preemption_announced(job.attempt_id)
     assert plane.get(job).status is JobStatus.RUNNING, "it runs until its checkpoint is complete"
     if obeys:
         worker.checkpoint(1)
@@ -154,11 +154,11 @@ def test_a_job_gives_another_tenants_deployment_its_place(
         plane.worker(job).say("placement", phase="train of test", state="placed")
         plane.worker(job, writer="worker").say("status", status="running")
     later(plane, reconciler, 50)
-    assert not plane.store.preemption_announced(large.attempt_id)
+    assert not plane.store.is_preemption_announced(large.attempt_id)
     for _ in range(3):
         later(plane, reconciler, 40)
-    assert plane.store.preemption_announced(large.attempt_id) is gives_way
-    assert not plane.store.preemption_announced(small.attempt_id), "preempting one job is enough"
+    assert plane.store.is_preemption_announced(large.attempt_id) is gives_way
+    assert not plane.store.is_preemption_announced(small.attempt_id), "preempting one job is enough"
     if gives_way:
         plane.cluster.finish(f"{large.id}-1", SubmissionStatus.FAILED)
         later(plane, reconciler, 1)
@@ -186,4 +186,4 @@ def test_a_turn_that_ends_before_training_is_longer_the_next_time(
     worker.say("placement", phase="prepare of test", state="placed")
     plane.submit(tenant="others")
     later(plane, reconciler, seconds)
-    assert plane.store.preemption_announced(AttemptId(job.id, attempt)) is is_over
+    assert plane.store.is_preemption_announced(AttemptId(job.id, attempt)) is is_over

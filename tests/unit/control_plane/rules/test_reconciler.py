@@ -57,9 +57,9 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert done.distilled_model is not None
     model = plane.catalog.get_model(done.distilled_model, tenant=TENANT)
     assert (model.artifact_uri, model.size, model.metrics) == (done.artifact_uri, manifest.size, METRICS)
-    assert model.artifact_uri == plane.store.artifact_uri(AttemptId(job.id, 1))
+    assert model.artifact_uri == plane.store.get_artifact_uri(AttemptId(job.id, 1))
     assert (model.lineage, model.job_id, model.attempt) == ({"teacher": "tiny"}, job.id, 1)
-    saved = plane.store.saved_logs(AttemptId(job.id, 1))
+    saved = plane.store.open_saved_logs(AttemptId(job.id, 1))
     assert saved is not None
     assert b"".join(saved.stream()) == b"trained\n"
     assert plane.statuses(job) == ["queued", "starting", "running", "evaluating", "succeeded"]

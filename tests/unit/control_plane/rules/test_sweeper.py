@@ -150,7 +150,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
             # Rows go before objects: each model that has a row is whole.
             for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items:
                 job = plane.jobs.get(model.job_id, tenant=TENANT)
-                assert plane.store.artifact_manifest(job.attempt_id) is not None
+                assert plane.store.read_artifact_manifest(job.attempt_id) is not None
                 assert f"{job.attempt_id.prefix}/artifact/data.bin" in keys(plane)
         else:
             break
@@ -259,12 +259,14 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         in_use = promoted[-1:] if day % 5 == 4 else promoted[-kept(EVERYTHING).retention_rollbacks :]
         for held in (pinned.distilled_model, *in_use):
             found = plane.catalog.get_model(held, tenant=TENANT)
-            assert plane.store.artifact_manifest(plane.jobs.get(found.job_id, tenant=TENANT).attempt_id) is not None
+            assert (
+                plane.store.read_artifact_manifest(plane.jobs.get(found.job_id, tenant=TENANT).attempt_id) is not None
+            )
     for what in sizes[-1]:
         of_last, of_before = (max(size.get(what, 0) for size in sizes[days]) for days in (slice(10, 15), slice(5, 10)))
         assert of_last <= of_before, (what, [size.get(what, 0) for size in sizes])
     assert sizes[-1]["jobs"] < 20
-    assert plane.store.newest_checkpoint(resumable.id) == checkpoint
+    assert plane.store.find_newest_checkpoint(resumable.id) == checkpoint
     assert plane.get(resumable).status is JobStatus.PAUSED
     assert registry.resolve("production", TENANT)[0].id == promoted[-1]
     empty = [path for path in (tmp_path / "store").rglob("*") if path.is_dir() and not any(path.iterdir())]

@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, status_event, transition
-from swiftkv_platform.control_plane.jobs.repository import _columns
+from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -89,7 +89,7 @@ def fill(database: Database, count: int) -> None:
             for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
                 job, event = transition(job, status, now=1000 + number, reason=Reason("cancelled", "enough"))
                 told.append(event)
-        jobs.append(_columns(job))
+        jobs.append(make_job_columns(job))
         events += [vars(event) for event in told]
     with database.writing() as session:
         if jobs:

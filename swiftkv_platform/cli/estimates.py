@@ -9,7 +9,7 @@ from typing import Any
 from swiftkv_platform.cli.context import load_settings
 from swiftkv_platform.cli.output import Columns, print_fields, print_items, print_line
 from swiftkv_platform.client import Resource
-from swiftkv_platform.control_plane.jobs.estimates import speed_for, validate, with_time
+from swiftkv_platform.control_plane.jobs.estimates import add_time, find_speed, validate
 from swiftkv_platform.local.terminal import format_count, format_duration, format_flops, format_size, pluralize
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
@@ -105,8 +105,8 @@ def estimate_job(spec: JobSpec, *, config: Path | None, num_tokens: int | None =
     `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
-    speed = speed_for(spec, (), load_settings().flops_per_second)
-    found = with_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
+    speed = find_speed(spec, (), load_settings().flops_per_second)
+    found = add_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
 

@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard
 from swiftkv_platform.control_plane.jobs import fine_tuning
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
-from swiftkv_platform.control_plane.wiring import running
+from swiftkv_platform.control_plane.wiring import run_control_plane
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import BODY_KEYS
 from swiftkv_platform.security.credentials import open_credentials
@@ -56,7 +56,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         title="SwiftKV platform",
         description="Distil and serve SwiftKV models.",
         lifespan=partial(
-            running, settings=settings, credentials=credentials, histograms=histograms, components=components
+            run_control_plane, settings=settings, credentials=credentials, histograms=histograms, components=components
         ),
         docs_url=None,
         redoc_url=None,

@@ -57,7 +57,7 @@ class Components:
         """Models and checkpoints that jobs continue from."""
         return Parents(self.jobs, self.registry, self.attempts)
 
-    def files_of(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
+    def find_files(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
         """Return those uploaded files of the tenant that the spec names, by id. `usable_at`: time by which expired
         files are left out; None for jobs that are already accepted, which keep them."""
         ids = file_ids(spec)
@@ -75,7 +75,7 @@ def retained_rows(request: Request) -> RetainedRows:
     return RetainedRows(request.app.state.components.database)
 
 
-def state_part(name: str) -> Any:
+def get_from_state(name: str) -> Any:
     """Dependency on a part of the application's state."""
 
     def find(request: Request) -> Any:
@@ -84,16 +84,16 @@ def state_part(name: str) -> Any:
     return Depends(find)
 
 
-Parts = Annotated[Components, state_part("components")]
-Deletions = Annotated[RetainedRows, Depends(retained_rows)]
-JobSpans = Annotated[Spans, state_part("spans")]
-TheNodes = Annotated[CachedCall[Sequence[Node] | None], state_part("nodes")]
+ComponentsDep = Annotated[Components, get_from_state("components")]
+DeletionsDep = Annotated[RetainedRows, Depends(retained_rows)]
+SpansDep = Annotated[Spans, get_from_state("spans")]
+NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
-TheRay = Annotated[CachedCall[str | None], state_part("ray")]
+RayProblemDep = Annotated[CachedCall[str | None], get_from_state("ray")]
 """Problem with Ray; None if there is none."""
 RAY_TIMEOUT_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
-TheSpecParsers = Annotated[ParserPool, state_part("spec_parsers")]
-TheUploadParsers = Annotated[LimitedParserPool, state_part("upload_parsers")]
-TheImportParsers = Annotated[LimitedParserPool, state_part("import_parsers")]
-TheSettings = Annotated[Settings, state_part("settings")]
+SpecParsersDep = Annotated[ParserPool, get_from_state("spec_parsers")]
+UploadParsersDep = Annotated[LimitedParserPool, get_from_state("upload_parsers")]
+ImportParsersDep = Annotated[LimitedParserPool, get_from_state("import_parsers")]
+SettingsDep = Annotated[Settings, get_from_state("settings")]

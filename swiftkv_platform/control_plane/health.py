@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, Reconciler
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.control_plane.retention import Sweeper
 from swiftkv_platform.errors import SwiftKVError
@@ -103,7 +103,7 @@ class ControlPlaneMetrics:
     files: Mapping[str, Callable[[], bool]]
     """Whether the newest version of each of the operator's files is usable, by name."""
     sweeper: Sweeper
-    orphans: Orphans
+    orphans: OrphanCleaner
     deployments: DeploymentReconciler
     checks: Mapping[str, CachedCall[str | None]]
     """Complaint about each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
@@ -136,7 +136,7 @@ class ControlPlaneMetrics:
         text = "Whether a file's newest version is usable and in effect."
         yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
         text = "Jobs that could not be handled in the latest round and are tried again."
-        yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.jobs_put_off)
+        yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.num_backed_off_jobs)
         text = "Deployments whose rows cannot be read; they keep serving unchanged."
         unreadable = len(self.deployments.unreadable)
         yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)

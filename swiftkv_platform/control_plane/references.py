@@ -25,28 +25,28 @@ _PARENT = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}):")
 """`training.from`: a model, or the beginning of the name of a checkpoint."""
 
 
-def uses_of(spec: Any) -> set[str]:
+def find_uses(spec: Any) -> set[str]:
     """Return the ids of files, models and jobs that a spec names as its parent, sources or publish target.
 
     Ids in other text, such as `metadata`, use nothing. The spec is a plain document, which this version need not be
     able to parse.
     """
     found: set[str] = set()
-    for name in _source_names(spec):
+    for name in _list_source_names(spec):
         if is_file_id(name):
             found.add(name)
         found.update(job or model for job, model in _ADDRESS.findall(name))
-    parent = _part(spec, "training", "from")
+    parent = _get_part(spec, "training", "from")
     if isinstance(parent, str) and (match := _PARENT.match(parent)):
         found.add(match[1] or match[2])
-    if (place := publication_of(spec)) is not None:
+    if (place := hash_publish_target(spec)) is not None:
         found.add(place)
     return found
 
 
-def publication_of(spec: Any) -> str | None:
+def hash_publish_target(spec: Any) -> str | None:
     """Return a digest of the target that a job publishes to, as long as an id; None if it publishes nowhere."""
-    place = _part(spec, "publish", "to")
+    place = _get_part(spec, "publish", "to")
     if not isinstance(place, str):
         return None
     place = place.rstrip("/")
@@ -58,7 +58,7 @@ def publication_of(spec: Any) -> str | None:
 def check_publication(session: Session, spec: Any, tenant: str) -> None:
     """Raise `ConflictError` if a job of another tenant publishes, or has published, to the same target: neither may
     overwrite the other's. A job that failed or was cancelled holds no target."""
-    place = publication_of(spec)
+    place = hash_publish_target(spec)
     if place is None:
         return
     others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
@@ -68,7 +68,9 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
         raise ConflictError.for_field("publish.to", to, ", where another tenant publishes; use another name")
 
 
-def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: int, without: str = "") -> Sequence[str]:
+def find_live_users(
+    session: Session, names: Sequence[str], *, tenant: str, limit: int, without: str = ""
+) -> Sequence[str]:
     """Return the first `limit` ids of the tenant's unfinished jobs that use one of these objects of the tenant.
 
     `without`: a job that does not count.
@@ -81,28 +83,28 @@ def live_users(session: Session, names: Sequence[str], *, tenant: str, limit: in
     def is_user(job_id: str) -> bool:
         # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
         spec = session.scalar(select(JobRow.spec).where(JobRow.id == job_id))
-        return not uses_of(spec).isdisjoint(names)
+        return not find_uses(spec).isdisjoint(names)
 
     return list(islice(filter(is_user, session.scalars(jobs.order_by(JobRow.id)).all()), limit))
 
 
-def _source_names(spec: Any) -> Iterator[str]:
+def _list_source_names(spec: Any) -> Iterator[str]:
     """Yield the names of the models, data sets and tasks that a spec reads."""
-    yield from _texts(_part(spec, "model", "name_or_path"))
-    for source in _items(_part(spec, "data", "sources")):
-        yield from _texts(source.get("name_or_path") if isinstance(source, dict) else None)
-    for task in _items(_part(spec, "evaluation", "tasks")):
-        yield from _texts(*((task.get("name"), task.get("data_dir")) if isinstance(task, dict) else (task,)))
+    yield from _keep_texts(_get_part(spec, "model", "name_or_path"))
+    for source in _as_list(_get_part(spec, "data", "sources")):
+        yield from _keep_texts(source.get("name_or_path") if isinstance(source, dict) else None)
+    for task in _as_list(_get_part(spec, "evaluation", "tasks")):
+        yield from _keep_texts(*((task.get("name"), task.get("data_dir")) if isinstance(task, dict) else (task,)))
 
 
-def _part(spec: Any, section: str, name: str) -> Any:
+def _get_part(spec: Any, section: str, name: str) -> Any:
     found = spec.get(section) if isinstance(spec, dict) else None
     return found.get(name) if isinstance(found, dict) else None
 
 
-def _items(value: Any) -> Sequence[Any]:
+def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _texts(*values: Any) -> Iterator[str]:
+def _keep_texts(*values: Any) -> Iterator[str]:
     return (value for value in values if isinstance(value, str))

@@ -47,7 +47,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED, Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
-from swiftkv_platform.control_plane.references import live_users
+from swiftkv_platform.control_plane.references import find_live_users
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
@@ -353,7 +353,7 @@ def _hold(session: Session, job: JobRow | None, model: str | None, tenant: str) 
                 "promote other models until retention has trimmed that history"
             )
     names = [name for name in (job_id, model) if name]
-    children = live_users(session, names, tenant=tenant, limit=1, without=job_id)
+    children = find_live_users(session, names, tenant=tenant, limit=1, without=job_id)
     return f"job {children[0]} reads it; wait for that job's end, or cancel it" if children else None
 
 

@@ -29,9 +29,9 @@ from swiftkv_platform.control_plane.health import ControlPlaneHistograms, Contro
 from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
 from swiftkv_platform.control_plane.http.clients import Turns
-from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, Watches
-from swiftkv_platform.control_plane.jobs.queue import nodes_of
-from swiftkv_platform.control_plane.jobs.reconciler import Orphans, PollSchedule, Reconciler
+from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobs
+from swiftkv_platform.control_plane.jobs.queue import list_nodes
+from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.models.rows import Registry
@@ -107,7 +107,7 @@ def build_components(settings: Settings) -> Components:
 
 
 @asynccontextmanager
-async def running(
+async def run_control_plane(
     app: FastAPI,
     settings: Settings,
     credentials: Credentials | None,
@@ -120,8 +120,8 @@ async def running(
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(open_provider("swiftkv-control-plane"))
-    app.state.nodes = CachedCall(lambda: nodes_of(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
-    _guard(app, settings, credentials, parts)
+    app.state.nodes = CachedCall(lambda: list_nodes(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
+    _set_request_state(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
     deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
@@ -134,7 +134,7 @@ async def running(
         polls=PollSchedule(),
         concurrency=_JOBS_AT_ONCE,
     )
-    orphans = Orphans(parts)
+    orphans = OrphanCleaner(parts)
     sweeper = Sweeper(RetainedRows(parts.database), RetainedObjects(parts.objects), settings, parts.clock)
 
     def retain() -> None:
@@ -180,12 +180,12 @@ async def running(
         for loop in loops:
             await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
         await run_in_threadpool(deliverer.close)
-        await run_in_threadpool(_resign, leaderships.values())
+        await run_in_threadpool(_release_leases, leaderships.values())
         parts.database.close()
         await run_in_threadpool(app.state.spans.close)
 
 
-def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, parts: Components) -> None:
+def _set_request_state(app: FastAPI, settings: Settings, credentials: Credentials | None, parts: Components) -> None:
     """Give `app` the state that limits and records its callers."""
     app.state.authenticator = credentials
     app.state.key_uses = KeyUses(parts.database, parts.clock)
@@ -198,8 +198,8 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.audit = SqlAudit(parts.database)
     app.state.floods = Floods(parts.clock)
     app.state.turns = Turns()
-    app.state.watches = Watches(parts.jobs, parts.clock)
-    app.state.followers = Followers(app.state.watches.events, app.state.turns)
+    app.state.watches = WatchedJobs(parts.jobs, parts.clock)
+    app.state.followers = EventFollowers(app.state.watches.events, app.state.turns)
     app.state.streams = ConcurrencyLimiter(
         "streams", ConcurrencyLimits(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )
@@ -213,7 +213,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.import_parsers = import_parsers()
 
 
-def _resign(leaderships: Iterable[Leadership]) -> None:
+def _release_leases(leaderships: Iterable[Leadership]) -> None:
     for leadership in leaderships:
         try:
             leadership.resign()

@@ -86,7 +86,7 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
         assert Registry(fresh).promotions(tenant=TENANT) == Registry(database).promotions(tenant=TENANT)
         counts = {**RetainedRows(database).count_rows(), "sessions": 0}
         assert RetainedRows(fresh).count_rows() == counts
-        assert after.recall(TENANT, Idempotency("once", "a")) == restored
+        assert after.find_by_idempotency_key(TENANT, Idempotency("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
         again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
         assert after.events(job_id, page).items[-1].message == "numbers go on after the greatest"

@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
-from swiftkv_platform.control_plane.references import live_users
+from swiftkv_platform.control_plane.references import find_live_users
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.support.records import TENANT, make_job, snapshot_of, store
 from tests.support.threads import at_once
@@ -65,7 +65,7 @@ def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
     assert [item.id for item in jobs.on_cluster()] == sorted(held)
     assert jobs.attempts_on_cluster() == held
     ids = [job.id for job in made]
-    assert jobs.live_among(ids) == {job.id for job in made if not job.status.is_terminal}
+    assert jobs.find_live_jobs(ids) == {job.id for job in made if not job.status.is_terminal}
     assert jobs.load(ids[::-1]) == made[::-1]
     counts = {status: sum(job.status is status for job in made) for status in JobStatus}
     assert jobs.count_by_status() == counts
@@ -174,8 +174,8 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
         with database.writing() as session:  # as earlier versions stored the uses of any text
             session.execute(delete(UseRow))
             session.add_all(UseRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids)
-            assert list(live_users(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
-            assert list(live_users(session, ids, tenant="other", limit=9)) == [theirs.id], spec
+            assert list(find_live_users(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
+            assert list(find_live_users(session, ids, tenant="other", limit=9)) == [theirs.id], spec
         for each in (own, theirs):
             jobs.update(replace(each, status=JobStatus.CANCELLED))
 

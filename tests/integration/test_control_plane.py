@@ -145,17 +145,17 @@ def test_cluster_contract_a_failure_says_so(cluster: RayJobs) -> None:
 
 def test_cluster_contract_a_stopped_submission_ends(cluster: RayJobs) -> None:
     cluster.submit("stopped", "sleep 1000", {})
-    assert ("stopped", "sleep 1000", None) in {astuple(each) for each in cluster.listed()}
+    assert ("stopped", "sleep 1000", None) in {astuple(each) for each in cluster.list_submissions()}
     with pytest.raises(ClusterUnavailableError, match="stopped"):
         cluster.remove("stopped")
     cluster.stop("stopped")
     assert ended(cluster, "stopped") is SubmissionStatus.STOPPED
-    [listed] = [each for each in cluster.listed() if each.submission_id == "stopped"]
+    [listed] = [each for each in cluster.list_submissions() if each.submission_id == "stopped"]
     assert listed.ended_at is not None
     for _ in range(2):
         cluster.remove("stopped")
     assert cluster.status("stopped") is None
-    assert "stopped" not in {each.submission_id for each in cluster.listed()}
+    assert "stopped" not in {each.submission_id for each in cluster.list_submissions()}
 
 
 def test_cluster_contract_nodes_are_told(cluster: RayJobs) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.attempt_events import exceeded_limit
+from swiftkv_platform.control_plane.jobs.attempt_events import find_exceeded_limit
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
 from swiftkv_platform.data.source_rows import open_source
@@ -194,9 +194,9 @@ def test_the_lower_of_both_maximum_runtimes_counts(own: int | None, operators: i
     settings = Settings(placement_timeout_s=1e9, max_runtime_s=operators, _env_file=None)
     attempt = Attempt(submission_id="x", submitted_at=1000.0)
     job = Job("job_1", "acme", "ann", spec(limits={"max_runtime_s": own}), 1000, JobStatus.RUNNING, attempt=attempt)
-    assert exceeded_limit(job, 1000.0 + (most or 1e6), None, settings) is None
+    assert find_exceeded_limit(job, 1000.0 + (most or 1e6), None, settings) is None
     if most is not None:
-        reason = exceeded_limit(job, 1001.0 + most, None, settings)
+        reason = find_exceeded_limit(job, 1001.0 + most, None, settings)
         assert reason is not None
         assert reason.code == "max_runtime_exceeded"
         assert str(most) in reason.message

@@ -11,8 +11,8 @@ from swiftkv_platform.control_plane.jobs.repository import (
     PRIORITIES,
     Idempotency,
     JobRepository,
+    QueuedJob,
     QueueSnapshot,
-    Waiting,
 )
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
@@ -55,9 +55,9 @@ def snapshot_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
     """Compute the queue of these jobs in Python, as the database does in SQL."""
     queued = [job for job in live if job.status is JobStatus.QUEUED]
     ready = [job for job in queued if job.not_before <= now and job.id not in without]
-    waiting: dict[str, list[Waiting]] = {}
+    waiting: dict[str, list[QueuedJob]] = {}
     for job in sorted(ready, key=lambda job: (PRIORITIES[job.spec.limits.priority], job.id)):
-        waiting.setdefault(job.tenant, []).append(Waiting(job.id, Demand.of(job.spec)))
+        waiting.setdefault(job.tenant, []).append(QueuedJob(job.id, Demand.of(job.spec)))
     placed = [job for job in live if job.status.holds_cluster]
     total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
     return QueueSnapshot(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.holdings import count, held_by_deployments, held_by_jobs, used_bytes
-from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, Parts, TheNodes
+from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, ComponentsDep, NodesDep
 from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.control_plane.ray.places import Node
@@ -109,7 +109,7 @@ _COUNTS = {
 
 
 @router.get("/quota")
-def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
+def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaAnswer:
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.reading() as session:

@@ -16,7 +16,7 @@ from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
-from swiftkv_platform.control_plane.components import Parts, TheSettings
+from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
@@ -142,7 +142,7 @@ _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
 
 
-def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
+def deployment_service(parts: ComponentsDep, settings: SettingsDep) -> DeploymentService:
     return DeploymentService(parts, settings)
 
 
@@ -151,7 +151,7 @@ Service = Annotated[DeploymentService, Depends(deployment_service)]
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
-    body: DeploymentSpec, service: Service, caller: Deployer, settings: TheSettings, response: Response
+    body: DeploymentSpec, service: Service, caller: Deployer, settings: SettingsDep, response: Response
 ) -> DeploymentAnswer:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
     deployment = service.create(caller, body)
@@ -162,7 +162,7 @@ def create_deployment(
 
 @router.get("")
 def list_deployments(
-    parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
+    parts: ComponentsDep, caller: Reader, settings: SettingsDep, page: NewestFirst
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
@@ -171,7 +171,7 @@ def list_deployments(
 
 @router.get("/{deployment_id}")
 def get_deployment(
-    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings, response: Response
+    deployment_id: str, parts: ComponentsDep, caller: Reader, settings: SettingsDep, response: Response
 ) -> DeploymentAnswer:
     """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
@@ -181,7 +181,7 @@ def get_deployment(
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
-    deployment_id: str, request: Request, parts: Parts, caller: Fetcher, settings: TheSettings
+    deployment_id: str, request: Request, parts: ComponentsDep, caller: Fetcher, settings: SettingsDep
 ) -> DeploymentMetricsAnswer:
     """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
     runs."""
@@ -200,7 +200,7 @@ def change_deployment(
     body: DeploymentChange,
     service: Service,
     caller: Deployer,
-    settings: TheSettings,
+    settings: SettingsDep,
     expected: IfMatch,
     response: Response,
 ) -> DeploymentAnswer:
@@ -226,9 +226,9 @@ async def _asking(
     deployment_id: str,
     body: dict[str, Any],
     request: Request,
-    parts: Parts,
+    parts: ComponentsDep,
     caller: Asker,
-    settings: TheSettings,
+    settings: SettingsDep,
     _stream: Streamed,
 ) -> Callable[[str], Awaitable[StreamingResponse]]:
     """Return a function that forwards the request to a route of the deployment, and streams its answer back."""
@@ -276,7 +276,7 @@ async def complete_chat(ask: Ask) -> StreamingResponse:
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
 def delete_deployment(
-    deployment_id: str, service: Service, caller: Deployer, settings: TheSettings
+    deployment_id: str, service: Service, caller: Deployer, settings: SettingsDep
 ) -> DeploymentAnswer:
     """Stop serving. The deployment is `deleting` until its replicas are gone, and then unknown."""
     return DeploymentAnswer.of(service.delete(deployment_id, caller), settings.serve_url)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
-from swiftkv_platform.control_plane.components import Parts, TheSettings, TheUploadParsers
+from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep, UploadParsersDep
 from swiftkv_platform.control_plane.files.rows import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
@@ -69,7 +69,7 @@ _SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
 router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
-def _service(parts: Parts, settings: TheSettings) -> FileService:
+def _service(parts: ComponentsDep, settings: SettingsDep) -> FileService:
     return FileService(parts, settings)
 
 
@@ -109,7 +109,7 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
 
 
 @router.post("", openapi_extra=_UPLOAD_DOCUMENT)
-async def upload_file(request: Request, service: Service, parsers: TheUploadParsers, caller: Uploader) -> FileAnswer:
+async def upload_file(request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader) -> FileAnswer:
     """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
 
     Use the returned id as `data.sources[].name_or_path` of a job, or as `training_file`.
@@ -184,7 +184,7 @@ def _life(form: FormData) -> int | None:
 
 @router.get("")
 def list_files(
-    parts: Parts,
+    parts: ComponentsDep,
     caller: Reader,
     page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
@@ -197,7 +197,7 @@ def list_files(
 
 
 @router.get("/{file_id}")
-def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
+def get_file(file_id: str, parts: ComponentsDep, caller: Reader) -> FileAnswer:
     """Return a file's description."""
     return FileAnswer.of(parts.files.get(file_id, tenant=caller.tenant))
 

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
-from swiftkv_platform.control_plane.references import live_users
+from swiftkv_platform.control_plane.references import find_live_users
 from swiftkv_platform.data.checks import UploadedRows
 from swiftkv_platform.errors import ConflictError, InvalidInputError
 
@@ -87,7 +87,7 @@ class FileRepository(Store):
         with self._database.writing() as session:
             take_turn(self._database, session, tenant)
             row = owned(session, FileRow, file_id, tenant)
-            users = live_users(session, [file_id], tenant=tenant, limit=_NAMED_JOBS + 1)
+            users = find_live_users(session, [file_id], tenant=tenant, limit=_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
                 message = f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end"

@@ -29,7 +29,7 @@ from swiftkv_platform.contract.events import (
     parse_phase,
 )
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.estimates import measured_speed
+from swiftkv_platform.control_plane.jobs.estimates import measure_speed
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Failure,
@@ -49,14 +49,14 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
 
-_SIDE_BY_SIDE = ("write",)
+_PARALLEL_PHASES = ("write",)
 """Phases in which each worker has a part of the same work."""
-_MOST_PARTS = 1000
-_AFTER_TRAINING = ("evaluate", "publish")
+_MAX_PARTS = 1000
+_PHASES_AFTER_TRAINING = ("evaluate", "publish")
 
 
 @dataclass
-class Reading:
+class AttemptUpdate:
     """A job with its attempt's events applied, and the rows to store with it."""
 
     job: Job
@@ -70,126 +70,130 @@ class Reading:
         self.events.append(event)
 
 
-def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
+def apply_events(job: Job, stored: Sequence[StoredEvent], *, now: int) -> AttemptUpdate:
     """Apply events of a job's present attempt. The job's cursor moves with them, so that each counts once."""
-    reading = Reading(job, now)
+    update = AttemptUpdate(job, now)
     cursor = dict(job.attempt.cursor)
     for item in stored:
-        _take(reading, item.event)
+        _apply_event(update, item.event)
         cursor[item.writer] = item.sequence
     if stored:
-        reading.job = reading.job.with_attempt(cursor=cursor)
-    return reading
+        update.job = update.job.with_attempt(cursor=cursor)
+    return update
 
 
-def _take(reading: Reading, event: AttemptEvent) -> None:
+def _apply_event(update: AttemptUpdate, event: AttemptEvent) -> None:
     match event:
         case StatusEvent():
-            _advance(reading, event.data["status"])
+            _apply_status(update, event.data["status"])
             return
         case PlacementEvent():
-            _place(reading, _plain(event.data))
+            _apply_placement(update, _make_storable(event.data))
             return
         case MetricsEvent():
-            _note_progress(reading)
-            _measure(reading, event)
+            _restart_wait(update)
+            _apply_metrics(update, event)
         case CheckpointEvent():
-            _note_progress(reading)
+            _restart_wait(update)
         case ProgressEvent():
-            _note_progress(reading)
-            _part(reading, _plain(event.data))
+            _restart_wait(update)
+            _apply_progress(update, _make_storable(event.data))
         case ErrorEvent():
-            error: ErrorData = _plain(event.data)
-            failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
-            reading.job = reading.job.with_attempt(failure=failure)
+            error: ErrorData = _make_storable(event.data)
+            failure = Failure(
+                Reason(error["code"], _make_storable(event.message), error.get("field")), error["retryable"]
+            )
+            update.job = update.job.with_attempt(failure=failure)
         case TrackingEvent():
-            reading.job = replace(reading.job, tracking=_plain(event.data))
+            update.job = replace(update.job, tracking=_make_storable(event.data))
         case MessageEvent() | ArtifactEvent() | SteeringEvent():
             pass
         case _:
             assert_never(event)
-    reading.events.append(
+    update.events.append(
         Event(
             id=new_id("evt"),
-            job_id=reading.job.id,
+            job_id=update.job.id,
             created_at=int(event.time),
             type=event.type if event.type in ("metrics", "checkpoint") else "message",
-            message=_plain(event.message),
+            message=_make_storable(event.message),
             level="error" if event.type == "error" else event.level,
-            data=_plain(event.data),
+            data=_make_storable(event.data),
         )
     )
 
 
-def _advance(reading: Reading, status: AttemptStatus) -> None:
+def _apply_status(update: AttemptUpdate, status: AttemptStatus) -> None:
     """Follow the attempt from phase to phase; what it reports while it is being stopped changes nothing."""
     if status == "paused":
-        reading.job = reading.job.with_attempt(paused=True)
+        update.job = update.job.with_attempt(paused=True)
         return
-    if reading.job.status is JobStatus.STARTING:
-        reading.move(JobStatus.RUNNING)
-    if reading.job.status is JobStatus.RUNNING and status == "evaluating":
-        reading.move(JobStatus.EVALUATING)
+    if update.job.status is JobStatus.STARTING:
+        update.move(JobStatus.RUNNING)
+    if update.job.status is JobStatus.RUNNING and status == "evaluating":
+        update.move(JobStatus.EVALUATING)
 
 
-def _place(reading: Reading, told: PlacementData) -> None:
+def _apply_placement(update: AttemptUpdate, data: PlacementData) -> None:
     """Record which workers wait for a place. Driver and worker have their own clocks, so `placed` may be read first."""
-    attempt, phase = reading.job.attempt, told["phase"]
+    attempt, phase = update.job.attempt, data["phase"]
     waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
-    if told["state"] == "placed":
-        attempt = replace(attempt, placed=(*attempt.placed, phase), placed_at=reading.now)
+    if data["state"] == "placed":
+        attempt = replace(attempt, placed=(*attempt.placed, phase), placed_at=update.now)
     elif phase not in attempt.placed:
-        waiting[phase] = told.get("needs", "")
-    waited = 0.0 if attempt.waiting_since is None else reading.now - attempt.waiting_since
-    since = reading.now if waiting else None
+        waiting[phase] = data.get("needs", "")
+    waited = 0.0 if attempt.waiting_since is None else update.now - attempt.waiting_since
+    since = update.now if waiting else None
     attempt = replace(attempt, waiting=waiting, waiting_since=since, waited_s=attempt.waited_s + waited)
-    reading.job = replace(reading.job, attempt=attempt)
-    if told["state"] == "placed":
-        _enter(reading, parse_phase(phase))
+    update.job = replace(update.job, attempt=attempt)
+    if data["state"] == "placed":
+        _enter_phase(update, parse_phase(phase))
 
 
-def _enter(reading: Reading, phase: str) -> None:
+def _enter_phase(update: AttemptUpdate, phase: str) -> None:
     """Record the reported phase, and drop the parts of another one. Trials of a sweep alternate between phases."""
-    attempt = reading.job.attempt
+    attempt = update.job.attempt
     if phase != attempt.phase:
-        reading.job = reading.job.with_attempt(phase=phase, parts={})
+        update.job = update.job.with_attempt(phase=phase, parts={})
 
 
-def _part(reading: Reading, told: ProgressData) -> None:
+def _apply_progress(update: AttemptUpdate, data: ProgressData) -> None:
     """Record the progress of a part. Workers write answers in parallel, but evaluate one part after the other."""
-    _enter(reading, told["phase"])
-    attempt, left = reading.job.attempt, told.get("eta_s")
+    _enter_phase(update, data["phase"])
+    attempt, left = update.job.attempt, data.get("eta_s")
     seconds = None if left is None else math.ceil(left)
-    part = PhaseProgress(told["part"], told["done"], told["total"], seconds)
-    parts = {**attempt.parts, part.part: part} if told["phase"] in _SIDE_BY_SIDE else {part.part: part}
-    if len(parts) <= _MOST_PARTS:
-        reading.job = reading.job.with_attempt(parts=parts)
+    part = PhaseProgress(data["part"], data["done"], data["total"], seconds)
+    parts = {**attempt.parts, part.part: part} if data["phase"] in _PARALLEL_PHASES else {part.part: part}
+    if len(parts) <= _MAX_PARTS:
+        update.job = update.job.with_attempt(parts=parts)
 
 
-def _note_progress(reading: Reading) -> None:
+def _restart_wait(update: AttemptUpdate) -> None:
     """Restart the wait for a place: one of several trials may wait as long as others make progress."""
-    if reading.job.attempt.waiting:
-        reading.job = reading.job.with_attempt(waiting_since=reading.now)
+    if update.job.attempt.waiting:
+        update.job = update.job.with_attempt(waiting_since=update.now)
 
 
-def _measure(reading: Reading, event: MetricsEvent) -> None:
+def _apply_metrics(update: AttemptUpdate, event: MetricsEvent) -> None:
     points = event.data["points"]
     if not points:
         return
-    job = reading.job
-    if job.spec.sweep is not None or job.attempt.phase not in _AFTER_TRAINING:  # which another clock may date before
-        _enter(reading, "train")
-        job = reading.job
+    job = update.job
+    if (
+        job.spec.sweep is not None or job.attempt.phase not in _PHASES_AFTER_TRAINING
+    ):  # which another clock may date before
+        _enter_phase(update, "train")
+        job = update.job
     for point in points:
-        values = {name: value for name, value in _plain(point).items() if name != "step"}
-        reading.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))
+        values = {name: value for name, value in _make_storable(point).items() if name != "step"}
+        update.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))
     step, tokens = points[-1]["step"], points[-1].get("tokens")
     most = int(max(point.get("memory_bytes", 0) for point in points))
     total = event.data.get("total_steps", job.progress.total_steps)
     pace = Pace.extend(job.attempt.pace, step, event.time, last_step=job.progress.step)
     # Between the steps of two trials there are a calibration and an evaluation.
     remaining = None if job.spec.sweep is not None else pace.estimate_seconds_remaining(step, total)
-    reading.job = replace(
+    update.job = replace(
         job,
         attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
         progress=Progress(
@@ -203,7 +207,7 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     )
 
 
-def _plain(value: Any) -> Any:
+def _make_storable(value: Any) -> Any:
     """Return the value in a form every database accepts: numbers that are not finite become None, NUL characters are
     removed."""
     if isinstance(value, float):
@@ -211,13 +215,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace("\0", "")
     if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_make_storable(key): _make_storable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_make_storable(item) for item in value]
     return value
 
 
-def has_used_its_slot(job: Job, now: float, settings: Settings) -> bool:
+def has_used_time_slice(job: Job, now: float, settings: Settings) -> bool:
     """Whether the job's attempt has held its slot for `turn_s`, and should end for another tenant's job.
 
     Work other than training starts over after that, so each further attempt gets twice the time for it, up to 16 times.
@@ -226,19 +230,21 @@ def has_used_its_slot(job: Job, now: float, settings: Settings) -> bool:
     if settings.turn_s is None or attempt.submitted_at is None:
         return False
     trains = job.status is JobStatus.RUNNING and attempt.has_trained
-    longer = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
-    return now - attempt.submitted_at > settings.turn_s * longer
+    factor = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
+    return now - attempt.submitted_at > settings.turn_s * factor
 
 
-def exceeded_limit(job: Job, now: float, submission: Submission | None, settings: Settings) -> Reason | None:
+def find_exceeded_limit(job: Job, now: float, submission: Submission | None, settings: Settings) -> Reason | None:
     """Return the reason why the job's attempt must end; None if it may go on."""
     attempt = job.attempt
     if attempt.yields is not None and now - attempt.yields_at > settings.placement_timeout_s:
         return attempt.yields  # it was asked to end and has not
-    return _not_placed(job, now, submission, settings.placement_timeout_s) or _overdue(job, now, settings.max_runtime_s)
+    return _find_placement_timeout(job, now, submission, settings.placement_timeout_s) or _find_overrun(
+        job, now, settings.max_runtime_s
+    )
 
 
-def _overdue(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
+def _find_overrun(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
     attempt, own = job.attempt, job.spec.limits.max_runtime_s
     limits = [limit for limit in (own, max_runtime_s) if limit is not None]
     if attempt.submitted_at is None or not limits:
@@ -251,7 +257,7 @@ def _overdue(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
     return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
 
-def _not_placed(job: Job, now: float, submission: Submission | None, timeout_s: float) -> Reason | None:
+def _find_placement_timeout(job: Job, now: float, submission: Submission | None, timeout_s: float) -> Reason | None:
     """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
     limit."""
     attempt, code = job.attempt, ReasonCode.NOT_PLACED
@@ -272,25 +278,25 @@ def _not_placed(job: Job, now: float, submission: Submission | None, timeout_s: 
     return Reason(code, f"attempt {attempt.number} {what}", field="resources")
 
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 60.0
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 1.0, 60.0
 """Pauses before the second attempt, and at most before a later one; they double with every attempt."""
-_OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
+_CLUSTER_CAUSED = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
 """Reasons for an attempt's end that are caused by the cluster and use up no retry."""
-_TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
+_RETRYABLE_STOPS = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
 """Reasons for which the control plane ends an attempt, but makes another one."""
 
 
-def decide(reading: Reading, submission: Submission | None, store: AttemptStore) -> Model | None:
-    """Change the status of the job of `reading`; returns the model if the attempt has made one.
+def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: AttemptStore) -> Model | None:
+    """Change the status of the job of `update`; returns the model if the attempt has made one.
 
     `submission`: None means that Ray has forgotten it, as a restarted head does.
     """
-    job = reading.job
+    job = update.job
     cancelling = job.status is JobStatus.CANCELLING
     ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
     ended_well = ended_well and not job.attempt.paused
     if ended_well and job.spec.is_publish_only:
-        _settle_publication(reading)
+        _settle_publication(update)
         return None
     unexplained = job.attempt.stopping is None and job.attempt.failure is None
     damage: Failure | None = None
@@ -302,75 +308,75 @@ def decide(reading: Reading, submission: Submission | None, store: AttemptStore)
             damage = Failure(Reason(error.code, error.message), retryable=True)
         else:
             if manifest is not None:
-                model = _model(reading, manifest, store)
+                model = _make_model(update, manifest, store)
                 fault = documents_fault(model)
                 if fault is None:
-                    return _promote(reading, model)
+                    return _complete_with_model(update, model)
                 damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
     if cancelling:
-        reading.move(JobStatus.CANCELLED, job.status_reason)
+        update.move(JobStatus.CANCELLED, job.status_reason)
     elif job.status is JobStatus.PAUSING:
-        _settle_pause(reading, damage or job.attempt.failure)
+        _settle_pause(update, damage or job.attempt.failure)
     elif submission is None and unexplained and damage is None:
         # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
         message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
-        _requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
+        _requeue(update, Reason(ReasonCode.WORKER_LOST, message), counts=False)
     else:
-        _settle_failure(reading, damage or _cause(job, submission))
+        _settle_failure(update, damage or _find_failure(job, submission))
     return None
 
 
-def _settle_publication(reading: Reading) -> None:
+def _settle_publication(update: AttemptUpdate) -> None:
     """Mark a job that copied a model as succeeded; no model was made."""
-    if reading.job.status is JobStatus.STARTING:
-        reading.move(JobStatus.RUNNING)
-    result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
-    reading.job = replace(reading.job, result=result, progress=replace(reading.job.progress, percent=100.0))
-    reading.move(JobStatus.SUCCEEDED)
+    if update.job.status is JobStatus.STARTING:
+        update.move(JobStatus.RUNNING)
+    result = {"published": {"model": update.job.spec.training.from_, "to": update.job.spec.publish.to}}
+    update.job = replace(update.job, result=result, progress=replace(update.job.progress, percent=100.0))
+    update.move(JobStatus.SUCCEEDED)
 
 
-def _settle_pause(reading: Reading, failure: Failure | None) -> None:
+def _settle_pause(update: AttemptUpdate, failure: Failure | None) -> None:
     """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
     retryable."""
-    stopping = reading.job.attempt.stopping
-    if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
-        reading.move(JobStatus.FAILED, stopping)
+    stopping = update.job.attempt.stopping
+    if stopping is not None and stopping.code not in _RETRYABLE_STOPS:
+        update.move(JobStatus.FAILED, stopping)
     elif failure is not None and not failure.retryable:
-        reading.move(JobStatus.FAILED, failure.reason)
+        update.move(JobStatus.FAILED, failure.reason)
     else:
-        reading.move(JobStatus.PAUSED, reading.job.status_reason)
+        update.move(JobStatus.PAUSED, update.job.status_reason)
 
 
-def _settle_failure(reading: Reading, failure: Failure) -> None:
-    retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-    counts = failure.reason.code not in _OF_THE_CLUSTER
+def _settle_failure(update: AttemptUpdate, failure: Failure) -> None:
+    retries_left = update.job.retries < update.job.spec.fault_tolerance.max_retries
+    counts = failure.reason.code not in _CLUSTER_CAUSED
     if failure.retryable and (retries_left or not counts):
-        _requeue(reading, failure.reason, counts=counts)
+        _requeue(update, failure.reason, counts=counts)
     else:
-        reading.move(JobStatus.FAILED, failure.reason)
+        update.move(JobStatus.FAILED, failure.reason)
 
 
-def _requeue(reading: Reading, reason: Reason, *, counts: bool) -> None:
-    job = reading.job
-    reading.job, event = requeue(
+def _requeue(update: AttemptUpdate, reason: Reason, *, counts: bool) -> None:
+    job = update.job
+    update.job, event = requeue(
         job,
-        now=reading.now,
+        now=update.now,
         reason=reason,
-        delay_s=min(_FIRST_DELAY_S * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
+        delay_s=min(_MIN_RETRY_DELAY_S * 2.0 ** min(job.attempt.number - 1, 16), _MAX_RETRY_DELAY_S),
         counts=counts,
     )
-    reading.events.append(event)
+    update.events.append(event)
 
 
-def _model(reading: Reading, manifest: Manifest, store: AttemptStore) -> Model:
-    job = reading.job
+def _make_model(update: AttemptUpdate, manifest: Manifest, store: AttemptStore) -> Model:
+    job = update.job
     return Model(
         id=new_id("mdl"),
         tenant=job.tenant,
         name=job.spec.name,
         job_id=job.id,
         attempt=job.attempt.number,
-        created_at=reading.now,
+        created_at=update.now,
         artifact_uri=store.get_artifact_uri(job.attempt_id),
         manifest_digest=manifest_digest(manifest),
         size=manifest.size,
@@ -379,34 +385,34 @@ def _model(reading: Reading, manifest: Manifest, store: AttemptStore) -> Model:
     )
 
 
-def _promote(reading: Reading, model: Model) -> Model:
+def _complete_with_model(update: AttemptUpdate, model: Model) -> Model:
     """Make `model` the job's; the update that stores both is refused if the job has changed."""
-    if reading.job.status is JobStatus.STARTING:
-        reading.move(JobStatus.RUNNING)
-    job = reading.job
-    reading.job = replace(
+    if update.job.status is JobStatus.STARTING:
+        update.move(JobStatus.RUNNING)
+    job = update.job
+    update.job = replace(
         job,
         distilled_model=model.id,
         artifact_uri=model.artifact_uri,
         result=model.metrics,
         progress=replace(job.progress, percent=100.0),
-        speed=measured_speed(job, reading.now),
+        speed=measure_speed(job, update.now),
     )
-    reading.move(JobStatus.SUCCEEDED)
+    update.move(JobStatus.SUCCEEDED)
     return model
 
 
-def _cause(job: Job, submission: Submission | None) -> Failure:
+def _find_failure(job: Job, submission: Submission | None) -> Failure:
     """Return the failure: the control plane's decision, else the attempt's own last error, else what Ray reports."""
     if job.attempt.stopping is not None:
-        return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _TO_TRY_AGAIN)
+        return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _RETRYABLE_STOPS)
     if job.attempt.yields is not None and (job.attempt.failure is None or job.attempt.failure.retryable):
         return Failure(job.attempt.yields, retryable=True)
     if job.attempt.failure is not None:
         return job.attempt.failure
     assert submission is not None, "a forgotten submission without a known failure is not a failure"
-    name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
-    if said_nothing and is_from_protocol_1(submission.message):
+    name, is_silent = job.attempt.submission_id, not job.attempt.cursor
+    if is_silent and is_from_protocol_1(submission.message):
         message = describe_protocol_mismatch(workers=1, control_plane=PROTOCOL)
         return Failure(Reason(ProtocolError.code, message), retryable=False)
     match submission.status:

@@ -97,10 +97,10 @@ def estimate(
             rows, does not fit a worker.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
-    spec = _resolved(spec, config)
+    spec = _resolve_spec_defaults(spec, config)
     setup = training_setup(spec)
     tokens_per_step = setup.batch_size * setup.sequence_length
-    steps = _num_steps(spec, num_tokens, tokens_per_step)
+    steps = _count_steps(spec, num_tokens, tokens_per_step)
     max_tokens = None if steps is None else steps * tokens_per_step
     shape = spec.swiftkv.request.resolve(config["num_hidden_layers"], config.get("num_attention_heads"))
     prefill = plan_prefill(config, shape, sequence_length=spec.data.max_length)
@@ -128,7 +128,7 @@ def estimate(
     )
 
 
-def _num_steps(spec: JobSpec, num_tokens: int | None, tokens_per_step: int) -> int | None:
+def _count_steps(spec: JobSpec, num_tokens: int | None, tokens_per_step: int) -> int | None:
     """Return the steps of a run; None if its epochs decide and their tokens are not known."""
     training = spec.training
     if training.max_steps is not None or num_tokens is None:
@@ -136,7 +136,7 @@ def _num_steps(spec: JobSpec, num_tokens: int | None, tokens_per_step: int) -> i
     return max(-(-training.num_epochs * num_tokens // tokens_per_step), 1)
 
 
-def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
+def _resolve_spec_defaults(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     """Resolve defaults as preparation will, except the batch size for little data, which is not read here."""
     fields = Fields(config)
     context_length = fields.optional_count("max_position_embeddings")
@@ -169,14 +169,14 @@ class Prices:
         hourly = demand.gpus * (self.gpu_hour or 0.0) + demand.cpus * (self.cpu_hour or 0.0)
         return hourly * seconds / _HOUR
 
-    def cost_of(self, job: Job, now: float) -> float | None:
+    def cost_so_far(self, job: Job, now: float) -> float | None:
         """Cost of a job so far, over all its attempts."""
         return self.cost(job.spec, job.seconds_on_cluster(now))
 
-    def final_cost_of(self, job: Job, now: float) -> float | None:
+    def estimate_final_cost(self, job: Job, now: float) -> float | None:
         """Return the cost of a job at the end of its training, at its present speed; None if that is not known."""
         if job.status.is_terminal:
-            return self.cost_of(job, now)
+            return self.cost_so_far(job, now)
         if job.progress.seconds_remaining is None:
             return None
         return self.cost(job.spec, job.seconds_on_cluster(now) + job.progress.seconds_remaining)
@@ -187,16 +187,16 @@ def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
 
 
-def over_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
+def find_exceeded_cost_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
     """Return the reason to pause a running job that has cost more than its cap; None if it has not."""
-    cap, cost = cost_cap(job.spec, policy), prices.cost_of(job, now)
+    cap, cost = cost_cap(job.spec, policy), prices.cost_so_far(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None
     message = f"it has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a higher limits.cost_cap"
     return Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap")
 
 
-def measured_speed(job: Job, now: float) -> Speed | None:
+def measure_speed(job: Job, now: float) -> Speed | None:
     """Return the speed of a job whose present attempt has just succeeded; None if it reported too little to measure
     it."""
     attempt, pace = job.attempt, job.attempt.pace
@@ -209,20 +209,20 @@ def measured_speed(job: Job, now: float) -> Speed | None:
         flops_per_second=job.flops_per_step * steps / seconds / job.spec.resources.max_workers,
         startup_s=max(pace.time - attempt.submitted_at - pace.step * seconds / steps, 0.0),
         finish_s=max(now - pace.last_time, 0.0),
-        process_memory=_process_memory(job),
+        process_memory=_measure_process_memory(job),
     )
 
 
-def _process_memory(job: Job) -> int | None:
+def _measure_process_memory(job: Job) -> int | None:
     if job.spec.resources.gpus_per_worker or not job.attempt.peak_memory or job.planned_memory is None:
         return None
     return max(job.attempt.peak_memory - job.planned_memory, 0)
 
 
-def speed_for(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> tuple[Speed, str] | None:
+def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> tuple[Speed, str] | None:
     """Return the speed of the newest job on the same kind of workers, preferably with the same teacher, and its id;
     else the FLOPs per second of a worker that are configured, or assumed for its GPU, and their source."""
-    alike = [job for job in jobs if job.speed is not None and _workers(job.spec) == _workers(spec)]
+    alike = [job for job in jobs if job.speed is not None and _worker_kind(job.spec) == _worker_kind(spec)]
     same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
     newest = max(same or alike, key=lambda job: job.id, default=None)
     if newest is not None and newest.speed is not None:
@@ -231,7 +231,7 @@ def speed_for(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> t
     return None if known is None else (Speed(known[0], 0.0, 0.0), known[1])
 
 
-def with_time(
+def add_time(
     found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices | None = None
 ) -> JobEstimate:
     """Add the time of a job at a speed, and its cost. Sweeps are not estimated."""
@@ -248,7 +248,7 @@ def with_time(
     return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
 
-def _workers(spec: JobSpec) -> tuple[object, ...]:
+def _worker_kind(spec: JobSpec) -> tuple[object, ...]:
     resources, sharding = spec.resources, spec.sharding
     return (
         resources.max_workers,
@@ -316,16 +316,16 @@ def validate(
     """
     name = spec.model.name_or_path if config is None else str(config)
     values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
-    num_hidden_layers = None if values is None else _num_hidden_layers(values, name)
+    num_hidden_layers = None if values is None else _read_num_hidden_layers(values, name)
     sources = check_sources(spec.data.sources, access)
     check_tasks(spec.evaluation.tasks, access)
     if values is None or num_hidden_layers is None:
         return JobEstimate(sources=sources, gates=forecast(spec.evaluation))
-    trial = _first_fitting_trial(spec, num_hidden_layers)
+    trial = _find_first_fitting_trial(spec, num_hidden_layers)
     return estimate(trial, values, sources, num_tokens=num_tokens)
 
 
-def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
+def _find_first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     """The job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and reports
     those trials as failed."""
     refused: InvalidInputError | None = None
@@ -344,7 +344,7 @@ def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
     return fitting[0]
 
 
-def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
+def _read_num_hidden_layers(config: dict[str, Any], name: str) -> int:
     """Return the number of a teacher's layers. Raises `ModelError` for a `config.json` that no job can use."""
     try:
         read_architecture(config)
@@ -380,10 +380,10 @@ def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> 
         message = f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows"
         raise InvalidInputError(message, field=field, value=name)
     if (is_builtin or names_file) and data_dir is not None:
-        _check_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
+        _check_task_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
 
 
-def _check_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:
+def _check_task_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:
     location = access.location(data_dir, field)
     if not isinstance(location, PathSource):
         return

@@ -15,17 +15,17 @@ from pydantic import Field, ValidationError, model_validator
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.components import Components, Parts
+from swiftkv_platform.control_plane.components import Components, ComponentsDep
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
-from swiftkv_platform.control_plane.jobs.responses import JobAnswer, JobError, checkpoint_id
+from swiftkv_platform.control_plane.jobs.responses import JobAnswer, JobError, make_checkpoint_id
 from swiftkv_platform.control_plane.jobs.routes import (
     Presenter,
     Service,
     Submission,
-    metadata_asked_for,
-    page_of_checkpoints,
+    list_checkpoint_page,
+    parse_metadata_filter,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
@@ -103,7 +103,7 @@ class CreateFineTuningJob(FiniteModel):
     """All other fields of a job spec."""
 
     @model_validator(mode="after")
-    def _said_once(self) -> Self:
+    def _refuse_repeated_fields(self) -> Self:
         if self.method is None:
             return self
         if self.swiftkv is not None and self.method.swiftkv is not None:
@@ -113,33 +113,35 @@ class CreateFineTuningJob(FiniteModel):
         return self
 
 
-def job_spec(asked: CreateFineTuningJob) -> JobSpec:
+def make_job_spec(asked: CreateFineTuningJob) -> JobSpec:
     """Return the job spec of a request. Raises `InvalidInputError` if a field of OpenAI's and one of `swiftkv`
     contradict each other, and `RequestValidationError` if the result is no valid job spec."""
-    place, partial = _extension(asked)
+    place, partial = _find_extension(asked)
     document = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
-    fields = _openai_fields(asked)
+    fields = _map_openai_fields(asked)
     for path, (name, value) in fields.items():
-        _put(document, path, name, value, ".".join(place))
-    _put_training_file(document, asked.training_file)
+        _set_field(document, path, name, value, ".".join(place))
+    _set_training_file(document, asked.training_file)
     document.setdefault("name", _NAME)
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        raise RequestValidationError([_as_asked(item, fields, place) for item in error.errors()]) from error
+        raise RequestValidationError(
+            [_restore_request_fields(item, fields, place) for item in error.errors()]
+        ) from error
 
 
 _Path = tuple[str, ...]
 
 
-def _extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
+def _find_extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
     """Return SwiftKV's own part of a request, and its path."""
     if asked.method is not None and asked.method.swiftkv is not None:
         return ("method", "swiftkv"), asked.method.swiftkv
     return ("swiftkv",), asked.swiftkv
 
 
-def _openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
+def _map_openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
     """Return the parts of a spec that OpenAI's fields set: by path, the field's name and its value."""
     place, hyperparameters = "hyperparameters", asked.hyperparameters
     if asked.method is not None and asked.method.supervised is not None:
@@ -159,7 +161,7 @@ def _openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
     return {path: (name, value) for path, (name, value) in found.items() if value not in (None, "auto")}
 
 
-def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: str) -> None:
+def _set_field(document: dict[str, Any], path: _Path, name: str, value: Any, place: str) -> None:
     inner = document
     for key in path[:-1]:
         inner = inner.setdefault(key, {})
@@ -170,7 +172,7 @@ def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: st
         raise InvalidInputError(message, field=there, value=present)
 
 
-def _put_training_file(document: dict[str, Any], name: str) -> None:
+def _set_training_file(document: dict[str, Any], name: str) -> None:
     """Add the training file as the first source, unless `swiftkv` already names it."""
     data = document.setdefault("data", {})
     sources = data.get("sources", [])
@@ -178,7 +180,7 @@ def _put_training_file(document: dict[str, Any], name: str) -> None:
         data["sources"] = [{"name_or_path": name}, *sources]
 
 
-def _as_asked(item: Any, fields: Mapping[_Path, tuple[str, Any]], place: _Path) -> dict[str, Any]:
+def _restore_request_fields(item: Any, fields: Mapping[_Path, tuple[str, Any]], place: _Path) -> dict[str, Any]:
     """Convert a validation error of the spec to one of the request."""
     location = tuple(item["loc"])
     asked = fields.get(location)
@@ -270,7 +272,7 @@ class FineTuningJobAnswer(Answer):
             training_file=spec.data.sources[0].name_or_path,
             hyperparameters=hyperparameters,
             method=MethodAnswer(supervised=SupervisedMethod(hyperparameters=hyperparameters)),
-            integrations=_integrations(job),
+            integrations=_list_integrations(job),
             metadata=job.metadata,
             seed=spec.training.seed,
             trained_tokens=job.progress.tokens if job.status.is_terminal else None,
@@ -279,7 +281,7 @@ class FineTuningJobAnswer(Answer):
         )
 
 
-def _integrations(job: JobAnswer) -> list[IntegrationAnswer]:
+def _list_integrations(job: JobAnswer) -> list[IntegrationAnswer]:
     wandb = job.spec.tracking.wandb
     if wandb.mode == "disabled":
         return []
@@ -324,7 +326,7 @@ class FineTuningCheckpointAnswer(Answer):
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint, job_id: str, train_loss: float | None) -> Self:
-        name = checkpoint_id(checkpoint)
+        name = make_checkpoint_id(checkpoint)
         return cls(
             id=name,
             created_at=int(checkpoint.created_at),
@@ -345,22 +347,22 @@ def create_fine_tuning_job(
     body: CreateFineTuningJob, submission: Submission, presenter: Presenter
 ) -> FineTuningJobAnswer:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
-    job = submission.submit(job_spec(body))
+    job = submission.submit(make_job_spec(body))
     return FineTuningJobAnswer.of(presenter.present(job))
 
 
 @router.get("")
 def list_fine_tuning_jobs(
-    request: Request, parts: Parts, caller: Reader, presenter: Presenter, page: NewestFirst
+    request: Request, parts: ComponentsDep, caller: Reader, presenter: Presenter, page: NewestFirst
 ) -> ListAnswer[FineTuningJobAnswer]:
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
-    where = JobFilter(metadata=metadata_asked_for(request, "metadata[", "]"))
+    where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return list_answer(found, lambda job: FineTuningJobAnswer.of(presenter.present(job)), order=page.order)
 
 
 @router.get("/{job_id}")
-def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, presenter: Presenter) -> FineTuningJobAnswer:
+def get_fine_tuning_job(job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter) -> FineTuningJobAnswer:
     """Return a job."""
     return FineTuningJobAnswer.of(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
 
@@ -385,7 +387,7 @@ def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, presen
 
 @router.get("/{job_id}/events")
 def list_fine_tuning_events(
-    job_id: str, parts: Parts, caller: Reader, page: NewestFirst
+    job_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
 ) -> ListAnswer[FineTuningEventAnswer]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -394,15 +396,15 @@ def list_fine_tuning_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: Parts, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
+    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    found = page_of_checkpoints(parts.attempts, job_id, page)
-    return list_answer(found, lambda each: _checkpoint(parts, job_id, each))
+    found = list_checkpoint_page(parts.attempts, job_id, page)
+    return list_answer(found, lambda each: _make_checkpoint_answer(parts, job_id, each))
 
 
-def _checkpoint(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:
+def _make_checkpoint_answer(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:
     before = str(checkpoint.step - 1) if checkpoint.step else None
     points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
     loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None

@@ -152,7 +152,7 @@ class Attempt:
     pace: Pace | None = None
     failure: Failure | None = None
     """Latest failure that the attempt itself reported."""
-    is_pause_requested: bool = False
+    pause_requested: bool = False
     """Whether the attempt has been asked to pause."""
     peak_memory: int = 0
     """Most bytes that any worker has reported to hold."""

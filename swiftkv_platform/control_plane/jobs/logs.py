@@ -15,7 +15,7 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
-from swiftkv_platform.control_plane.components import Components, state_part
+from swiftkv_platform.control_plane.components import Components, get_from_state
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -29,7 +29,7 @@ ReadEvents = Callable[[str, Page], Slice[Event]]
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 _POLL_S = 0.5
 _EVENTS_PER_READ = 100
-_KEPT = 1000
+_MAX_CACHED_EVENTS = 1000
 """Most events of a job that are kept for slow followers."""
 
 
@@ -51,13 +51,13 @@ class EventTail:
     async def after(self, last: str | None) -> Sequence[Event] | None:
         """Return the events after the event `last`, possibly none; None if `last` is no longer kept, so that the
         database must be read. Waits for the next read if there is nothing new. Raises what reading has raised."""
-        if self._error is None and not self._since(last):
+        if self._error is None and not self._events_after(last):
             await self._has_read.wait()
         if self._error is not None:
             raise self._error
-        return self._since(last)
+        return self._events_after(last)
 
-    def _since(self, last: str | None) -> Sequence[Event] | None:
+    def _events_after(self, last: str | None) -> Sequence[Event] | None:
         if last != self._newest and last not in self._next:
             return None
         found = []
@@ -77,19 +77,19 @@ class EventTail:
             except Exception as error:
                 self._error = error
             else:
-                self._take(found.items)
+                self._append(found.items)
             has_read, self._has_read = self._has_read, asyncio.Event()
             has_read.set()
 
-    def _take(self, events: Sequence[Event]) -> None:
+    def _append(self, events: Sequence[Event]) -> None:
         for event in events:
             self._next[self._newest] = event
             self._newest = event.id
-        while len(self._next) > _KEPT:
+        while len(self._next) > _MAX_CACHED_EVENTS:
             del self._next[next(iter(self._next))]
 
 
-class Followers:
+class EventFollowers:
     """Followers of jobs in this process. Belongs to one event loop."""
 
     def __init__(self, read: ReadEvents, turns: Turns) -> None:
@@ -108,7 +108,7 @@ class Followers:
                 found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:
                 yield event
-                after, has_ended = event.id, has_ended or _ends(event)
+                after, has_ended = event.id, has_ended or _is_last_event(event)
             if found.has_more:
                 continue
             if has_ended:
@@ -117,7 +117,7 @@ class Followers:
                 while not has_ended and (events := await tail.after(after)) is not None:
                     for event in events:
                         yield event
-                        after, has_ended = event.id, has_ended or _ends(event)
+                        after, has_ended = event.id, has_ended or _is_last_event(event)
 
     @contextmanager
     def _tail(self, job_id: str, turn: Turn, after: str | None) -> Iterator[EventTail]:
@@ -136,41 +136,43 @@ class Followers:
                 del self._tails[job_id]
 
 
-def _ends(event: Event) -> bool:
+def _is_last_event(event: Event) -> bool:
     return event.type == "status" and JobStatus(event.data["status"]).is_terminal
 
 
-_WATCHED_S = 60.0
+_WATCH_DURATION_S = 60.0
 """Seconds for which a job counts as followed after a caller has asked for it."""
-_AGAIN_S = 20.0
-_MOST = 1000
+_WATCH_RENEWAL_S = 20.0
+_MAX_REMEMBERED = 1000
 """Most jobs remembered; beyond that, some are marked more often than needed."""
 
 
-class Watches:
+class WatchedJobs:
     """Marks jobs as followed, each at most once every 20 s, however often callers ask."""
 
     def __init__(self, jobs: JobRepository, clock: Clock) -> None:
         self._jobs = jobs
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._marked_at: dict[str, float] = {}
         """When each job was last marked, the latest one last."""
 
     def note(self, job_id: str) -> None:
         """Have the job's events read often for a minute. If the database is away, only logs it: the caller's own query
         fails as well."""
         now = self._clock()
-        if job_id in self._told and not is_due(self._told[job_id] + _AGAIN_S, now, within=_AGAIN_S):
+        if job_id in self._marked_at and not is_due(
+            self._marked_at[job_id] + _WATCH_RENEWAL_S, now, within=_WATCH_RENEWAL_S
+        ):
             return
         try:
-            self._jobs.watch(job_id, now + _WATCHED_S)
+            self._jobs.watch(job_id, now + _WATCH_DURATION_S)
         except DatabaseUnavailableError as error:
             get_logger().info("job not marked as followed", job_id=job_id, reason=error.message)
             return
-        self._told.pop(job_id, None)
-        self._told[job_id] = now
-        for oldest in list(self._told)[:-_MOST]:
-            self._told.pop(oldest, None)
+        self._marked_at.pop(job_id, None)
+        self._marked_at[job_id] = now
+        for oldest in list(self._marked_at)[:-_MAX_REMEMBERED]:
+            self._marked_at.pop(oldest, None)
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
         """Return a job's events, as `JobRepository.events` does, and mark the job as followed."""
@@ -178,13 +180,13 @@ class Watches:
         return self._jobs.events(job_id, page)
 
 
-TheWatches = Annotated[Watches, state_part("watches")]
+WatchedJobsDep = Annotated[WatchedJobs, get_from_state("watches")]
 
 
 def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None = None) -> Iterator[bytes]:
     """Yield bytes `offset` to `offset + limit` of all attempts' logs. Skipped bytes are not read from the store."""
     left = limit
-    for piece in filter(None, _from(parts, job, offset)):
+    for piece in filter(None, _read_from(parts, job, offset)):
         if left is None:
             yield piece
         elif left > 0:
@@ -194,9 +196,9 @@ def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None
             return
 
 
-def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
+def _read_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
     for attempt in job.attempt_id.list_until_this():
-        heading = _heading(attempt.number)
+        heading = _format_heading(attempt.number)
         yield heading[offset:]
         offset = max(offset - len(heading), 0)
         saved = parts.attempts.open_saved_logs(attempt)
@@ -204,7 +206,7 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
             yield from saved.stream(offset) if offset < saved.size else ()
             offset = max(offset - saved.size, 0)
             continue
-        for piece in _live(parts, job, attempt.number):
+        for piece in _read_live_log(parts, job, attempt.number):
             yield piece[offset:]
             offset = max(offset - len(piece), 0)
 
@@ -212,10 +214,10 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
     saved = parts.attempts.open_saved_logs(job.attempt_id)
-    return _live(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
+    return _read_live_log(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
 
 
-def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
+def _read_live_log(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
     """Read a log from Ray, if the attempt is there; else yield nothing."""
     if number == job.attempt.number and job.attempt.submission_id is not None and job.status.holds_cluster:
         yield from parts.cluster.logs(job.attempt.submission_id, tail_lines=tail_lines)
@@ -232,53 +234,53 @@ class LogFollowers:
 
     def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:
         """Yield the logs from byte `offset`, as they are written, until the job has ended."""
-        return _after(self._pieces(job_id, tenant), offset)
+        return _skip_bytes(self._follow_attempts(job_id, tenant), offset)
 
-    async def _pieces(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
+    async def _follow_attempts(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
         number, sent, is_out = 1, 0, False
         while True:
             async with self._turns.turn(tenant, "following"):
-                job, saved = await run_in_threadpool(self._look, job_id, tenant, number)
+                job, saved = await run_in_threadpool(self._load_job_and_log, job_id, tenant, number)
             try:
-                pieces = None if is_out else _followed(self._parts, job, number, sent)
+                pieces = None if is_out else _follow_live_log(self._parts, job, number, sent)
                 if saved is not None:
-                    pieces = _aiter(saved.stream_after(sent))
+                    pieces = _iterate_in_thread(saved.stream_after(sent))
                 if pieces is not None:
                     async with aclosing(pieces):
                         async for piece in pieces:
                             sent += len(piece)
                             yield piece
-                    is_out = saved is None and await run_in_threadpool(_has_ended, self._parts, job)
+                    is_out = saved is None and await run_in_threadpool(_is_log_complete, self._parts, job)
             except ClusterUnavailableError as error:
                 get_logger().debug("log not readable now", job_id=job_id, reason=error.message)
             if job.attempt.number > number:
                 number, sent, is_out = number + 1, 0, False
-                yield _heading(number)
+                yield _format_heading(number)
             elif job.status.is_terminal:
                 return
             else:
                 await asyncio.sleep(_POLL_S)
 
-    def _look(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
+    def _load_job_and_log(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
         # The job is read first: if its attempt is over, the log is complete.
         job = self._parts.jobs.get(job_id, tenant=tenant)
         return job, self._parts.attempts.open_saved_logs(AttemptId(job.id, number))
 
 
-async def _aiter(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def _iterate_in_thread(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     async for piece in iterate_in_threadpool(pieces):
         yield piece
 
 
-def _followed(parts: Components, job: Job, number: int, sent: int) -> AsyncGenerator[bytes, None] | None:
+def _follow_live_log(parts: Components, job: Job, number: int, sent: int) -> AsyncGenerator[bytes, None] | None:
     """Stream Ray's log after its first `sent` bytes, until the attempt has ended; None if Ray does not have it."""
     submission_id = job.attempt.submission_id
     if number != job.attempt.number or submission_id is None or not job.status.holds_cluster:
         return None
-    return _after(parts.cluster.follow_logs(submission_id), sent)
+    return _skip_bytes(parts.cluster.follow_logs(submission_id), sent)
 
 
-async def _after(pieces: AsyncGenerator[bytes, None], skipped: int) -> AsyncGenerator[bytes, None]:
+async def _skip_bytes(pieces: AsyncGenerator[bytes, None], skipped: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         async for piece in pieces:
             if len(piece) > skipped:
@@ -286,12 +288,12 @@ async def _after(pieces: AsyncGenerator[bytes, None], skipped: int) -> AsyncGene
             skipped = max(skipped - len(piece), 0)
 
 
-def _has_ended(parts: Components, job: Job) -> bool:
+def _is_log_complete(parts: Components, job: Job) -> bool:
     """Whether Ray has sent the whole log: its stream also ends when its dashboard restarts."""
     assert job.attempt.submission_id is not None
     submission = parts.cluster.status(job.attempt.submission_id)
     return submission is None or submission.status.is_terminal
 
 
-def _heading(number: int) -> bytes:
+def _format_heading(number: int) -> bytes:
     return b"" if number == 1 else f"==== attempt {number} ====\n".encode()

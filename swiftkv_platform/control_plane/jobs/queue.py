@@ -22,9 +22,9 @@ from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_needs
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.jobs.attempt_events import has_used_its_slot
+from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueueSnapshot, Waiting
+from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.places import (
     Bundle,
@@ -46,20 +46,20 @@ class FairQueue:
 
     def __init__(self, policies: Tenants) -> None:
         self._policies = policies
-        self._given: dict[str, float] = {}
+        self._shares_given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
 
-    def next(self, snapshot: QueueSnapshot, admission: Admission, *, room: int) -> list[Waiting]:
-        """Choose at most `room` waiting jobs, in the order in which they should start.
+    def choose_next(self, snapshot: QueueSnapshot, admission: Admission, *, max_starts: int) -> list[QueuedJob]:
+        """Choose at most `max_starts` waiting jobs, in the order in which they should start.
 
         If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
         jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
         """
         held = defaultdict(Demand, snapshot.held)
         queues = {tenant: deque(jobs) for tenant, jobs in snapshot.waiting.items()}
-        self._catch_up(queues)
-        chosen: list[Waiting] = []
-        while len(chosen) < room:
+        self._raise_to_least_share(queues)
+        chosen: list[QueuedJob] = []
+        while len(chosen) < max_starts:
             for queue in queues.values():
                 while queue and not admission.could_fit(queue[0].id):
                     queue.popleft()
@@ -73,15 +73,15 @@ class FairQueue:
             tenant = min(fitting, key=lambda name: self._rank(name, held[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             held[tenant] += job.demand
-            self._given[tenant] += job.demand.share(snapshot.total) / self._policies.policy(tenant).weight
+            self._shares_given[tenant] += job.demand.share(snapshot.total) / self._policies.policy(tenant).weight
             chosen.append(job)
             admission.reserve(job.id)
         return chosen
 
-    def overtaken(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
+    def choose_overtaken(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
         """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
         others after that."""
-        self._catch_up(snapshot.waiting)
+        self._raise_to_least_share(snapshot.waiting)
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
             for tenant, (first, *_) in snapshot.waiting.items():
@@ -89,7 +89,7 @@ class FairQueue:
                 may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
                 if may_start and admission.could_fit(first.id) and admission.fits(first.id):
                     chosen.append(job)
-                    self._given[job.tenant] = max(self._given.values()) + 1.0
+                    self._shares_given[job.tenant] = max(self._shares_given.values()) + 1.0
                     taken.add(tenant)
                     admission.reserve(first.id)
                     break
@@ -99,17 +99,17 @@ class FairQueue:
         """Whether a tenant that holds `held` may have `demand` in addition."""
         return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
 
-    def _rank(self, tenant: str, held: Demand, total: Demand, first: Waiting) -> tuple[float, float, str]:
-        return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id
+    def _rank(self, tenant: str, held: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
+        return held.share(total) / self._policies.policy(tenant).weight, self._shares_given[tenant], first.id
 
-    def _catch_up(self, queues: Collection[str]) -> None:
+    def _raise_to_least_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's given share to the least of those waiting: time in which a tenant did not wait earns no
         credit."""
-        least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
-        self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}
+        least = min((self._shares_given[tenant] for tenant in queues if tenant in self._shares_given), default=0.0)
+        self._shares_given = {tenant: max(self._shares_given.get(tenant, least), least) for tenant in queues}
 
 
-def why_waiting(
+def explain_wait(
     job: Job,
     *,
     place: int,
@@ -153,11 +153,11 @@ def why_waiting(
     return Reason(code, "; ".join(parts), first.field)
 
 
-_LAG_S = 10.0
+_REPORT_LAG_S = 10.0
 """Seconds after which Ray's report includes what was taken; it is renewed every 5 s."""
-WHOLE = ("train", "evaluate")
+WHOLE_GROUP_PHASES = ("train", "evaluate")
 """Phases in which all workers have a place; in other phases one worker has."""
-_MOST_NEEDS = 10_000
+_MAX_CACHED_REQUESTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -165,28 +165,28 @@ class ResourceRequest:
     """Places that a job needs to start."""
 
     bundles: Sequence[Bundle]
-    words: str
+    description: str
 
     @classmethod
     def for_job(cls, spec: JobSpec, driver: Bundle) -> ResourceRequest:
         """Request for the fewest workers that the spec allows, of one trial at a time, and for the attempt's driver."""
-        workers = workers_of(spec)
+        workers = worker_bundles(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.describe(len(workers)))
 
     @property
-    def nowhere(self) -> Reason:
+    def wait_reason(self) -> Reason:
         """Reason of a job that the present nodes could not hold even if they were empty."""
-        message = f"waits for {self.words}: no node is large enough, or too few are; more must join"
+        message = f"waits for {self.description}: no node is large enough, or too few are; more must join"
         return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
 
-def driver_needs(settings: Settings) -> Bundle:
+def driver_bundle(settings: Settings) -> Bundle:
     """Return the place of an attempt's driver; one that reserves nothing runs on Ray's head."""
     return {"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory}
 
 
-def workers_of(spec: JobSpec) -> list[Bundle]:
+def worker_bundles(spec: JobSpec) -> list[Bundle]:
     """Return the places of the fewest workers that the spec allows, of one trial at a time."""
     resources = spec.resources
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -206,23 +206,23 @@ def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     phases = [*map(parse_phase, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # running trials leave their places to waiting ones
-    workers = workers_of(job.spec)
+    workers = worker_bundles(job.spec)
     phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers report no places
     needed = 1 if phase == "publish" else len(workers)
-    if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
+    if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _REPORT_LAG_S:
         return workers[:needed]
-    return [] if phase in WHOLE else workers[1:needed]
+    return [] if phase in WHOLE_GROUP_PHASES else workers[1:needed]
 
 
-def most_of(spec: JobSpec) -> Bundle:
+def max_resources(spec: JobSpec) -> Bundle:
     """Return the resources that a job holds at the most workers that its spec allows, over all trials."""
-    return {name: amount * spec.max_total_workers for name, amount in workers_of(spec)[0].items()}
+    return {name: amount * spec.max_total_workers for name, amount in worker_bundles(spec)[0].items()}
 
 
 def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Sequence[Node] | None]) -> None:
     """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
     named node groups there are no bounds: nodes come and go. Ray is asked only for what the groups do not hold."""
-    groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_needs(settings))
+    groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_bundle(settings))
     most = len(needs.bundles)
     full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
     if not groups or fit(full, needs.bundles):
@@ -231,14 +231,14 @@ def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Seque
     if present is not None and not fit([node.total for node in present], needs.bundles):
         there = "; ".join(f"{name}: {group.described()}" for name, group in groups.items())
         raise InvalidInputError(
-            f"the job needs {needs.words}, more than all nodes that the cluster may have can hold ({there}); use "
+            f"the job needs {needs.description}, more than all nodes that the cluster may have can hold ({there}); use "
             "fewer or smaller resources.num_workers, or another accelerator_type",
             field="resources",
             value=spec.resources.num_workers,
         )
 
 
-def nodes_of(cluster: RayJobs) -> Sequence[Node] | None:
+def list_nodes(cluster: RayJobs) -> Sequence[Node] | None:
     """Return the nodes that a cluster reports; None if it does not report them or does not answer."""
     try:
         return cluster.capacity()
@@ -255,7 +255,7 @@ class Admission:
         self._cluster = cluster
         self._driver = driver
         self._running: dict[str, Job] = {}
-        self._needs: dict[str, ResourceRequest] = {}
+        self._requests: dict[str, ResourceRequest] = {}
         self._totals: Sequence[Bundle] = ()
         self._empty: EmptyNodes | None = None
         """Nodes of this round; None if the cluster does not report them, and every job fits."""
@@ -278,7 +278,7 @@ class Admission:
 
     def reported_nodes(self) -> Sequence[Node] | None:
         """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
-        return nodes_of(self._cluster)
+        return list_nodes(self._cluster)
 
     def begin_round(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
         """Look for the places that are free now.
@@ -299,7 +299,9 @@ class Admission:
         unknown = [job_id for job_id in present if job_id not in self._running]
         self.remember(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
-        self._free = [plain(free) for free in (*(node.free for node in nodes), *(most_of(job.spec) for job in over))]
+        self._free = [
+            plain(free) for free in (*(node.free for node in nodes), *(max_resources(job.spec) for job in over))
+        ]
         gone = {job.id for job in (*stuck, *over)}
         for job in self._running.values():
             for bundle in () if job.id in gone else unclaimed_bundles(job, self._driver, now):
@@ -307,11 +309,11 @@ class Admission:
 
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes could hold the job if they were empty."""
-        needs = self._needs_of(job_id)
+        needs = self._load_request(job_id)
         if job_id in self._possible or needs is None or self._empty is None or self._empty.hold(needs.bundles):
             self._possible.add(job_id)
             return True
-        self.refused[job_id] = needs.nowhere
+        self.refused[job_id] = needs.wait_reason
         self.cannot_fit.add(job_id)
         return False
 
@@ -319,28 +321,28 @@ class Admission:
         """Whether the job's places are free now."""
         if job_id in self.refused:
             return False
-        needs = self._needs_of(job_id)
+        needs = self._load_request(job_id)
         if needs is None or fit(self._free, needs.bundles):
             return True
-        message = f"waits for {needs.words}, which others hold or are about to take"
+        message = f"waits for {needs.description}, which others hold or are about to take"
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
         return False
 
     def reserve(self, job_id: str) -> None:
         """Give the job the places that `fits` has found."""
-        needs = self._needs_of(job_id)
+        needs = self._load_request(job_id)
         if needs is not None:
             take(self._free, needs.bundles)
 
-    def _needs_of(self, job_id: str) -> ResourceRequest | None:
+    def _load_request(self, job_id: str) -> ResourceRequest | None:
         """Return the needs of a job; None for one that is gone or unreadable, or if the nodes are not known."""
-        if self._empty is not None and job_id not in self._needs:
-            if len(self._needs) >= _MOST_NEEDS:
-                self._needs.clear()
-            self._needs |= {
+        if self._empty is not None and job_id not in self._requests:
+            if len(self._requests) >= _MAX_CACHED_REQUESTS:
+                self._requests.clear()
+            self._requests |= {
                 job.id: ResourceRequest.for_job(job.spec, self._driver) for job in self._jobs.load([job_id])
             }
-        return None if self._empty is None else self._needs.get(job_id)
+        return None if self._empty is None else self._requests.get(job_id)
 
     def jobs_with_new_wait_reason(self, now: int) -> Sequence[tuple[Job, Event]]:
         """Return, ready to be stored, queued jobs that were refused places, if their reason is not stored yet."""
@@ -382,14 +384,14 @@ class Preemption:
         `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
         nodes = cache(self.admission.reported_nodes)  # asks Ray
-        return [*self._overtaken(going, nodes, now, resting), *self._displaced(going, nodes, now)]
+        return [*self._choose_overtaken(going, nodes, now, resting), *self._choose_displaced(going, nodes, now)]
 
-    def _overtaken(
+    def _choose_overtaken(
         self, going: Sequence[Job], nodes: Nodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
         """Return the jobs in whose place another tenant's job would start."""
         staying = [job for job in going if job.attempt.yields is None]
-        over = [job for job in staying if not job.attempt.waiting and has_used_its_slot(job, now, self.settings)]
+        over = [job for job in staying if not job.attempt.waiting and has_used_time_slice(job, now, self.settings)]
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
@@ -397,8 +399,10 @@ class Preemption:
         if not any(snapshot.waiting.values()):
             return []
         self.admission.begin_round(now, stuck=stuck, over=over)
-        chosen = self.queue.overtaken([*stuck, *over], snapshot, self.admission)
-        return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
+        chosen = self.queue.choose_overtaken([*stuck, *over], snapshot, self.admission)
+        return [
+            (job, _make_placement_reason(job) if job in stuck else _make_time_slice_reason(job, now)) for job in chosen
+        ]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:
         """Whether a phase waits for places that others hold, and no part of the job makes progress."""
@@ -409,10 +413,10 @@ class Preemption:
         if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
             return waited > self.settings.placement_timeout_s
         phase = parse_phase([*job.attempt.waiting][-1])
-        needed = workers_of(job.spec)[: None if phase in WHOLE else 1]
+        needed = worker_bundles(job.spec)[: None if phase in WHOLE_GROUP_PHASES else 1]
         return not fit([node.free for node in told], needed)
 
-    def _displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
+    def _choose_displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
         """Return a job that holds what another tenant's deployment needs for its first replica. Applied deployments are
         within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
@@ -426,36 +430,36 @@ class Preemption:
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
             if told is None or fit([node.free for node in told], [needs]):
                 continue
-            if not any(self._hold_too_much(name, going, told) for name, amount in needs.items() if amount):
+            if not any(self._exceed_share(name, going, told) for name, amount in needs.items() if amount):
                 continue
-            holds = {job.id: most_of(job.spec) for job in going}
+            holds = {job.id: max_resources(job.spec) for job in going}
             others = [job for job in going if job.tenant != item.tenant and fit([holds[job.id]], [needs])]
             if any(job.attempt.yields for job in others):
                 return []
             if others:
                 most = max(others, key=lambda job: (holds[job.id]["GPU"], holds[job.id]["CPU"], job.id))
-                return [(most, _displaces(most))]
+                return [(most, _make_deployment_reason(most))]
         return []
 
-    def _hold_too_much(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
+    def _exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
-        held = sum(most_of(job.spec)[name] for job in jobs)
+        held = sum(max_resources(job.spec)[name] for job in jobs)
         return held > total - open_to_deployments(total, self._share)
 
 
-def _not_placed(job: Job) -> Reason:
+def _make_placement_reason(job: Job) -> Reason:
     needs = "; ".join(job.attempt.waiting.values())
     message = f"attempt {job.attempt.number} finds no place on the cluster, and another job gets its slot: {needs}"
     return Reason(ReasonCode.NOT_PLACED, message, field="resources")
 
 
-def _had_its_turn(job: Job, now: float) -> Reason:
+def _make_time_slice_reason(job: Job, now: float) -> Reason:
     held = now - (job.attempt.submitted_at or now)
     message = f"attempt {job.attempt.number} has had its slot for {held:.0f} s, and another tenant's job waits"
     return Reason(ReasonCode.PREEMPTED, message)
 
 
-def _displaces(job: Job) -> Reason:
+def _make_deployment_reason(job: Job) -> Reason:
     message = (
         f"attempt {job.attempt.number} holds resources that are open to deployments, and another tenant's deployment "
         "finds none; use fewer or smaller workers to leave them free"

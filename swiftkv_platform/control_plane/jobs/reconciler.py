@@ -32,8 +32,13 @@ from swiftkv_platform.contract.events import (
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.base import is_due
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.jobs.attempt_events import Reading, decide, exceeded_limit, read
-from swiftkv_platform.control_plane.jobs.estimates import over_cap, prices
+from swiftkv_platform.control_plane.jobs.attempt_events import (
+    AttemptUpdate,
+    apply_events,
+    find_exceeded_limit,
+    settle_attempt,
+)
+from swiftkv_platform.control_plane.jobs.estimates import find_exceeded_cost_cap, prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
@@ -42,10 +47,10 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, driver_needs
-from swiftkv_platform.control_plane.jobs.repository import Placed
+from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, driver_bundle
+from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
-from swiftkv_platform.control_plane.models.parents import publish_targets
+from swiftkv_platform.control_plane.models.parents import list_publish_targets
 from swiftkv_platform.control_plane.ray.jobs import ListedSubmission, Submission
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
@@ -66,7 +71,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 
 _URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
-_AT_ONCE = float("-inf")
+_IMMEDIATELY = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -76,17 +81,17 @@ class PollIntervals:
     watched_s: float = 4.0
     busy_s: float = 6.0
     quiet_s: float = 30.0
-    watched_for_longest: int = 200
+    watched_jobs_at_max: int = 200
     """Number of watched jobs from which `watched_s` applies in full."""
-    jobs_for_longest: int = 100
+    jobs_at_max: int = 100
     """Number of jobs on the cluster from which `busy_s` and `quiet_s` apply in full."""
 
 
 @dataclass
-class _Look:
+class _PollRecord:
     at: float
     version: int
-    silent: int
+    empty_polls: int
     """Polls in a row that found nothing."""
     has_more: bool
     number: int
@@ -94,69 +99,71 @@ class _Look:
 
 @dataclass
 class PollSchedule:
-    """Remembers when each job was polled; a control plane that takes over polls all of them. `most`: polls in a tick,
-    which bounds its time. Jobs for which a caller waits come first, up to three quarters of these; then those that have
-    been due for longest."""
+    """Remembers when each job was polled. A control plane that takes over polls all jobs.
+
+    Awaited jobs come first, up to three quarters of `max_polls`; then the jobs that have been due for longest.
+    """
 
     intervals: PollIntervals = PollIntervals()
-    most: int = 128
-    _looks: dict[str, _Look] = field(default_factory=dict)
+    max_polls: int = 128
+    """Polls per tick, which bounds its time."""
+    _records: dict[str, _PollRecord] = field(default_factory=dict)
 
-    def due(self, placed: Sequence[Placed], now: float) -> list[str]:
+    def choose_due(self, placed: Sequence[ClusterJob], now: float) -> list[str]:
         """Return the ids of jobs to poll, and forget all jobs that are not in `placed`."""
         present = {job.id for job in placed}
-        self._looks = {job_id: look for job_id, look in self._looks.items() if job_id in present}
+        self._records = {job_id: record for job_id, record in self._records.items() if job_id in present}
         watched = sum(job.watched_until > now for job in placed)
         due_at = {job.id: self._due_at(job, len(placed), watched, now) for job in placed}
         due = sorted((at, job_id) for job_id, at in due_at.items() if at <= now)
-        pressing = {job.id for job in placed if self._is_pressing(job, now)}
-        first = [job_id for _, job_id in due if job_id in pressing][: self.most * 3 // 4]
+        awaited = {job.id for job in placed if self._is_awaited(job, now)}
+        first = [job_id for _, job_id in due if job_id in awaited][: self.max_polls * 3 // 4]
         taken = set(first)
-        return [*first, *(job_id for _, job_id in due if job_id not in taken)][: self.most]
+        return [*first, *(job_id for _, job_id in due if job_id not in taken)][: self.max_polls]
 
-    def turn(self, job_id: str) -> int:
+    def get_poll_number(self, job_id: str) -> int:
         """Return the number of the job's next poll."""
-        look = self._looks.get(job_id)
-        return 0 if look is None else look.number
+        record = self._records.get(job_id)
+        return 0 if record is None else record.number
 
-    def looked(self, job_id: str, *, now: float, version: int, heard: bool, has_more: bool) -> None:
+    def record_poll(self, job_id: str, *, now: float, version: int, found_events: bool, has_more: bool) -> None:
         """Record a poll.
 
         Args:
             version: the job's version after the poll; if another process changes it, the job is polled at once.
-            heard: whether the poll found anything.
+            found_events: whether the poll found anything.
             has_more: whether there is more to read.
         """
-        before = self._looks.get(job_id)
-        silent = 0 if heard or before is None else before.silent + 1
-        self._looks[job_id] = _Look(now, version, silent, has_more, self.turn(job_id) + 1)
+        before = self._records.get(job_id)
+        empty_polls = 0 if found_events or before is None else before.empty_polls + 1
+        self._records[job_id] = _PollRecord(now, version, empty_polls, has_more, self.get_poll_number(job_id) + 1)
 
-    def _is_pressing(self, job: Placed, now: float) -> bool:
+    def _is_awaited(self, job: ClusterJob, now: float) -> bool:
         """Whether a caller waits for the result of a poll."""
-        look = self._looks.get(job.id)
-        is_changed = look is not None and look.version != job.version
+        record = self._records.get(job.id)
+        is_changed = record is not None and record.version != job.version
         return is_changed or job.watched_until > now or job.status in _URGENT
 
-    def _due_at(self, job: Placed, running: int, watched: int, now: float) -> float:
-        look = self._looks.get(job.id)
-        if look is None or look.has_more or look.version != job.version:
-            return _AT_ONCE
-        intervals, size = self.intervals, min(running / self.intervals.jobs_for_longest, 1.0)
-        interval = min(intervals.busy_s * 2.0 ** min(look.silent, 16), intervals.quiet_s) * size
+    def _due_at(self, job: ClusterJob, running: int, watched: int, now: float) -> float:
+        record = self._records.get(job.id)
+        if record is None or record.has_more or record.version != job.version:
+            return _IMMEDIATELY
+        intervals, size = self.intervals, min(running / self.intervals.jobs_at_max, 1.0)
+        interval = min(intervals.busy_s * 2.0 ** min(record.empty_polls, 16), intervals.quiet_s) * size
         if job.watched_until > now or job.status in _URGENT:
-            interval = min(interval, intervals.watched_s * min(watched / intervals.watched_for_longest, 1.0))
-        due = look.at + interval
+            interval = min(interval, intervals.watched_s * min(watched / intervals.watched_jobs_at_max, 1.0))
+        due = record.at + interval
         return min(due, now) if is_due(due, now, within=interval) else due
 
 
-_LONGEST_BACKOFF_S = 30.0
+_MAX_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
-_MOST_SURPRISES = 5
+_MAX_UNEXPECTED_ERRORS = 5
 """Unexpected failures in a row after which a job is failed: some 15 seconds with the default interval."""
-_LONGEST_CAUSE = 500
-_MOST_STARTS = 64
+_MAX_ERROR_CHARS = 500
+_MAX_STARTS = 64
 """Most jobs that a tick submits."""
-_MOST_EVENTS = 256
+_MAX_EVENTS = 256
 """Most events of a job that one poll reads."""
 
 
@@ -180,32 +187,32 @@ class Reconciler:
         polls: PollSchedule,
         concurrency: int,
     ) -> None:
-        self.jobs_put_off = 0
+        self.num_backed_off_jobs = 0
         """Jobs whose last step failed, as of the latest tick."""
         self._parts, self._settings, self._lease = parts, settings, lease
         self._histograms, self._spans = histograms, spans
         self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
         self._polls = polls
         self._queue = FairQueue(parts.policies)
-        self._admission = Admission(parts.jobs, parts.cluster, driver_needs(settings))
+        self._admission = Admission(parts.jobs, parts.cluster, driver_bundle(settings))
         self._preemption = Preemption(parts.jobs, self._admission, self._queue, parts.deployments, settings)
-        self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_MAX_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
-        self._surprises: dict[str, list[str]] = {}  # unexpected failures in a row, by job
+        self._unexpected_errors: dict[str, list[str]] = {}  # unexpected failures in a row, by job
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self._jobs.on_cluster(), self._clock()
         if self._backoff.ready(_CLUSTER, now):
-            due = [job_id for job_id in self._polls.due(placed, now) if self._backoff.ready(job_id, now)]
-            after = self._each(self._load(due), lambda job: self._attend(job, self._follow))
+            due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.ready(job_id, now)]
+            after = self._run_for_each(self._load(due), lambda job: self._run_step(job, self._poll_attempt))
             self._admission.remember(after)
             ended = sum(not job.status.holds_cluster for job in after)
-            self._start_waiting(self._settings.max_running_jobs - len(placed) + ended)
-            self._preempt()
-        self._forget_ended()
+            self._start_queued_jobs(self._settings.max_running_jobs - len(placed) + ended)
+            self._preempt_attempts()
+        self._forget_ended_jobs()
 
     def _load(self, ids: Sequence[str]) -> Sequence[Job]:
         """Read these jobs. An unreadable one is put off for a while."""
@@ -214,7 +221,7 @@ class Reconciler:
             self._backoff.failed(job_id, self._clock())
         return jobs
 
-    def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
+    def _run_for_each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
         """Run a step for several jobs at a time; raises the first error once all are done."""
         if self._threads is None or len(jobs) < 2:
             return [*map(step, jobs)]
@@ -222,50 +229,50 @@ class Reconciler:
         wait(tasks)
         return [task.result() for task in tasks]
 
-    def _start_waiting(self, room: int) -> None:
+    def _start_queued_jobs(self, max_starts: int) -> None:
         """Start queued jobs, as room allows. One that is put off after a failure takes no other's place."""
-        room = min(room, _MOST_STARTS)
-        while room > 0:
+        max_starts = min(max_starts, _MAX_STARTS)
+        while max_starts > 0:
             now = self._clock()
             left_out = {*self._backoff.resting(now), *self._admission.cannot_fit}
-            snapshot = self._jobs.queue_snapshot(most=room, now=now, without=left_out)
+            snapshot = self._jobs.queue_snapshot(most=max_starts, now=now, without=left_out)
             if not snapshot.waiting and not left_out:
                 return
             self._admission.begin_round(now)
-            queue = self._queue.next(snapshot, self._admission, room=room)
+            queue = self._queue.choose_next(snapshot, self._admission, max_starts=max_starts)
             jobs = self._load([job.id for job in queue])
-            room -= self._start(jobs)
+            max_starts -= self._claim_and_submit(jobs)
             for job, event in self._admission.jobs_with_new_wait_reason(int(now)):
-                self._attend(job, partial(self._store_change, events=[event]))
+                self._run_step(job, partial(self._update_job, events=[event]))
             if len(jobs) == len(queue):
                 return
 
-    def _preempt(self) -> None:
+    def _preempt_attempts(self) -> None:
         """End attempts that must make room: those that are not placed at once, the others at a checkpoint."""
         now = self._clock()
         for job, reason in self._preemption.choose_endings(now, self._backoff.resting(now)):
-            step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
-            self._admission.remember([self._attend(job, partial(step, reason))])
+            step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
+            self._admission.remember([self._run_step(job, partial(step, reason))])
 
-    def _end(self, reason: Reason, job: Job) -> Job:
-        ended = self._store_change(job.with_attempt(stopping=reason))
-        self._stop(_submission_id(ended))
+    def _end_attempt(self, reason: Reason, job: Job) -> Job:
+        ended = self._update_job(job.with_attempt(stopping=reason))
+        self._stop_submission(_get_submission_id(ended))
         return ended
 
-    def _ask_to_end(self, reason: Reason, job: Job) -> Job:
+    def _request_preemption(self, reason: Reason, job: Job) -> Job:
         self._lease.check()
         self._store.announce_preemption(job.attempt_id)
-        return self._store_change(job.with_attempt(yields=reason, yields_at=self._clock()))
+        return self._update_job(job.with_attempt(yields=reason, yields_at=self._clock()))
 
-    def _start(self, jobs: Sequence[Job]) -> int:
+    def _claim_and_submit(self, jobs: Sequence[Job]) -> int:
         """Claim places for the jobs that can be prepared, and submit them; returns how many got a place."""
         starts: dict[str, tuple[Job, Event]] = {}
 
         def prepare(job: Job) -> Job:
-            starts[job.id] = self._prepare(job)
+            starts[job.id] = self._prepare_start(job)
             return job
 
-        self._each(jobs, lambda job: self._attend(job, prepare))
+        self._run_for_each(jobs, lambda job: self._run_step(job, prepare))
         if not starts:
             return 0
         self._lease.check()
@@ -278,7 +285,7 @@ class Reconciler:
         waited = {job.id: job for job in jobs}
         for job in claimed:
             self._report_start(waited[job.id])
-        self._admission.remember(self._each(claimed, lambda job: self._attend(job, self._submit)))
+        self._admission.remember(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
         return len(claimed)
 
     def _report_start(self, job: Job) -> None:
@@ -295,14 +302,14 @@ class Reconciler:
             if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
                 self._histograms.untracked.inc()
 
-    def _prepare(self, job: Job) -> tuple[Job, Event]:
+    def _prepare_start(self, job: Job) -> tuple[Job, Event]:
         """Return the job as it starts, not stored yet, and the event that reports it."""
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         return start(job, now=int(self._clock()), resume_from=resume_from)
 
-    def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
+    def _run_step(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """Run a job's step and return the job; unchanged while the job or the cluster is put off after a failure.
 
         A failure of one job does not stop the others; an unavailable cluster or a lost lease stops all. Unavailable
@@ -314,8 +321,8 @@ class Reconciler:
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
-            is_hopeless = len(self._surprises.get(job.id, ())) >= _MOST_SURPRISES
-            after = self._give_up(job) if is_hopeless else step(job)
+            is_hopeless = len(self._unexpected_errors.get(job.id, ())) >= _MAX_UNEXPECTED_ERRORS
+            after = self._fail_job(job) if is_hopeless else step(job)
         except LeaseLostError:
             raise
         except StaleVersionError as error:
@@ -323,70 +330,76 @@ class Reconciler:
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
                 if self._backoff.ready(_CLUSTER, self._clock()):
-                    self._put_off(_CLUSTER, job, error)
+                    self._back_off(_CLUSTER, job, error)
         except Exception as error:
-            self._put_off(job.id, job, error)
-            if not _will_pass(error):
+            self._back_off(job.id, job, error)
+            if not _is_transient(error):
                 self._log.exception("unexpected", job_id=job.id)
-                self._surprises.setdefault(job.id, []).append(_describe(error))
+                self._unexpected_errors.setdefault(job.id, []).append(_describe_error(error))
         else:
             self._backoff.succeeded(_CLUSTER)
             self._backoff.succeeded(job.id)
-            self._surprises.pop(job.id, None)
+            self._unexpected_errors.pop(job.id, None)
             return after
         return job
 
-    def _give_up(self, job: Job) -> Job:
+    def _fail_job(self, job: Job) -> Job:
         """Fail a job that cannot be handled, and stop its attempt."""
         latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
         if latest.status.holds_cluster and latest.attempt.submission_id is not None:
-            self._stop(latest.attempt.submission_id)
-        causes = self._surprises[job.id]
+            self._stop_submission(latest.attempt.submission_id)
+        causes = self._unexpected_errors[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
         now, reason = int(self._clock()), Reason(ReasonCode.INTERNAL, message)
         failed, event = transition(latest, JobStatus.FAILED, now=now, reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
-        return self._store_change(failed, events=[event])
+        return self._update_job(failed, events=[event])
 
-    def _store_change(self, job: Job, **told: Any) -> Job:
+    def _update_job(self, job: Job, **told: Any) -> Job:
         """Store a changed job, unless another control plane leads by now."""
         return self._jobs.update(job, fence=self._lease.fence, **told)
 
-    def _stop(self, submission_id: str) -> None:
+    def _stop_submission(self, submission_id: str) -> None:
         self._lease.check()
         self._cluster.stop(submission_id)
 
-    def _forget_ended(self) -> None:
+    def _forget_ended_jobs(self) -> None:
         """Forget the failures of jobs that have ended."""
         failing = self._backoff.names() - {_CLUSTER}
-        live = self._jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
-        self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in live}
+        live = (
+            self._jobs.find_live_jobs(failing | self._unexpected_errors.keys())
+            if failing or self._unexpected_errors
+            else set()
+        )
+        self._unexpected_errors = {
+            job_id: causes for job_id, causes in self._unexpected_errors.items() if job_id in live
+        }
         self._backoff.keep({_CLUSTER, *live})
-        self.jobs_put_off = len(failing & live)
+        self.num_backed_off_jobs = len(failing & live)
 
-    def _put_off(self, name: str, job: Job, error: Exception) -> None:
+    def _back_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.failed(name, self._clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
         with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
-            self._store.write_request(self._request_of(job))
+            self._store.write_request(self._make_request(job))
             self._lease.check()  # another control plane may have submitted it while the request was written
             entrypoint = self._parts.entrypoint
-            self._cluster.submit(_submission_id(job), entrypoint.shell(job.attempt_id), entrypoint.env)
-            submitted = self._store_change(self._seen_by_ray(job))
+            self._cluster.submit(_get_submission_id(job), entrypoint.format_command(job.attempt_id), entrypoint.env)
+            submitted = self._update_job(self._mark_submitted(job))
             self._log.info("submitted", job_id=job.id, submission_id=job.attempt.submission_id)
             return submitted
 
-    def _request_of(self, job: Job) -> AttemptRequest:
+    def _make_request(self, job: Job) -> AttemptRequest:
         """Return what the job's attempt reads when it starts."""
         organizations = self._parts.policies.policy(job.tenant).hub_organizations
-        files = self._parts.files_of(job.spec, job.tenant)
+        files = self._parts.find_files(job.spec, job.tenant)
         access = source_rules(self._settings).access(job.tenant, organizations, files)
-        targets = None if job.spec.publish.to is None else publish_targets(self._settings, job.tenant)
-        found = self._parts.parents.parent_of(job.spec, job.tenant)
+        targets = None if job.spec.publish.to is None else list_publish_targets(self._settings, job.tenant)
+        found = self._parts.parents.find_parent(job.spec, job.tenant)
         return AttemptRequest(
             job_id=job.id,
             attempt=job.attempt.number,
@@ -402,98 +415,106 @@ class Reconciler:
             traceparent=job.traceparent,
         )
 
-    def _follow(self, job: Job) -> Job:
-        submission = self._cluster.status(_submission_id(job))
+    def _poll_attempt(self, job: Job) -> Job:
+        submission = self._cluster.status(_get_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
-        seen = job if submission is None else self._seen_by_ray(job)
+        seen = job if submission is None else self._mark_submitted(job)
         # All events of an ended attempt are listed, so none can appear later.
         over = submission is None or submission.status.is_terminal
-        turn = None if over else self._polls.turn(job.id)
-        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
-        reading = read(seen, stored, now=int(self._clock()))
+        poll_number = None if over else self._polls.get_poll_number(job.id)
+        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MAX_EVENTS, poll_number)
+        update = apply_events(seen, stored, now=int(self._clock()))
         self._report_events(stored)
-        has_more = len(stored) == _MOST_EVENTS
-        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
-        self._polls.looked(job.id, now=self._clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        has_more = len(stored) == _MAX_EVENTS
+        after = (
+            self._finish_attempt(update, submission)
+            if over and not has_more
+            else self._update_running_job(job, update, submission)
+        )
+        self._polls.record_poll(
+            job.id, now=self._clock(), version=after.version, found_events=bool(stored), has_more=has_more
+        )
         return after
 
-    def _finish(self, reading: Reading, submission: Submission | None) -> Job:
-        ended = reading.job
+    def _finish_attempt(self, update: AttemptUpdate, submission: Submission | None) -> Job:
+        ended = update.job
         self._lease.check()
         if submission is not None:
-            self._store.save_logs(ended.attempt_id, self._cluster.logs(_submission_id(ended)))
-        model = decide(reading, submission, self._store)
-        settled = self._store_change(reading.job, events=reading.events, points=reading.points, model=model)
+            self._store.save_logs(ended.attempt_id, self._cluster.logs(_get_submission_id(ended)))
+        model = settle_attempt(update, submission, self._store)
+        settled = self._update_job(update.job, events=update.events, points=update.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:
-            self._tidy_up(ended.id)
+            self._discard_inputs(ended.id)
         return settled
 
-    def _tidy_up(self, job_id: str) -> None:
+    def _discard_inputs(self, job_id: str) -> None:
         """Discard the job's inputs. If the store is away they stay, which does not affect the job."""
         try:
             self._store.discard_inputs(job_id)
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
-    def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
+    def _update_running_job(self, before: Job, update: AttemptUpdate, submission: Submission | None) -> Job:
         """Store what a running attempt has reported, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or exceeded_limit(reading.job, self._clock(), submission, self._settings)
+        reason = update.job.attempt.stopping or find_exceeded_limit(
+            update.job, self._clock(), submission, self._settings
+        )
         if reason is not None:
-            reading.job = reading.job.with_attempt(stopping=reason)
-        policy = self._parts.policies.policy(reading.job.tenant)
-        over = over_cap(reading.job, policy, prices(self._settings), self._clock())
+            update.job = update.job.with_attempt(stopping=reason)
+        policy = self._parts.policies.policy(update.job.tenant)
+        over = find_exceeded_cost_cap(update.job, policy, prices(self._settings), self._clock())
         if over is not None:
-            reading.move(JobStatus.PAUSING, over)
-        if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.is_pause_requested:
+            update.move(JobStatus.PAUSING, over)
+        if update.job.status is JobStatus.PAUSING and not update.job.attempt.pause_requested:
             self._lease.check()
-            self._store.request_pause(reading.job.attempt_id)
-            reading.job = reading.job.with_attempt(is_pause_requested=True)
-        job = reading.job
+            self._store.request_pause(update.job.attempt_id)
+            update.job = update.job.with_attempt(pause_requested=True)
+        job = update.job
         if job != before:
-            job = self._store_change(job, events=reading.events, points=reading.points)
-        if _is_to_end(job):
-            self._stop(_submission_id(job))
+            job = self._update_job(job, events=update.events, points=update.points)
+        if _must_stop(job):
+            self._stop_submission(_get_submission_id(job))
         return job
 
-    def _seen_by_ray(self, job: Job) -> Job:
+    def _mark_submitted(self, job: Job) -> Job:
         return job.with_attempt(submitted_at=job.attempt.submitted_at or self._clock())
 
 
-def _is_to_end(job: Job) -> bool:
+def _must_stop(job: Job) -> bool:
     """Whether the attempt must be stopped now. One that pauses while it waits for a place has nothing to save."""
     waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
     return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
 
 
-def _will_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Whether a service is temporarily away. A missing or damaged object stays so."""
     is_lasting = isinstance(error, (ObjectNotFoundError, ArtifactCorruptError))
     return not is_lasting and isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an unexpected error as text that can be stored and shown."""
-    text = redact(f"{type(error).__name__}: {error}")[:_LONGEST_CAUSE]
+    text = redact(f"{type(error).__name__}: {error}")[:_MAX_ERROR_CHARS]
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 
 
-def _submission_id(job: Job) -> str:
+def _get_submission_id(job: Job) -> str:
     assert job.attempt.submission_id is not None, f"{job.id} is {job.status} without a submission id"
     return job.attempt.submission_id
 
 
 _INTERVAL_S = 60.0
-_FORGOTTEN_AFTER_S = 24 * 3600.0
+_RETENTION_S = 24 * 3600.0
 """A day, to look at it in Ray's dashboard. A known id cannot be started again, so it must outlast a submission by a
 process that was frozen in the middle of it."""
-_MOST_FORGOTTEN = 100
+_MAX_DELETIONS = 100
 """Most submissions that are deleted in a round."""
 
 
 @dataclass
-class Orphans:
+class OrphanCleaner:
     """Compares running attempts with stored jobs, every minute."""
 
     parts: Components
@@ -508,38 +529,38 @@ class Orphans:
             return
         self._next = now + _INTERVAL_S
         try:
-            self.stop()
+            self.stop_orphans()
         except ClusterUnavailableError as error:
             get_logger().info("orphans not looked for", reason=error.message)
 
-    def stop(self) -> None:
+    def stop_orphans(self) -> None:
         """Stop every attempt that runs for no job, and delete those that ended a day ago. Raises
         `ClusterUnavailableError` and `DatabaseUnavailableError`.
 
         A job is stored as starting before it is submitted, so an attempt that was listed before the jobs were read, and
         belongs to none of them, has no job.
         """
-        forgotten_before = self.parts.clock() - _FORGOTTEN_AFTER_S
-        listed = self.parts.cluster.listed()
-        looked_at = [each for each in listed if each.ended_at is None or each.ended_at < forgotten_before]
+        ended_before = self.parts.clock() - _RETENTION_S
+        list_submissions = self.parts.cluster.list_submissions()
+        looked_at = [each for each in list_submissions if each.ended_at is None or each.ended_at < ended_before]
         if not looked_at:
             return
         wanted = self.parts.jobs.attempts_on_cluster()
-        forgotten = 0
+        num_deleted = 0
         for submission in looked_at:
-            attempt = attempt_of(submission, self.parts.entrypoint.store_uri)
+            attempt = parse_attempt(submission, self.parts.entrypoint.store_uri)
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
                 continue
             if submission.ended_at is None:
                 get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
                 self.parts.cluster.stop(submission.submission_id)
                 self.stopped += 1
-            elif forgotten < _MOST_FORGOTTEN:
+            elif num_deleted < _MAX_DELETIONS:
                 self.parts.cluster.remove(submission.submission_id)
-                forgotten += 1
+                num_deleted += 1
 
 
-def attempt_of(submission: ListedSubmission, store_uri: str) -> AttemptId | None:
+def parse_attempt(submission: ListedSubmission, store_uri: str) -> AttemptId | None:
     """Return the attempt of a submission; None if it has another store, or is no attempt."""
     try:
         words = shlex.split(submission.entrypoint)

@@ -56,7 +56,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.loops import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.references import check_publication, uses_of
+from swiftkv_platform.control_plane.references import check_publication, find_uses
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     QuotaExceededError,
@@ -101,7 +101,7 @@ PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 
 @dataclass(frozen=True)
-class Placed:
+class ClusterJob:
     """Columns of a job that may have an attempt on the cluster."""
 
     id: str
@@ -112,7 +112,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class QueuedJob:
     """A job of the queue."""
 
     id: str
@@ -127,7 +127,7 @@ class QueueSnapshot:
     """Sum over each tenant's jobs on the cluster and deployments."""
     total: Demand
     """Sum over all deployments, and jobs on the cluster and in the queue."""
-    waiting: Mapping[str, Sequence[Waiting]]
+    waiting: Mapping[str, Sequence[QueuedJob]]
     """First jobs of each tenant that may start now: by priority, then by age."""
 
 
@@ -174,45 +174,45 @@ class JobRepository(Store):
             InvalidInputError: the spec names an uploaded file that was deleted.
             ConflictError: it publishes where another tenant does.
         """
-        if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
+        if idempotency is not None and (known := self.find_by_idempotency_key(job.tenant, idempotency)) is not None:
             return known
         try:
             with self._database.writing() as session:
-                self._check_room(session, job.tenant, policy)
+                self._check_quotas(session, job.tenant, policy)
                 if ids := file_ids(job.spec):
                     take_turn(self._database, session, job.tenant)
                     check_present(session, ids, job.tenant)
-                columns = _columns(job)
+                columns = make_job_columns(job)
                 if job.spec.publish.to is not None:
                     self._database.take_turns(session, "places that models are published to")
                     check_publication(session, columns["spec"], job.tenant)
                 session.add(JobRow(**columns))
                 session.flush()
-                session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(uses_of(columns["spec"])))
+                session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(find_uses(columns["spec"])))
                 self._add_events(session, job, [event])
                 if idempotency is not None:
                     session.add(IdempotencyRow(tenant=job.tenant, job_id=job.id, **vars(idempotency)))
         except (IntegrityError, QuotaExceededError):
             # Another request with the same key may have been faster.
-            known = self.recall(job.tenant, idempotency) if idempotency is not None else None
+            known = self.find_by_idempotency_key(job.tenant, idempotency) if idempotency is not None else None
             if known is None:
                 raise
             return known
         return job
 
-    def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+    def find_by_idempotency_key(self, tenant: str, idempotency: Idempotency) -> Job | None:
         """Return the job that the tenant's key was used for. Raises `IdempotencyConflictError` for another body."""
         with self._database.reading() as session:
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
                 return None
             idempotency.check(known.body_hash, known.job_id)
-            return _job(session.get_one(JobRow, known.job_id))
+            return _parse_job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Return a job. Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
         with self._database.reading() as session:
-            return _job(owned(session, JobRow, job_id, tenant))
+            return _parse_job(owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
@@ -224,15 +224,15 @@ class JobRepository(Store):
             wanted.append(JobRow.model == where.model)
         with self._database.reading() as session:
             rows = page_of(session, JobRow, page, tenant, *wanted)
-            jobs, left_out = readable(rows.items, _job)
+            jobs, left_out = readable(rows.items, _parse_job)
             return Slice(jobs, rows.has_more, left_out)
 
-    def on_cluster(self) -> Sequence[Placed]:
+    def on_cluster(self) -> Sequence[ClusterJob]:
         """Return all jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:
             rows = session.execute(query.where(JobRow.status.in_(ON_CLUSTER)).order_by(JobRow.id))
-            return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
+            return [ClusterJob(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
         """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
@@ -240,10 +240,10 @@ class JobRepository(Store):
         with self._database.reading() as session:
             for part in in_parts(ids):
                 rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
-                found |= {job.id: job for job in readable(rows, _job)[0]}
+                found |= {job.id: job for job in readable(rows, _parse_job)[0]}
         return [found[job_id] for job_id in ids if job_id in found]
 
-    def live_among(self, ids: Collection[str]) -> set[str]:
+    def find_live_jobs(self, ids: Collection[str]) -> set[str]:
         """Return those of the ids whose jobs have not ended."""
         found: set[str] = set()
         with self._database.reading() as session:
@@ -267,7 +267,7 @@ class JobRepository(Store):
         if without:
             ready = ready.where(JobRow.id.not_in(without))
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
-        waiting: dict[str, builtins.list[Waiting]] = {}
+        waiting: dict[str, builtins.list[QueuedJob]] = {}
         with self._database.reading() as session:
             held, asked = held_by_jobs(session, ON_CLUSTER), held_by_jobs(session, queued)
             for tenant, demand in held_by_deployments(session).items():
@@ -275,7 +275,7 @@ class JobRepository(Store):
             total = sum((*held.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs are adjacent in the index
                 rows = session.execute(first, {"of": tenant})
-                if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
+                if jobs := [QueuedJob(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
                     waiting[tenant] = jobs
         return QueueSnapshot(held, total, waiting)
 
@@ -326,7 +326,7 @@ class JobRepository(Store):
                     continue
                 updated = replace(job, version=job.version + 1)
                 guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
-                if session.scalar(guarded.values(**_columns(updated)).returning(JobRow.id)) is None:
+                if session.scalar(guarded.values(**make_job_columns(updated)).returning(JobRow.id)) is None:
                     continue  # cancelled, or paused, since it was chosen
                 self._add_events(session, updated, [event])
                 claimed.append(updated)
@@ -351,7 +351,7 @@ class JobRepository(Store):
         # An unknown status, stored by another version of this program, counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
         with self._database.reading() as session:
-            return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
+            return {job_id: _read_attempt_number(state) for job_id, state in session.execute(query)}
 
     def update(
         self,
@@ -372,7 +372,7 @@ class JobRepository(Store):
         if fence is not None:
             guarded = guarded.where(holds(fence))
         with self._database.writing() as session:
-            changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
+            changed = session.execute(guarded.values(**make_job_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
                 check_fence(session, fence)
                 message = f"job {job.id} has been changed since version {job.version} was read; read it again"
@@ -401,7 +401,7 @@ class JobRepository(Store):
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
-        after = None if page.after is None else _step(page.after)
+        after = None if page.after is None else _parse_step_cursor(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
             return Slice([value_of(MetricPoint, row) for row in rows.items], rows.has_more)
@@ -415,7 +415,7 @@ class JobRepository(Store):
             give_up_excess(session, deliveries, job.tenant, most)
             session.add_all(deliveries)
 
-    def _check_room(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
+    def _check_quotas(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
         """Raise `QuotaExceededError` if the tenant has as many jobs or bytes as it may; concurrent submissions of the
         tenant wait."""
         if policy is None:
@@ -426,7 +426,7 @@ class JobRepository(Store):
         check_bytes(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
 
 
-def _columns(job: Job) -> dict[str, Any]:
+def make_job_columns(job: Job) -> dict[str, Any]:
     state = _JOB.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
     demand = Demand.of(job.spec)
@@ -443,7 +443,7 @@ def _columns(job: Job) -> dict[str, Any]:
     }
 
 
-def _job(row: JobRow) -> Job:
+def _parse_job(row: JobRow) -> Job:
     """Return the row's job. Raises `UnreadableRowError`."""
     try:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
@@ -452,13 +452,13 @@ def _job(row: JobRow) -> Job:
         raise unreadable("job", row.id, error) from error
 
 
-def _attempt_number(state: Any) -> int | None:
+def _read_attempt_number(state: Any) -> int | None:
     attempt = state.get("attempt") if isinstance(state, dict) else None
     number = attempt.get("number") if isinstance(attempt, dict) else None
     return number if isinstance(number, int) else None
 
 
-def _step(cursor: str) -> int:
+def _parse_step_cursor(cursor: str) -> int:
     """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
     if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
         raise unknown_cursor(cursor)

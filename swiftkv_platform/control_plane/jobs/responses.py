@@ -100,8 +100,8 @@ class JobAnswer(Answer):
                 "status_reason": waits or job.status_reason,
                 "attempt": job.attempt.number,
                 "submission_id": job.attempt.submission_id,
-                "cost": prices.cost_of(job, now),
-                "estimated_cost": prices.final_cost_of(job, now),
+                "cost": prices.cost_so_far(job, now),
+                "estimated_cost": prices.estimate_final_cost(job, now),
                 "error": error,
                 "verdict": summarize_quality(job.result) if job.result else None,
                 "metadata": job.spec.metadata,
@@ -172,10 +172,10 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
-        return cls.model_validate({**vars(checkpoint), "id": checkpoint_id(checkpoint), "distilled_model": model})
+        return cls.model_validate({**vars(checkpoint), "id": make_checkpoint_id(checkpoint), "distilled_model": model})
 
 
-def checkpoint_id(checkpoint: StoredCheckpoint | CheckpointName) -> str:
+def make_checkpoint_id(checkpoint: StoredCheckpoint | CheckpointName) -> str:
     """Return the id of a checkpoint, unique within its job."""
     return f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
 
@@ -214,7 +214,7 @@ class TrackingFileAnswer(Answer):
     """Download address: for a limited time at S3, else at this server."""
 
 
-def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
+def paginate(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
     """Return a page of a list that is in memory."""
     descending = page.order == "desc"
     ordered = sorted(items, key=cursor, reverse=descending)

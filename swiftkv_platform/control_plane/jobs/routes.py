@@ -23,20 +23,20 @@ from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.components import (
     RAY_TIMEOUT_S,
     Components,
-    Deletions,
-    JobSpans,
-    Parts,
-    TheNodes,
-    TheRay,
-    TheSettings,
-    TheSpecParsers,
+    ComponentsDep,
+    DeletionsDep,
+    NodesDep,
+    RayProblemDep,
+    SettingsDep,
+    SpansDep,
+    SpecParsersDep,
 )
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
 from swiftkv_platform.control_plane.http.clients import WaitingClient
 from swiftkv_platform.control_plane.jobs.estimates import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.logs import Followers, LogFollowers, TheWatches, read_logs, read_tail
-from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_needs, why_waiting
+from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
+from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_bundle, explain_wait
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import (
     ArtifactFileAnswer,
@@ -48,8 +48,8 @@ from swiftkv_platform.control_plane.jobs.responses import (
     RecipeAnswer,
     ResumeRequest,
     TrackingFileAnswer,
-    checkpoint_id,
-    page_of,
+    make_checkpoint_id,
+    paginate,
 )
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
@@ -72,7 +72,9 @@ _LABEL = TypeAdapter[str](Label)
 class JobPresenter:
     """Makes the responses of jobs. It looks up Ray, the queue and the tenant's quota at most once per request."""
 
-    def __init__(self, request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes) -> None:
+    def __init__(
+        self, request: Request, parts: ComponentsDep, settings: SettingsDep, ray: RayProblemDep, nodes: NodesDep
+    ) -> None:
         self._parts, self._settings, self._ray, self._nodes = parts, settings, ray, nodes
         self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
         self._find_queue_places, self._find_held = cache(parts.jobs.queue_places), cache(parts.jobs.held)
@@ -86,10 +88,10 @@ class JobPresenter:
 
     def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
         demand, policy = Demand.of(job.spec), self._parts.policies.policy(job.tenant)
-        request = ResourceRequest.for_job(job.spec, driver_needs(self._settings))
+        request = ResourceRequest.for_job(job.spec, driver_bundle(self._settings))
         nodes = self._empty_nodes if self._reports_cluster else None
         cannot_fit = nodes is not None and not nodes.hold(request.bundles)
-        return why_waiting(
+        return explain_wait(
             job,
             place=place,
             running=self._num_running,
@@ -97,7 +99,7 @@ class JobPresenter:
             exceeded=(self._find_held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
             now=now,
             away=self._ray_problem if self._reports_cluster else None,
-            lacking=request.nowhere if cannot_fit else None,
+            lacking=request.wait_reason if cannot_fit else None,
         )
 
     @cached_property
@@ -117,7 +119,7 @@ class JobPresenter:
 Presenter = Annotated[JobPresenter, Depends(JobPresenter)]
 
 
-def _service(parts: Parts, settings: TheSettings, nodes: TheNodes, parsers: TheSpecParsers) -> JobService:
+def _service(parts: ComponentsDep, settings: SettingsDep, nodes: NodesDep, parsers: SpecParsersDep) -> JobService:
     return JobService(parts, settings, nodes, parsers)
 
 
@@ -133,7 +135,7 @@ class JobSubmitter:
         service: Service,
         caller: Submitter,  # before the client, since watching it reads from its connection
         client: WaitingClient,
-        spans: JobSpans,
+        spans: SpansDep,
         idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
         traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
     ) -> None:
@@ -179,7 +181,7 @@ def validate_job(
 @router.get("/jobs")
 def list_jobs(
     request: Request,
-    parts: Parts,
+    parts: ComponentsDep,
     caller: Reader,
     presenter: Presenter,
     page: NewestFirst,
@@ -187,12 +189,12 @@ def list_jobs(
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
 ) -> ListAnswer[JobAnswer]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
-    where = JobFilter(status, model, metadata_asked_for(request, _METADATA))
+    where = JobFilter(status, model, parse_metadata_filter(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return list_answer(found, presenter.present, order=page.order)
 
 
-def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[str, str]:
+def parse_metadata_filter(request: Request, before: str, after: str = "") -> dict[str, str]:
     """Return the metadata of a query, whose names stand between `before` and `after`. Raises `InvalidInputError` for a
     name that cannot be a key of a job's metadata."""
     asked = {
@@ -210,7 +212,9 @@ def metadata_asked_for(request: Request, before: str, after: str = "") -> dict[s
 
 
 @router.get("/jobs/{job_id}")
-def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, presenter: Presenter) -> JobAnswer:
+def get_job(
+    job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, presenter: Presenter
+) -> JobAnswer:
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
@@ -239,7 +243,7 @@ def resume_job(
 
 
 @router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
-def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) -> None:
+def delete_job(job_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Writer) -> None:
     """Delete a job that has ended, with its model and all its data; its objects are removed in the sweeper's next
     round.
 
@@ -250,17 +254,17 @@ def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) 
 
 
 _TEXT = "text/plain; charset=utf-8"
-_LARGEST = (1 << 63) - 1
+_MAX_INT64 = (1 << 63) - 1
 
 
 @router.get("/jobs/{job_id}/events", response_model=ListAnswer[EventAnswer])
 def list_events(
     request: Request,
     job_id: str,
-    parts: Parts,
+    parts: ComponentsDep,
     _stream: Streamed,
     caller: Reader,
-    watches: TheWatches,
+    watches: WatchedJobsDep,
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
@@ -276,7 +280,7 @@ def list_events(
 
 
 async def _follow_events(
-    parts: Components, followers: Followers, caller: Caller, job_id: str, after: str | None
+    parts: Components, followers: EventFollowers, caller: Caller, job_id: str, after: str | None
 ) -> AsyncIterator[dict[str, str]]:
     """Yield server-sent events until the job's last one; if the database fails, the stream ends and clients
     reconnect."""
@@ -293,7 +297,7 @@ async def _follow_events(
 
 @router.get("/jobs/{job_id}/metrics")
 def list_metrics(
-    job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
+    job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, page: OldestFirst
 ) -> ListAnswer[MetricPointAnswer]:
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -301,7 +305,7 @@ def list_metrics(
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
 
 
-async def _hold_follower(
+async def _reserve_follower(
     request: Request,
     _stream: Streamed,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
@@ -318,14 +322,14 @@ async def _hold_follower(
 async def get_logs(
     request: Request,
     job_id: str,
-    parts: Parts,
-    follow: Annotated[bool, Depends(_hold_follower)],
+    parts: ComponentsDep,
+    follow: Annotated[bool, Depends(_reserve_follower)],
     caller: Fetcher,
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
     ] = None,
-    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte to send")] = 0,
-    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="maximum number of bytes to send")] = None,
+    offset: Annotated[int, Query(ge=0, le=_MAX_INT64, description="first byte to send")] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=_MAX_INT64, description="maximum number of bytes to send")] = None,
 ) -> Response:
     """Return the output of the attempts, one after the other, streamed as it is read; the middle of a long log is left
     out."""
@@ -351,26 +355,28 @@ _URL_LIFETIME_S = 3600
 
 
 @router.get("/jobs/{job_id}/checkpoints")
-def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+def list_checkpoints(
+    job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
+) -> ListAnswer[CheckpointAnswer]:
     """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
-    chosen = _chosen_checkpoint(parts.attempts, job)
+    chosen = _find_model_checkpoint(parts.attempts, job)
 
     def answer(checkpoint: StoredCheckpoint) -> CheckpointAnswer:
         return CheckpointAnswer.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
 
-    return list_answer(page_of_checkpoints(parts.attempts, job_id, page), answer)
+    return list_answer(list_checkpoint_page(parts.attempts, job_id, page), answer)
 
 
-def page_of_checkpoints(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
+def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
     """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
     names = attempts.list_checkpoint_names(job_id)
-    remaining = page_of(names, checkpoint_id, replace(page, limit=max(len(names), 1))).items
+    remaining = paginate(names, make_checkpoint_id, replace(page, limit=max(len(names), 1))).items
     found = attempts.read_checkpoints(remaining, page.limit + 1)
     return Slice(found[: page.limit], has_more=len(found) > page.limit)
 
 
-def _chosen_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
+def _find_model_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
     """Return the key of the checkpoint that the job's model is made of: the newest attempt's at the model's step."""
     step = ((job.result or {}).get("training") or {}).get("step")
     names = [name for name in reversed(attempts.list_checkpoint_names(job.id)) if name.step == step]
@@ -379,7 +385,7 @@ def _chosen_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
 
 @router.get("/jobs/{job_id}/artifacts")
 def list_artifacts(
-    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
+    request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[ArtifactFileAnswer]:
     """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -390,15 +396,17 @@ def list_artifacts(
         url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
         return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
 
-    kept = page_of(list(_files(parts, job).items()), lambda item: item[0], page)
+    kept = paginate(list(_list_artifact_files(parts, job).items()), lambda item: item[0], page)
     return list_answer(kept, answer, lambda file: file.path)
 
 
 @router.get("/jobs/{job_id}/artifacts/{path:path}", response_class=StreamingResponse)
-def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
+def download_artifact(
+    job_id: str, path: str, parts: ComponentsDep, _stream: Streamed, caller: Fetcher
+) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
-    file = _files(parts, job).get(path)
+    file = _list_artifact_files(parts, job).get(path)
     if file is None:
         message = f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them"
         raise NotFoundError(message, field="path", value=path)
@@ -411,11 +419,11 @@ def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, c
 
 @router.get("/jobs/{job_id}/tracking")
 def list_tracking_files(
-    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
+    request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[TrackingFileAnswer]:
     """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    kept = page_of(list(parts.attempts.list_tracking_files(job_id).items()), lambda item: item[0], page)
+    kept = paginate(list(parts.attempts.list_tracking_files(job_id).items()), lambda item: item[0], page)
 
     def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
         path, file = item
@@ -428,7 +436,7 @@ def list_tracking_files(
 
 @router.get("/jobs/{job_id}/tracking/{tracking_path:path}", response_class=StreamingResponse)
 def download_tracking_file(
-    job_id: str, tracking_path: str, parts: Parts, _stream: Streamed, caller: Fetcher
+    job_id: str, tracking_path: str, parts: ComponentsDep, _stream: Streamed, caller: Fetcher
 ) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -440,7 +448,7 @@ def download_tracking_file(
     return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
 
 
-def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
+def _list_artifact_files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
     """Files by path, the manifest itself included."""
     if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
         return {}
@@ -455,12 +463,12 @@ _EDITOR_LINE = "# yaml-language-server:"
 
 
 @cache
-def recipes() -> Sequence[RecipeAnswer]:
+def load_recipes() -> Sequence[RecipeAnswer]:
     """Return all recipes by id; they are part of the installation, and read once."""
-    return [_recipe(name, path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()]
+    return [_parse_recipe(name, path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()]
 
 
-def _recipe(name: str, text: str) -> RecipeAnswer:
+def _parse_recipe(name: str, text: str) -> RecipeAnswer:
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
     head = takewhile(lambda line: line.startswith("#"), text.splitlines())
     description = " ".join(line.removeprefix("#").strip() for line in head)
@@ -471,5 +479,5 @@ def _recipe(name: str, text: str) -> RecipeAnswer:
 @router.get("/recipes")
 def list_recipes(_caller: Reader, page: OldestFirst) -> ListAnswer[RecipeAnswer]:
     """List the job specs that ship with the platform, by id."""
-    kept = page_of(recipes(), lambda recipe: recipe.id, page)
+    kept = paginate(load_recipes(), lambda recipe: recipe.id, page)
     return list_answer(kept, lambda recipe: recipe, order=page.order)

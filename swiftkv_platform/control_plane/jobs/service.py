@@ -19,11 +19,11 @@ from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.clients import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
+    add_time,
     check_spec,
+    find_speed,
     prices,
     reads_files,
-    speed_for,
-    with_time,
 )
 from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
@@ -39,11 +39,11 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import MAX_SPEC_BYTES
 
-_UPDATE_TRIES = 5
+_MAX_UPDATE_ATTEMPTS = 5
 """Tries to store a change, since the reconciler may change the job between reading and writing."""
-_MEASURED_JOBS = 100
+_MAX_MEASURED_JOBS = 100
 """Newest jobs that are searched for a measured speed."""
-_UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
+_ACTIVE = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
 
 @dataclass
@@ -63,25 +63,25 @@ class JobService:
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
         """
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
-        earlier = self.parts.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
-        speed = speed_for(spec, earlier, self.settings.flops_per_second)
-        spec, found = self._check(spec, caller, client)
-        return with_time(found, spec, speed, prices(self.settings))
+        earlier = self.parts.jobs.list(Page(limit=_MAX_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        speed = find_speed(spec, earlier, self.settings.flops_per_second)
+        spec, found = self._validate_spec(spec, caller, client)
+        return add_time(found, spec, speed, prices(self.settings))
 
-    def _check(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
+    def _validate_spec(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
         """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
         estimate."""
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
-        self._check_entity(spec, caller.tenant)
+        self._check_wandb_entity(spec, caller.tenant)
         organizations = self.parts.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
             to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
         if spec.is_publish_only:
             self._check_demand(spec, caller.tenant)
-            return self._continued(spec, caller, JobEstimate())
-        files = self.parts.files_of(spec, caller.tenant, usable_at=self.parts.clock())
+            return self._resolve_parent(spec, caller, JobEstimate())
+        files = self.parts.find_files(spec, caller.tenant, usable_at=self.parts.clock())
         access = source_rules(self.settings).access(caller.tenant, organizations, files)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
@@ -94,11 +94,11 @@ class JobService:
                 value=spec.limits.cost_cap,
             )
         found = self.parsers.run(client, check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
-        return self._continued(spec, caller, found)
+        return self._resolve_parent(spec, caller, found)
 
-    def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
+    def _resolve_parent(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
         """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
-        parent = self.parts.parents.parent_of(spec, caller.tenant)
+        parent = self.parts.parents.find_parent(spec, caller.tenant)
         if parent is not None:
             spec = spec.model_copy(update={"swiftkv": spec.swiftkv.inherit_from(parent.spec.swiftkv)})
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
@@ -121,10 +121,13 @@ class JobService:
         have changed since. Raises `IdempotencyConflictError` if the key was used with another body,
         `QuotaExceededError` if the tenant has too many jobs, and as `validate`.
         """
-        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
-        if idempotency is not None and (known := self.parts.jobs.recall(caller.tenant, idempotency)) is not None:
+        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _compute_digest(spec))
+        if (
+            idempotency is not None
+            and (known := self.parts.jobs.find_by_idempotency_key(caller.tenant, idempotency)) is not None
+        ):
             return known
-        spec, estimate = self._check(spec, caller, client)
+        spec, estimate = self._validate_spec(spec, caller, client)
         now = int(self.parts.clock())
         job = Job(
             id=new_id("job"),
@@ -136,15 +139,15 @@ class JobService:
             planned_memory=estimate.memory_per_worker,
             traceparent=traceparent,
         )
-        self._check_answer(job)
+        self._check_response(job)
         policy = self.parts.policies.policy(caller.tenant)
         return self.parts.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
 
-    def _check_answer(self, job: Job) -> None:
+    def _check_response(self, job: Job) -> None:
         """Serialise the job's answer, so that no job is stored that could not be returned."""
         JobAnswer.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
 
-    def _check_entity(self, spec: JobSpec, tenant: str) -> None:
+    def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""
         wandb, allowed = spec.tracking.wandb, self.parts.policies.policy(tenant).wandb_entities
         if not wandb.entity or wandb.mode in ("offline", "disabled"):
@@ -189,7 +192,7 @@ class JobService:
                 events.append(event)
             return cancelled, events
 
-        return self._change(job_id, caller, step)
+        return self._update_job(job_id, caller, step)
 
     def pause(self, job_id: str, caller: Caller) -> Job:
         """Ask a job to checkpoint and leave the cluster; repeating is harmless. Raises as `cancel`."""
@@ -202,7 +205,7 @@ class JobService:
             paused, event = transition(job, status, now=now, reason=reason)
             return paused, [event]
 
-        return self._change(job_id, caller, step)
+        return self._update_job(job_id, caller, step)
 
     def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again, from its last checkpoint; a queued or running job stays as it is. `cost_cap`
@@ -210,21 +213,21 @@ class JobService:
         `ConflictError` for one that has cost more than its cap, or was resumed too often."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
-            if job.status in _UNDER_WAY:
+            if job.status in _ACTIVE:
                 return job, []
             if cost_cap is not None:
                 limits = job.spec.limits.model_copy(update={"cost_cap": cost_cap})
                 job = replace(job, spec=job.spec.model_copy(update={"limits": limits}))
-            self._check_cost(job)
+            self._check_cost_cap(job)
             queued, event = requeue(job, now=now, reason=Reason(ReasonCode.RESUMED, f"resumed by {caller.name}"))
             _check_resumptions(job)
             return replace(queued, resumptions=job.resumptions + 1), [event]
 
-        return self._change(job_id, caller, step)
+        return self._update_job(job_id, caller, step)
 
-    def _check_cost(self, job: Job) -> None:
+    def _check_cost_cap(self, job: Job) -> None:
         cap = lowest_cost_cap(job.spec, self.parts.policies.policy(job.tenant))
-        cost = prices(self.settings).cost_of(job, self.parts.clock())
+        cost = prices(self.settings).cost_so_far(job, self.parts.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
                 f"job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a `cost_cap` above its "
@@ -233,14 +236,14 @@ class JobService:
                 value=cap,
             )
 
-    def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
+    def _update_job(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
         """Apply `step` to the job and store the result, again if others change the job meanwhile. No events mean no
         change."""
-        for _ in range(_UPDATE_TRIES):
+        for _ in range(_MAX_UPDATE_ATTEMPTS):
             changed, events = step(self.parts.jobs.get(job_id, tenant=caller.tenant), int(self.parts.clock()))
             if not events:
                 return changed
-            self._check_answer(changed)
+            self._check_response(changed)
             try:
                 return self.parts.jobs.update(changed, events=events)
             except StaleVersionError as error:
@@ -258,7 +261,7 @@ def _check_resumptions(job: Job) -> None:
         raise ConflictError(message, field="job_id", value=job.id)
 
 
-def _digest(spec: JobSpec) -> str:
+def _compute_digest(spec: JobSpec) -> str:
     """Return the digest of a spec, independent of how the spec was written."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -26,12 +26,12 @@ from swiftkv_platform.specs.training import ParentName, TrainingSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 
 FROM = "training.from"
-_LONGEST_STEM = 80
+_MAX_STEM_CHARS = 80
 """Characters of a job's name that are used in the name of a model of its checkpoint."""
-_TRAINED = ("qkv", "tail", "all")
+_TRAINABLE_BY_SIZE = ("qkv", "tail", "all")
 """Values of `distillation.trainable`; each includes what the values before it train."""
-_MOST_ANCESTORS = 64
-_MOST_NAMED = 20
+_MAX_ANCESTORS = 64
+_MAX_NAMED_STEPS = 20
 """Most steps that a message lists."""
 
 
@@ -55,19 +55,19 @@ class Parents:
     models: Registry
     objects: AttemptStore
 
-    def parent_of(self, spec: JobSpec, tenant: str) -> FoundParent | None:
+    def find_parent(self, spec: JobSpec, tenant: str) -> FoundParent | None:
         """Find a spec's parent; None for a spec that starts from its teacher. Raises as `find`."""
         return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
 
     def find(self, reference: str, tenant: str) -> FoundParent:
         """Find a parent by its name. Raises `InvalidInputError` if the tenant does not have it, and `StorageError`."""
         name = ParentName.parse(reference)
-        return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
+        return self._find_model(name.model, tenant) if name.model is not None else self._find_checkpoint(name, tenant)
 
-    def ancestors(self, job_id: str | None, tenant: str) -> list[AncestorAnswer]:
+    def list_ancestors(self, job_id: str | None, tenant: str) -> list[AncestorAnswer]:
         """List a job's parent, the parent of that parent's job, and so on, as far as jobs are stored."""
         found: list[AncestorAnswer] = []
-        while job_id is not None and len(found) < _MOST_ANCESTORS:
+        while job_id is not None and len(found) < _MAX_ANCESTORS:
             try:
                 name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
                 if name is None:
@@ -79,14 +79,14 @@ class Parents:
             found.append(AncestorAnswer(name=name, job_id=job_id))
         return found
 
-    def _model(self, model_id: str, tenant: str) -> FoundParent:
+    def _find_model(self, model_id: str, tenant: str) -> FoundParent:
         try:
             model = self.models.get_model(model_id, tenant=tenant)
             job = None if model.job_id is None else self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
-            raise _refused(model_id, "there is no such model; GET /models lists them") from error
+            raise _make_error(model_id, "there is no such model; GET /models lists them") from error
         if self.objects.read_manifest_at(model.prefix) is None:
-            raise _refused(model_id, "its files are not in the object store; use another model")
+            raise _make_error(model_id, "its files are not in the object store; use another model")
         parent = Parent(
             name=model.id,
             kind="model",
@@ -94,24 +94,24 @@ class Parents:
             job_id=model.job_id or str(model.lineage.get("job_id", "")),
             sha256=model.manifest_digest,
         )
-        return FoundParent(parent, job, _trained_by(model, job), model.attempt)
+        return FoundParent(parent, job, _find_training_spec(model, job), model.attempt)
 
-    def _checkpoint(self, name: ParentName, tenant: str) -> FoundParent:
+    def _find_checkpoint(self, name: ParentName, tenant: str) -> FoundParent:
         assert name.job is not None, "a name is a model's or a checkpoint's"
         try:
             job = self.jobs.get(name.job, tenant=tenant)
         except NotFoundError as error:
-            raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists them") from error
+            raise _make_error(str(name), f"there is no job {name.job}; GET /jobs lists them") from error
         if job.spec.sweep is not None:
-            raise _refused(
+            raise _make_error(
                 str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
             )
         newest_first = self.objects.list_checkpoint_names(job.id)[::-1]
         wanted = [each for each in newest_first if each.step == name.step and name.attempt in (None, each.attempt)]
         newest = next(iter(self.objects.read_checkpoints(wanted, 1)), None)
         if newest is None:
-            known = self.objects.read_checkpoints(newest_first, _MOST_NAMED)
-            raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(known)}")
+            known = self.objects.read_checkpoints(newest_first, _MAX_NAMED_STEPS)
+            raise _make_error(str(name), f"{job.id} has no such checkpoint; {_describe_steps(known)}")
         parent = Parent(
             name=str(ParentName(job=job.id, step=newest.step, attempt=newest.attempt)),
             kind="checkpoint",
@@ -123,18 +123,18 @@ class Parents:
         return FoundParent(parent, job, job.spec, newest.attempt)
 
 
-def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
+def make_publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
     """Return the spec of a job that makes a model of a checkpoint: the checkpoint's own spec with no steps. `changes`
     replace `metadata` as a whole, and single fields of other objects.
 
     Raises `InvalidInputError` for a parent that is already a model, and `ValidationError` for changes that do not fit.
     """
-    parent, theirs = found.parent, found.spec
+    parent, parent_spec = found.parent, found.spec
     if parent.kind == "model":
         message = f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)"
         raise InvalidInputError(message, field="from_checkpoint", value=parent.name)
-    document = theirs.model_dump(mode="json")
-    document["name"] = f"{theirs.name[:_LONGEST_STEM]}-step-{parent.step}"
+    document = parent_spec.model_dump(mode="json")
+    document["name"] = f"{parent_spec.name[:_MAX_STEM_CHARS]}-step-{parent.step}"
     document["training"] |= {"from": parent.name, "max_steps": 0, "load_optimizer_state": False}
     for name, value in changes.items():
         merges = isinstance(value, Mapping) and name != "metadata"
@@ -147,14 +147,14 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
 
     Without the teacher's `num_hidden_layers`, l is compared as it was given.
     """
-    parent, theirs = found.parent, found.spec
-    of_parent = _student(theirs, num_hidden_layers)
-    for field, ours in _student(spec, num_hidden_layers).items():
+    parent, parent_spec = found.parent, found.spec
+    of_parent = _list_student_fields(parent_spec, num_hidden_layers)
+    for field, ours in _list_student_fields(spec, num_hidden_layers).items():
         if ours != of_parent[field]:
-            raise _unlike(field, ours, of_parent[field], parent)
-    own, trained = spec.distillation.trainable, theirs.distillation.trainable
-    if _TRAINED.index(own) < _TRAINED.index(trained):
-        raise _unlike("distillation.trainable", own, trained, parent)
+            raise _make_mismatch_error(field, ours, of_parent[field], parent)
+    own, trained = spec.distillation.trainable, parent_spec.distillation.trainable
+    if _TRAINABLE_BY_SIZE.index(own) < _TRAINABLE_BY_SIZE.index(trained):
+        raise _make_mismatch_error("distillation.trainable", own, trained, parent)
     if spec.training.load_optimizer_state:
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
@@ -170,7 +170,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         and found.job.status.holds_cluster
         and found.attempt == found.job.attempt.number
     ):
-        raise _refused(
+        raise _make_error(
             parent.name,
             f"{found.job.id} is {found.job.status}, and may delete its checkpoints as it goes on (checkpoint.keep); "
             "pause it, or wait for its end",
@@ -188,36 +188,38 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
     for field in ("optimizer.name", "distillation.trainable"):
         ours, needed = attrgetter(field)(spec), attrgetter(field)(found.spec)
         if ours != needed:
-            raise _unlike(field, ours, needed, found.parent, unless=", or training.load_optimizer_state false")
+            raise _make_mismatch_error(
+                field, ours, needed, found.parent, unless=", or training.load_optimizer_state false"
+            )
 
 
-def _student(spec: JobSpec, num_hidden_layers: int | None) -> dict[str, Any]:
+def _list_student_fields(spec: JobSpec, num_hidden_layers: int | None) -> dict[str, Any]:
     """Return the fields, and their values, that must be equal in a job and its parent."""
     shape = spec.swiftkv.request.comparable(num_hidden_layers)
     of_model = {"model.name_or_path": spec.model.name_or_path, "model.revision": spec.model.revision}
     return of_model | {f"swiftkv.{name}": value for name, value in shape.items()}
 
 
-def _trained_by(model: Model, job: Job | None) -> JobSpec:
+def _find_training_spec(model: Model, job: Job | None) -> JobSpec:
     if job is not None and job.spec.sweep is None:
         return job.spec
     try:
         return JobSpec.model_validate(model.lineage.get("spec"), context=STORED_CONTEXT)
     except ValidationError as error:
-        raise _refused(model.id, "its lineage does not say which spec it was trained with") from error
+        raise _make_error(model.id, "its lineage does not say which spec it was trained with") from error
 
 
-def _there_are(known: Sequence[StoredCheckpoint]) -> str:
+def _describe_steps(known: Sequence[StoredCheckpoint]) -> str:
     if not known:
         return "it has none; use a job whose checkpoints have not been removed"
     return f"it has steps {', '.join(map(str, sorted({each.step for each in known})))}"
 
 
-def _refused(name: str, problem: str) -> InvalidInputError:
+def _make_error(name: str, problem: str) -> InvalidInputError:
     return InvalidInputError(f"{FROM} is {name!r}: {problem}", field=FROM, value=name)
 
 
-def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
+def _make_mismatch_error(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
     return InvalidInputError.for_field(
         field, ours, f", and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}{unless}"
     )
@@ -229,7 +231,7 @@ _LONGEST_PUBLISHED = 90
 """Characters of a model's name that are used in the name of a job that publishes it."""
 
 
-def publish_targets(settings: Settings, tenant: str) -> tuple[str, ...]:
+def list_publish_targets(settings: Settings, tenant: str) -> tuple[str, ...]:
     """Return the prefixes of `publish.to` that the operator opens to a tenant, since the platform writes there with its
     own credentials; its workers check their writes against them."""
     return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in settings.publish_targets)
@@ -238,7 +240,7 @@ def publish_targets(settings: Settings, tenant: str) -> tuple[str, ...]:
 def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settings) -> str:
     """Return the target, a directory with its links resolved. Raises `InvalidInputError` for one that is not
     allowed."""
-    opened = publish_targets(settings, tenant)
+    opened = list_publish_targets(settings, tenant)
     if publish.to.startswith("/"):  # a symbolic link may lead anywhere
         real = os.path.realpath(publish.to)
         if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
@@ -253,17 +255,17 @@ def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settin
     )
 
 
-def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
+def make_copy_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
     """Return the spec of a job that copies a model, and neither trains nor evaluates."""
-    theirs = found.spec
+    parent_spec = found.spec
     training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
     return JobSpec(
-        name=f"publish-{theirs.name[:_LONGEST_PUBLISHED]}",
-        model=theirs.model,
-        swiftkv=theirs.swiftkv,
-        distillation=theirs.distillation,
+        name=f"publish-{parent_spec.name[:_LONGEST_PUBLISHED]}",
+        model=parent_spec.model,
+        swiftkv=parent_spec.swiftkv,
+        distillation=parent_spec.distillation,
         training=training,
-        resources=theirs.resources.model_copy(
+        resources=parent_spec.resources.model_copy(
             update={"num_workers": 1, "gpus_per_worker": 0, "accelerator_type": None}
         ),
         publish=PublishSpec(to=publish.to, private=publish.private),

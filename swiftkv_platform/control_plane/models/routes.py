@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.components import Deletions, Parts, TheImportParsers, TheSettings
+from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
 from swiftkv_platform.control_plane.http.clients import WaitingClient
@@ -29,7 +29,7 @@ from swiftkv_platform.control_plane.models.answers import (
     compare,
 )
 from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.models.parents import copying_spec, publishing_spec
+from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
@@ -37,7 +37,7 @@ from swiftkv_platform.web.bodies import BodyRoute
 router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
-def _registry(parts: Parts) -> RegistryService:
+def _registry(parts: ComponentsDep) -> RegistryService:
     return RegistryService(parts.registry, clock=parts.clock, policies=parts.policies)
 
 
@@ -51,7 +51,7 @@ _NEWEST_CHANGES = 20
 
 
 @router.get("/models")
-def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
+def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
     return list_answer(found, ModelAnswer.of)
@@ -59,7 +59,12 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
 def create_model(
-    body: CreateModel, parts: Parts, caller: Submitter, submission: Submission, presenter: Presenter, response: Response
+    body: CreateModel,
+    parts: ComponentsDep,
+    caller: Submitter,
+    submission: Submission,
+    presenter: Presenter,
+    response: Response,
 ) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
 
@@ -68,7 +73,7 @@ def create_model(
     """
     found = parts.parents.find(body.from_checkpoint, caller.tenant)
     try:
-        spec = publishing_spec(found, body.changes())
+        spec = make_publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
     return set_location(response, presenter.present(submission.submit(spec)))
@@ -77,9 +82,9 @@ def create_model(
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
 def import_model(
     body: ImportModel,
-    parts: Parts,
-    settings: TheSettings,
-    parsers: TheImportParsers,
+    parts: ComponentsDep,
+    settings: SettingsDep,
+    parsers: ImportParsersDep,
     caller: Uploader,  # before the client, since watching it reads from its connection
     client: WaitingClient,
 ) -> ModelAnswer:
@@ -101,12 +106,12 @@ def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
 
 
 @router.get("/models/{model_id}/lineage")
-def get_lineage(model_id: str, parts: Parts, caller: Reader, service: Service) -> LineageAnswer:
+def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageAnswer:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
     deployments = parts.deployments.deployments_of(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
     history = parts.registry.promotions_about(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
-    return LineageAnswer.of(model, deployments, history, parts.parents.ancestors(model.job_id, caller.tenant))
+    return LineageAnswer.of(model, deployments, history, parts.parents.list_ancestors(model.job_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
@@ -121,7 +126,7 @@ def publish_model(
     model_id: str,
     body: PublicationSpec,
     service: Service,
-    parts: Parts,
+    parts: ComponentsDep,
     caller: Submitter,
     submission: Submission,
     presenter: Presenter,
@@ -133,7 +138,7 @@ def publish_model(
     If the operator allows no such target, the request is answered with 422.
     """
     model = service.find(model_id, caller.tenant)
-    spec = copying_spec(parts.parents.find(model.id, caller.tenant), body)
+    spec = make_copy_spec(parts.parents.find(model.id, caller.tenant), body)
     return set_location(response, presenter.present(submission.submit(spec)))
 
 
@@ -161,7 +166,7 @@ def promote_model(
 
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
-def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Deployer) -> None:
+def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Deployer) -> None:
     """Delete a model. Its job stays, and its objects are removed in the sweeper's next round.
 
     A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names the holder.
@@ -171,7 +176,7 @@ def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Depl
 
 @router.get("/aliases")
 def list_aliases(
-    parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
+    parts: ComponentsDep, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
 ) -> ListAnswer[AliasAnswer]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)

@@ -36,7 +36,7 @@ class Entrypoint:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables. They must hold no secrets: Ray shows them to everyone with access to its dashboard."""
 
-    def shell(self, attempt: AttemptId) -> str:
+    def format_command(self, attempt: AttemptId) -> str:
         """Join the command and its arguments to one line for a shell."""
         arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
         return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
@@ -76,14 +76,14 @@ class ListedSubmission:
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
-_LONGEST_SILENCE_S = 60.0
+_MAX_REPORT_AGE_S = 60.0
 _GROUP = "ray.io/node-group"
 """Label of a node that names its node group."""
 _USAGE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
 _COUNTED = re.compile(r"(CPU|GPU|memory)$|accelerator")
 """Names of resources that jobs ask for; Ray has others, of placement groups, that come and go."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_LONGEST_READ_S = 3600
+_LOG_TIMEOUT_S = 3600
 """Seconds after which Ray breaks off reading a log; its own default is 30."""
 
 
@@ -129,29 +129,29 @@ class RayJobs:
 
     def status(self, submission_id: str) -> Submission | None:
         """Return the submission's present state; None if the cluster does not know the id."""
-        response = self._dashboard.request("GET", _path(submission_id))
+        response = self._dashboard.request("GET", _make_path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return None
         document = self._dashboard.document(response, f"look up {submission_id}")
         return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
 
-    def listed(self) -> Sequence[ListedSubmission]:
+    def list_submissions(self) -> Sequence[ListedSubmission]:
         """Return all submissions that the cluster knows, whoever submitted them."""
         response = self._dashboard.request("GET", "/api/jobs/")
         self._dashboard.check(response, "list its jobs")
         # Drivers that connected by themselves are listed as well, and have no submission.
-        return [_listed(job) for job in response.json() if job.get("submission_id")]
+        return [_parse_submission(job) for job in response.json() if job.get("submission_id")]
 
     def stop(self, submission_id: str) -> None:
         """Ask the cluster to stop a submission; harmless for one that has ended or is unknown."""
-        response = self._dashboard.request("POST", f"{_path(submission_id)}/stop")
+        response = self._dashboard.request("POST", f"{_make_path(submission_id)}/stop")
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"stop {submission_id}")
 
     def remove(self, submission_id: str) -> None:
         """Delete an ended submission from the cluster; harmless for one that is unknown. Raises
         `ClusterUnavailableError` for one that has not ended."""
-        response = self._dashboard.request("DELETE", _path(submission_id))
+        response = self._dashboard.request("DELETE", _make_path(submission_id))
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"delete {submission_id}")
 
@@ -159,14 +159,14 @@ class RayJobs:
         """Return the entrypoint's output so far, or its last `tail_lines` lines, as UTF-8 in pieces and without this
         process's credentials; nothing for an unknown id."""
         # In pieces from the log's file: Ray's own `/logs` holds all of it in three processes.
-        response = self._dashboard.request("GET", _path(submission_id))
+        response = self._dashboard.request("GET", _make_path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return
         node = self._dashboard.document(response, f"look up {submission_id}").get("driver_node_id")
         if node is None:
             return  # not started yet
         lines = _ALL_LINES if tail_lines is None else tail_lines
-        params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LONGEST_READ_S}
+        params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LOG_TIMEOUT_S}
         text = LogText()
         try:
             with self._dashboard.stream("/api/v0/logs/file", params) as response:
@@ -185,7 +185,7 @@ class RayJobs:
         """Stream the output, in the form of `logs`, over a WebSocket, which Ray closes when the submission has ended
         and its log is sent."""
         text = LogText()
-        async with aclosing(self._dashboard.messages(f"{_path(submission_id)}/logs/tail")) as messages:
+        async with aclosing(self._dashboard.messages(f"{_make_path(submission_id)}/logs/tail")) as messages:
             async for message in messages:
                 yield text.feed(message)
         yield text.close()
@@ -198,30 +198,30 @@ class RayJobs:
         with node groups, from the state of autoscaler v2.
         """
         try:
-            report = self._data("/api/cluster_status")["clusterStatus"]
+            report = self._get_data("/api/cluster_status")["clusterStatus"]
             if report is None and self._node_groups:
-                return self._nodes_of_v2()
+                return self._list_nodes_of_v2()
             if report["time"] != self._report[0]:
                 self._report = report["time"], self._clock()
-            return _nodes_of_v1(report) if self._clock() - self._report[1] <= _LONGEST_SILENCE_S else None
+            return _parse_nodes_of_v1(report) if self._clock() - self._report[1] <= _MAX_REPORT_AGE_S else None
         except (ValueError, LookupError, TypeError, AttributeError):  # a report of another version, or none yet
             return None
 
-    def _nodes_of_v2(self) -> list[Node]:
-        told = self._data("/api/v0/nodes?detail=1&limit=10000")["result"]["result"]
+    def _list_nodes_of_v2(self) -> list[Node]:
+        told = self._get_data("/api/v0/nodes?detail=1&limit=10000")["result"]["result"]
         alive = [node for node in told if node["state"] == "ALIVE"]
-        usage = self._data("/nodes?view=summary")["nodeLogicalResources"]
+        usage = self._get_data("/nodes?view=summary")["nodeLogicalResources"]
         present = Counter(node["labels"].get(_GROUP) for node in alive)
         nodes = []
         for node in alive:
-            held = {name: amount for line in usage[node["node_id"]].splitlines() for name, amount in _held(line)}
+            held = {name: amount for line in usage[node["node_id"]].splitlines() for name, amount in _parse_usage(line)}
             total = {name: float(amount) for name, amount in node["resources_total"].items() if _COUNTED.match(name)}
             nodes.append(Node(total, {name: amount - held.get(name, 0.0) for name, amount in total.items()}))
         for name, group in self._node_groups.items():
             nodes += [Node(group.resources, group.resources)] * (group.max_nodes - present[name])
         return nodes
 
-    def _data(self, path: str) -> Any:
+    def _get_data(self, path: str) -> Any:
         response = self._dashboard.request("GET", path)
         if not response.is_success:
             raise LookupError(path)
@@ -235,14 +235,14 @@ class RayJobs:
         self._dashboard.close()
 
 
-def _listed(job: Mapping[str, Any]) -> ListedSubmission:
+def _parse_submission(job: Mapping[str, Any]) -> ListedSubmission:
     ended = SubmissionStatus(job["status"]).is_terminal
     # Milliseconds. A submission that was lost before it began has no end time.
     ended_at = (job.get("end_time") or job.get("start_time") or 0) / 1000 if ended else None
     return ListedSubmission(job["submission_id"], job["entrypoint"], ended_at)
 
 
-def _nodes_of_v1(report: Any) -> list[Node] | None:
+def _parse_nodes_of_v1(report: Any) -> list[Node] | None:
     """Return the nodes of a report; None if an autoscaler enlarges the cluster. Without one, each node is its own
     group."""
     groups = report["autoscalerReport"]["nodeTypeMapping"]
@@ -257,22 +257,22 @@ def _nodes_of_v1(report: Any) -> list[Node] | None:
     ]
 
 
-def _held(line: str) -> Iterator[tuple[str, float]]:
+def _parse_usage(line: str) -> Iterator[tuple[str, float]]:
     """Yield a resource of a node and how much of it is allocated, placement groups included, from a line of autoscaler
     v2: `CPU` and 2.0 of `1.0/2.0 CPU (0.0 used of 1.0 reserved in placement groups)`."""
     found = _USAGE.fullmatch(line)
     if found is not None:
         used, name, used_there, reserved = found.groups(default="0")
-        yield name, _amount(used) - _amount(used_there) + _amount(reserved)
+        yield name, _parse_amount(used) - _parse_amount(used_there) + _parse_amount(reserved)
 
 
-def _amount(text: str) -> float:
+def _parse_amount(text: str) -> float:
     """Parse a number, or bytes with their unit."""
     number = text.rstrip("BKMGTi")
     return float(number) * _UNITS[text[len(number) :]]
 
 
-def _path(submission_id: str) -> str:
+def _make_path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
 
 

@@ -44,7 +44,7 @@ class FakeCluster:
         found = self.submissions.get(submission_id)
         return None if found is None else found.state
 
-    def listed(self) -> list[ListedSubmission]:
+    def list_submissions(self) -> list[ListedSubmission]:
         self.check()
         return [
             ListedSubmission(name, found.entrypoint, found.ended_at if found.state.status.is_terminal else None)

@@ -30,7 +30,7 @@ from tests.unit.jobs.attempts import request, said
 
 
 def arguments(store: Path, protocol: int) -> list[str]:
-    *command, _ = shlex.split(Entrypoint((), str(store)).shell(AttemptId("job", 1)))
+    *command, _ = shlex.split(Entrypoint((), str(store)).format_command(AttemptId("job", 1)))
     return [*command, str(protocol)]
 
 

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.jobs.estimates import estimate, speed_for, with_time
+from swiftkv_platform.control_plane.jobs.estimates import add_time, estimate, find_speed
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings
@@ -138,7 +138,7 @@ def test_the_page_shows_what_is_planned_and_was_run_dry() -> None:
             accelerator = {"accelerator_type": "L4" if ON_ONE_GPU[path] == 24 else "H100"}
             spec = spec.model_copy(update={"resources": spec.resources.model_copy(update=accelerator)})
         planned = estimate(spec, teacher_config(spec), (), num_tokens=160_000_000)
-        planned = with_time(planned, spec, speed_for(spec, (), None))
+        planned = add_time(planned, spec, find_speed(spec, (), None))
         sizes = (planned.memory_per_worker, *(found[phase]["peak"] for phase in ("train", "calibrate", "evaluate")))
         gigabytes = " | ".join(f"{size / 1e9:.{1 if size > 1e8 else 3}f}" for size in sizes)
         minutes = "" if planned.seconds is None else f"{planned.seconds / 60:,.0f}"

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.clients import Turns
 from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.logs import Followers, Watches
+from swiftkv_platform.control_plane.jobs.logs import EventFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
@@ -73,7 +73,7 @@ async def take(stream: AsyncIterator[Event], count: int) -> list[str]:
 
 
 async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
-    followers = Followers(events.read, Turns())
+    followers = EventFollowers(events.read, Turns())
     streams = [followers.follow("job_1", "a", None, has_ended=False) for _ in range(FOLLOWERS)]
     for stream in streams:
         assert await take(stream, 250) == [str(number) for number in range(250)]
@@ -93,7 +93,7 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
 
 
 async def test_a_follower_of_a_job_that_has_ended_hears_its_events_and_ends(events: Events) -> None:
-    stream = Followers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
+    stream = EventFollowers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
     assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
 
 
@@ -110,7 +110,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
             reading[tenant] -= 1
         return Slice([Event(new_id("evt"), job_id, 0, "message", job_id)], has_more=False)
 
-    followers = Followers(read, Turns())
+    followers = EventFollowers(read, Turns())
     streams = [followers.follow(f"{tenant}{n}", tenant, None, has_ended=False) for tenant in "ab" for n in range(8)]
     heard = await asyncio.gather(*(take(stream, 3) for stream in streams))
     assert heard == [[f"{tenant}{n}"] * 3 for tenant in "ab" for n in range(8)]
@@ -121,7 +121,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_KEPT", 10)
-    followers = Followers(events.read, Turns())
+    followers = EventFollowers(events.read, Turns())
     async with (
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as fast,
@@ -135,7 +135,7 @@ async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, m
 
 
 async def test_every_follower_is_told_that_the_database_is_away(events: Events) -> None:
-    followers = Followers(events.read, Turns())
+    followers = EventFollowers(events.read, Turns())
     streams = [followers.follow("job_1", "a", "evt_248", has_ended=False) for _ in range(3)]
     for stream in streams:
         assert await take(stream, 1) == ["249"]
@@ -209,7 +209,7 @@ class Noted:
 
 def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> None:
     jobs, clock = Noted(), StillClock()
-    watches = Watches(jobs, clock)  # type: ignore[arg-type]
+    watches = WatchedJobs(jobs, clock)  # type: ignore[arg-type]
     for _ in range(100):
         watches.note("a")
         watches.note("b")
@@ -221,7 +221,7 @@ def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> Non
 
 def test_only_the_newest_of_very_many_jobs_are_remembered() -> None:
     jobs = Noted()
-    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
+    watches = WatchedJobs(jobs, StillClock())  # type: ignore[arg-type]
     for number in (*range(1500), 1499, 0):
         watches.note(str(number))
     assert [job_id for job_id, _ in jobs.until[1499:]] == ["1499", "0"], "0 was forgotten, so it is marked again"
@@ -229,7 +229,7 @@ def test_only_the_newest_of_very_many_jobs_are_remembered() -> None:
 
 def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> None:
     jobs = Noted(away=True)
-    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
+    watches = WatchedJobs(jobs, StillClock())  # type: ignore[arg-type]
     watches.note("a")
     jobs.away = False
     watches.note("a")
@@ -240,6 +240,6 @@ def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
     jobs = JobRepository(sqlite_database, Tenants())
     started, event = start(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
-    found = Watches(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))
+    found = WatchedJobs(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))
     assert [item.data["status"] for item in found.items] == ["queued", "starting"]
     assert jobs.on_cluster()[0].watched_until == 1060.0

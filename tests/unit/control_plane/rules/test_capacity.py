@@ -143,7 +143,7 @@ def test_another_control_plane_knows_what_runs(plane: Plane, reconciler: Reconci
     plane.submit(resources=workers(2))
     reconciler.tick()
     second = plane.submit(resources=workers(2))
-    plane.reconciler(max_running_jobs=9, polls=PollSchedule(most=0)).tick()
+    plane.reconciler(max_running_jobs=9, polls=PollSchedule(max_polls=0)).tick()
     assert plane.get(second).status is JobStatus.QUEUED
 
 

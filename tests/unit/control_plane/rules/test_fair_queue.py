@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import FairQueue, why_waiting
+from swiftkv_platform.control_plane.jobs.queue import FairQueue, explain_wait
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.support.records import held_by, snapshot_of
@@ -56,7 +56,7 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
 def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
     snapshot = snapshot_of(live, most=len(live), now=now)
-    chosen = queue.next(snapshot, EVERYTHING_FITS, room=room)
+    chosen = queue.choose_next(snapshot, EVERYTHING_FITS, max_starts=room)
     by_id = {item.id: item for item in live}
     return [by_id[item.id] for item in chosen]
 
@@ -166,11 +166,11 @@ def make_job(status: JobStatus = JobStatus.QUEUED) -> Job:
 
 def test_a_retry_says_why_it_is_one_and_what_it_waits_for() -> None:
     job = replace(make_job(), status_reason=REASON, not_before=160.0)
-    told = why_waiting(job, place=1, running=2, slots=2, exceeded=None, now=100.0)
+    told = explain_wait(job, place=1, running=2, slots=2, exceeded=None, now=100.0)
     assert (told.code, told.field) == (REASON.code, REASON.field)
     rest = "its next attempt starts in 60 s or later; 2 jobs run, and there are 2 slots for all tenants"
     assert told.message == f"{REASON.message}; {rest}"
-    assert why_waiting(job, place=1, running=1, slots=2, exceeded=None, now=200.0) == REASON
+    assert explain_wait(job, place=1, running=1, slots=2, exceeded=None, now=200.0) == REASON
 
 
 def test_a_status_changes_only_as_the_table_says() -> None:

@@ -12,7 +12,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
-from swiftkv_platform.control_plane.jobs.repository import Placed
+from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import LEASE_S, LONGEST_LEASE_S, ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
@@ -209,18 +209,18 @@ def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     assert turns == ["b"]
 
 
-def placed(count: int) -> list[Placed]:
-    return [Placed(f"job_{number:04d}", JobStatus.RUNNING, version=1, watched_until=0.0) for number in range(count)]
+def placed(count: int) -> list[ClusterJob]:
+    return [ClusterJob(f"job_{number:04d}", JobStatus.RUNNING, version=1, watched_until=0.0) for number in range(count)]
 
 
-def looks(polls: PollSchedule, jobs: list[Placed], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
+def looks(polls: PollSchedule, jobs: list[ClusterJob], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
     """Seconds at which each job is looked at, with a tick a second; the first jobs report something each second."""
     seen: dict[str, list[int]] = {job.id: [] for job in jobs}
     for now in range(seconds):
-        for job_id in polls.due(jobs, float(now)):
+        for job_id in polls.choose_due(jobs, float(now)):
             seen[job_id].append(now)
             heard = int(job_id.removeprefix("job_")) < speaking
-            polls.looked(job_id, now=float(now), version=1, heard=heard, has_more=False)
+            polls.record_poll(job_id, now=float(now), version=1, found_events=heard, has_more=False)
     return seen
 
 
@@ -242,7 +242,7 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
     watched = replace(jobs[0], watched_until=1000.0)
     cancelling = replace(jobs[1], status=JobStatus.CANCELLING)
     changed = replace(jobs[2], version=2)
-    due = polls.due([watched, cancelling, changed, *jobs[3:]], 101.0)
+    due = polls.choose_due([watched, cancelling, changed, *jobs[3:]], 101.0)
     assert {"job_0000", "job_0001", "job_0002"} <= set(due)
     assert due[0] == "job_0002", "the changed job comes first"
     assert len(due) < 20
@@ -251,24 +251,26 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
 def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
     polls, jobs = PollSchedule(), placed(100)
     looks(polls, jobs, 2)
-    assert polls.due(jobs, 2.0) == []
-    polls.looked("job_0007", now=2.0, version=1, heard=True, has_more=True)
-    assert polls.due(jobs, 2.0) == ["job_0007"]
+    assert polls.choose_due(jobs, 2.0) == []
+    polls.record_poll("job_0007", now=2.0, version=1, found_events=True, has_more=True)
+    assert polls.choose_due(jobs, 2.0) == ["job_0007"]
 
 
 def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
-    polls, jobs = PollSchedule(most=50), placed(400)
+    polls, jobs = PollSchedule(max_polls=50), placed(400)
     seen = looks(polls, jobs, 120)
     for now in range(120):
         assert sum(now in times for times in seen.values()) <= 50
     assert all(times for times in seen.values())
-    polls.due(jobs[1:], 120.0)
-    assert (polls.turn("job_0000"), polls.turn("job_0001") > 0) == (0, True), "a job off the cluster is forgotten"
+    polls.choose_due(jobs[1:], 120.0)
+    assert (polls.get_poll_number("job_0000"), polls.get_poll_number("job_0001") > 0) == (0, True), (
+        "a job off the cluster is forgotten"
+    )
     assert {min(times) for times in seen.values()} == set(range(8))
 
 
 def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdue() -> None:
-    polls, jobs = PollSchedule(most=16), placed(400)
+    polls, jobs = PollSchedule(max_polls=16), placed(400)
     jobs[250] = replace(jobs[250], watched_until=1000.0)
     assert gaps(looks(polls, jobs, 100)["job_0250"])[-50:] == [1] * 50
     everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]

@@ -10,7 +10,7 @@ from sqlalchemy import delete, text
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
-from swiftkv_platform.control_plane.jobs.reconciler import Orphans, Reconciler
+from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, Reconciler
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.support.fakes.attempt_store import FakeWorker
@@ -20,8 +20,8 @@ from tests.unit.control_plane.rules.conftest import Plane
 STORE = "memory://test"
 
 
-def orphans(plane: Plane) -> Orphans:
-    return Orphans(plane.parts)
+def orphans(plane: Plane) -> OrphanCleaner:
+    return OrphanCleaner(plane.parts)
 
 
 def started(plane: Plane) -> Job:
@@ -41,7 +41,7 @@ def test_a_submission_that_arrives_after_its_job_was_cancelled_is_stopped(plane:
     for status in (JobStatus.STARTING, JobStatus.CANCELLING, JobStatus.CANCELLED):
         moved, event = transition(plane.get(job), status, now=1000)
         plane.jobs.update(moved, events=[event])
-    plane.cluster.submit(f"{job.id}-1", entrypoint.shell(AttemptId(job.id, 1)), {})
+    plane.cluster.submit(f"{job.id}-1", entrypoint.format_command(AttemptId(job.id, 1)), {})
     orphans(plane).tick()
     assert not runs(plane, f"{job.id}-1")
 
@@ -51,7 +51,7 @@ def test_it_looks_once_a_minute_and_waits_for_a_cluster_that_is_away(plane: Plan
     plane.cluster.away = True
     stopper.tick()
     plane.cluster.away = False
-    plane.cluster.submit("job_1-1", Entrypoint(("python",), STORE).shell(AttemptId("job_1", 1)), {})
+    plane.cluster.submit("job_1-1", Entrypoint(("python",), STORE).format_command(AttemptId("job_1", 1)), {})
     stopper.tick()
     assert runs(plane, "job_1-1")
     plane.clock.now += 60
@@ -69,8 +69,8 @@ def test_what_no_job_has_is_stopped_and_what_one_has_runs_on(plane: Plane) -> No
     later = replace(replaced.attempt, number=2, submission_id=f"{replaced.id}-2")
     plane.jobs.update(replace(replaced, attempt=later))
     others = (
-        ("job_1-1", Entrypoint(("python",), "s3://another/store").shell(AttemptId("job_1", 1))),
-        ("job_1-9", Entrypoint(("python",), STORE).shell(AttemptId("job_1", 1))),
+        ("job_1-1", Entrypoint(("python",), "s3://another/store").format_command(AttemptId("job_1", 1))),
+        ("job_1-9", Entrypoint(("python",), STORE).format_command(AttemptId("job_1", 1))),
         ("raysubmit_1", "python train.py --store memory://test"),
         ("raysubmit_2", "echo 'unfinished"),
     )
@@ -93,7 +93,7 @@ def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: P
         plane.cluster.submissions[f"{job.id}-1"].log = "trained\n"
         plane.end(job, SubmissionStatus.SUCCEEDED if job is done else SubmissionStatus.FAILED)
     plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # before any control plane has seen it
-    other = Entrypoint(("python",), "s3://another/store").shell(AttemptId("job_1", 1))
+    other = Entrypoint(("python",), "s3://another/store").format_command(AttemptId("job_1", 1))
     plane.cluster.submit("job_1-1", other, {})
     plane.cluster.finish("job_1-1", SubmissionStatus.SUCCEEDED)
     stopper, ended = orphans(plane), {f"{job.id}-1" for job in (retried, done)}
@@ -101,7 +101,7 @@ def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: P
     assert ended < plane.cluster.submissions.keys(), "they stay in Ray's dashboard for a day"
     plane.clock.now += 24 * 3600 + 1
     for _ in range(2):
-        stopper.stop()
+        stopper.stop_orphans()
         assert not ended & plane.cluster.submissions.keys()
         assert {f"{followed.id}-1", "job_1-1"} <= plane.cluster.submissions.keys()
     assert stopper.stopped == 0
@@ -134,7 +134,7 @@ def test_submissions_are_listed_with_their_ends() -> None:
     ]
     script.on("GET", "/api/jobs/", json_answer(listed))
     with serve(script) as url:
-        found = [(each.submission_id, each.entrypoint, each.ended_at) for each in RayJobs(url).listed()]
+        found = [(each.submission_id, each.entrypoint, each.ended_at) for each in RayJobs(url).list_submissions()]
     assert found == [("a-1", "one", None), ("a-2", "two", None), ("a-3", "three", 7.5), ("a-4", "lost", 1.0)]
 
 

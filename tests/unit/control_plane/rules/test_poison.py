@@ -134,11 +134,11 @@ def test_a_store_that_is_away_for_one_job_fails_none(plane: Plane) -> None:
     plane.worker(good).say("status", status="running")
     turn(plane, reconciler, 600)
     assert plane.get(good).status is JobStatus.RUNNING
-    assert (plane.get(job).status, reconciler.jobs_put_off) == (JobStatus.STARTING, 1)
+    assert (plane.get(job).status, reconciler.num_backed_off_jobs) == (JobStatus.STARTING, 1)
     store.jobs.clear()
     plane.worker(job).say("status", status="running")
     turn(plane, reconciler, 60)
-    assert (plane.get(job).status, reconciler.jobs_put_off) == (JobStatus.RUNNING, 0)
+    assert (plane.get(job).status, reconciler.num_backed_off_jobs) == (JobStatus.RUNNING, 0)
 
 
 def test_a_surprise_now_and_then_fails_no_job(plane: Plane) -> None:
@@ -194,7 +194,7 @@ def test_events_with_numbers_out_of_range_are_warnings(plane: Plane) -> None:
     for number, event in enumerate(OUT_OF_RANGE.values(), 1):
         plane.objects.put_bytes(AttemptId(job.id, 1).event_key("driver", number), event)
     turn(plane, reconciler, 3)
-    assert reconciler.jobs_put_off == 0
+    assert reconciler.num_backed_off_jobs == 0
     warnings = plane.events(job)[-len(OUT_OF_RANGE) :]
     for event in warnings:
         assert (event.level, event.type, "is not valid" in event.message) == ("warn", "message", True)

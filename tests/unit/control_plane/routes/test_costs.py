@@ -132,7 +132,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
     assert priced.get(f"/jobs/{job_id}")["status"] == "running"
     clock.now += 1
     priced.tick()
-    assert priced.parts.attempts.pause_requested(AttemptId(job_id, 1)), "it has time to write a checkpoint"
+    assert priced.parts.attempts.is_pause_requested(AttemptId(job_id, 1)), "it has time to write a checkpoint"
     checkpoint = worker.checkpoint(1)
     worker.say("status", status="paused")
     for _ in range(2):

@@ -127,7 +127,7 @@ def paused_once(world: World, attempt: int, age: int) -> None:
         succeed(world, attempt, age)
         if attempt == 1:
             world.plane.service.pause(world.job.id, ANN)
-    elif world.plane.store.pause_requested(AttemptId(world.job.id, attempt)):
+    elif world.plane.store.is_pause_requested(AttemptId(world.job.id, attempt)):
         worker = world.plane.worker(world.job, attempt)
         worker.checkpoint(1)
         worker.say("status", status="paused")

@@ -45,7 +45,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
     for _ in range(2):
         assert plane.service.pause(job.id, ANN).status is JobStatus.PAUSING
     plane.tick()
-    assert plane.store.pause_requested(AttemptId(job.id, 1))
+    assert plane.store.is_pause_requested(AttemptId(job.id, 1))
     running = plane.cluster.status(f"{job.id}-1")
     assert running.status is SubmissionStatus.RUNNING, "the attempt has time to write a checkpoint"
 
@@ -63,7 +63,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
         assert (resumed.status, resumed.attempt.number, resumed.retries) == (JobStatus.QUEUED, 2, 0)
     plane.tick()
     assert plane.store.read_request(AttemptId(job.id, 2)).resume_from == checkpoint
-    assert not plane.store.pause_requested(AttemptId(job.id, 2))
+    assert not plane.store.is_pause_requested(AttemptId(job.id, 2))
     assert plane.statuses(job) == ["queued", "starting", "running", "pausing", "paused", "queued", "starting"]
 
 

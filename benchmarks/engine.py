@@ -304,7 +304,7 @@ def counted() -> dict[Any, Any]:
         torch.ops.mkldnn._linear_pointwise: _linear_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     }
-    if kernels.available():
+    if kernels.is_available():
         own = torch.ops.swiftkv_cpu
         formulas |= {own.linear: _packed_flops, own.logits: _packed_flops, own.layers: _layers_flops}
     return formulas

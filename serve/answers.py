@@ -66,7 +66,7 @@ class Answers:
     @property
     def outputs(self) -> list[RequestOutput]:
         """Newest output of each choice that has one, by choice; may be ahead of what has been read."""
-        return [stream.newest[index] for stream in self._streams for index in sorted(stream.newest)]
+        return [stream.newest_outputs[index] for stream in self._streams for index in sorted(stream.newest_outputs)]
 
     @property
     def num_tokens(self) -> int:

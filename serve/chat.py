@@ -44,8 +44,8 @@ async def chat_prompt(
     tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
     texts += [_text(part) for part in (*(tools or ()), *variables.values())]
     if tokenizer is not None:
-        engine.reader.check_text(*texts, field="messages")
-    return await engine.readers.run_unadmitted(
+        engine.input_processor.check_text(*texts, field="messages")
+    return await engine.tokenizer_threads.run_unadmitted(
         lambda: render_chat(tokenizer, messages, tools=tools, variables=variables, **options),
         sum(map(len, texts)),
         sender,

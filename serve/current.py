@@ -89,9 +89,9 @@ class Version:
     @cached_property
     def body_limits(self) -> tuple[int, int]:
         """Most bytes and most values of a request body, as its context requires."""
-        text = self.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
+        text = self.engine.input_processor.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
         max_model_len = self.engine.model.context_length
-        of_all = min(max_model_len * self.engine.max_sequences, REPLICA_TOKEN_IDS.default)
+        of_all = min(max_model_len * self.engine.max_sequences_per_caller, REPLICA_TOKEN_IDS.default)
         num_values = REPLICA_BODY_VALUES.default + max(max_model_len, of_all)
         return min(BASE_BODY_BYTES + text, REPLICA_BODY_BYTES.default), num_values
 
@@ -139,7 +139,7 @@ class Version:
         if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
             return render()
         num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
-        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN, sender)
+        return await self.engine.tokenizer_threads.run(render, num_tokens * _BYTES_PER_TOKEN, sender)
 
     async def drain(self) -> None:
         """Wait until no request uses this version, then close its engine and candidate."""

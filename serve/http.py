@@ -145,14 +145,14 @@ def create_http_app(
         """Convert text to token ids."""
         version, text = current.version, body.prompt
         tokenizer = _tokenizer(version)
-        version.engine.reader.check_text(text)
+        version.engine.input_processor.check_text(text)
 
         def encode() -> Response:
             encoded = tokenizer(text, add_special_tokens=body.add_special_tokens, return_attention_mask=False)
             tokens: list[int] = encoded["input_ids"]
             return JSONResponse({"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens})
 
-        return await version.engine.readers.run_unadmitted(encode, len(text), caller.sender)
+        return await version.engine.tokenizer_threads.run_unadmitted(encode, len(text), caller.sender)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Response:
@@ -176,7 +176,7 @@ def create_http_app(
                 )
             return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
-        return await version.engine.readers.run_unadmitted(decode, len(tokens), caller.sender)
+        return await version.engine.tokenizer_threads.run_unadmitted(decode, len(tokens), caller.sender)
 
     @app.get("/health", openapi_extra=OPEN)
     async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:

@@ -98,9 +98,9 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
 def _whole(directory: Path, served: Served) -> Iterator[Path]:
     """Yield the directory of the whole model, available within the context. For an adapter it includes the base, which
     is found like a job's teacher, under the tenant's rules."""
-    from swiftkv_platform.configs.adapter import ADAPTER
+    from swiftkv_platform.configs.adapter import ADAPTER_FILE
 
-    if not (directory / ADAPTER).is_file():
+    if not (directory / ADAPTER_FILE).is_file():
         yield directory
         return
     from swiftkv_platform.model.weights.adapters import whole_model

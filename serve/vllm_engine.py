@@ -30,12 +30,12 @@ from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.fairness import FairTurns
-from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
+from swiftkv_platform.engine.fairness import FairSemaphore
+from swiftkv_platform.engine.frontend import AdmittedRequest, EngineFrontend
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription, describe_model
 from swiftkv_platform.engine.outputs import EngineState, FinishReason, StepResult, TokenLogprobs
-from swiftkv_platform.engine.requests import RequestReader
+from swiftkv_platform.engine.requests import InputProcessor
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.logs import get_logger
@@ -224,13 +224,13 @@ class VLLMEngine(EngineFrontend):
 
     def __init__(self, llm: AsyncLLM, config: EngineConfig, model: ModelDescription, stats: Stats) -> None:
         # vLLM refuses to load with a KV cache smaller than the context, so any prompt within the context fits.
-        reader = RequestReader(model, config, num_slots=model.context_length)
-        super().__init__(config, model, reader, GrammarCompiler(model, config))
+        input_processor = InputProcessor(model, config, num_slots=model.context_length)
+        super().__init__(config, model, input_processor, GrammarCompiler(model, config))
         self.llm = llm
         self._stats = stats
         self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
-        of_all, of_one = max_running(config)
-        self._turns = FairTurns(of_all, of_one=of_one)
+        of_all, max_per_sender = max_running(config)
+        self._turns = FairSemaphore(of_all, max_per_sender=max_per_sender)
         self._unfinished: set[Sequence] = set()
         self._unread: set[Sequence] = set()
         """Unfinished sequences that have no token yet."""
@@ -261,18 +261,18 @@ class VLLMEngine(EngineFrontend):
     def check_health(self) -> None:
         """Raise `EngineDeadError` if vLLM's processes have ended or the engine was closed."""
         if self._failure is None and self.llm.errored:
-            self._break_down(self.llm.dead_error)
+            self._handle_failure(self.llm.dead_error)
         super().check_health()
 
-    async def _begin(self, admitted: Admitted) -> None:
+    async def _start_request(self, admitted: AdmittedRequest) -> None:
         sender, request_id = admitted.sender, admitted.stream.request_id
         self._check_waiting_tokens(sender)
         salt = {"cache_salt": sender.tenant} if sender.tenant else {}
         prompt = TokensPrompt(prompt_token_ids=list(admitted.request.token_ids), **salt)
-        sequences = self.reader.sequences(
+        sequences = self.input_processor.make_sequences(
             request_id, admitted.request, priority=admitted.priority, sender=sender, constraint=admitted.constraint
         )
-        admitted.stream.open()
+        admitted.stream.start_delivery()
         tasks = self._tasks[request_id] = set()
         for sequence in sequences:
             self._unfinished.add(sequence)
@@ -281,18 +281,18 @@ class VLLMEngine(EngineFrontend):
             tasks.add(task)
             task.add_done_callback(partial(self._ended, sequence, tasks))
 
-    def _abort(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         for task in self._tasks.get(request_id, ()):
             task.cancel()  # which also aborts vLLM's request
 
-    async def _stop(self) -> None:
+    async def _stop_engine(self) -> None:
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for task in tasks:
             task.cancel()
-        reader = self.llm.output_handler
-        if reader is not None:  # otherwise it would report the end of vLLM's processes as a failure
-            reader.cancel()
-        await asyncio.gather(*tasks, *([] if reader is None else [reader]), return_exceptions=True)
+        output_handler = self.llm.output_handler
+        if output_handler is not None:  # otherwise it would report the end of vLLM's processes as a failure
+            output_handler.cancel()
+        await asyncio.gather(*tasks, *([] if output_handler is None else [output_handler]), return_exceptions=True)
         await asyncio.to_thread(_shut_down, self.llm)
 
     async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
@@ -302,7 +302,7 @@ class VLLMEngine(EngineFrontend):
         try:
             params = vllm_params(sequence, seed=None if drawn else sequence.seed)
             async with (
-                self._turns.turn(sequence.sender, priority=sequence.priority),
+                self._turns.hold(sequence.sender, priority=sequence.priority),
                 aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs,
             ):
                 async for output in outputs:
@@ -310,7 +310,7 @@ class VLLMEngine(EngineFrontend):
                     if sequence.finish_reason is None and sequence.constraint is not None:
                         # vLLM computes grammars up to llguidance's larger limits, while all requests wait. Abort a
                         # request that exceeds our limits before that.
-                        await asyncio.to_thread(sequence.constraint.allowed, sequence.answer)
+                        await asyncio.to_thread(sequence.constraint.compute_allowed_mask, sequence.output_token_ids)
                         if sequence.constraint.failure is not None:
                             self._put(sequence, StepResult())
                     if sequence.finish_reason is not None:
@@ -319,7 +319,7 @@ class VLLMEngine(EngineFrontend):
             field = getattr(error, "parameter", None) or "prompt"
             self._put(sequence, StepResult(error=str(error), error_field=field))
         except VLLMDeadError as error:
-            self._break_down(error)
+            self._handle_failure(error)
         except Exception as error:
             get_logger().error("vllm_request_failed", request_id=sequence.request_id, exc_info=error)
             self._put(sequence, StepResult(error=f"vLLM could not answer: {error!r}"))
@@ -328,7 +328,7 @@ class VLLMEngine(EngineFrontend):
         """Process a delta of vLLM's, which has several tokens if they were generated faster than read."""
         [completion] = output.outputs
         token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
-        if not sequence.generates:
+        if not sequence.can_generate:
             token_ids, logprobs = [], []
         results = [StepResult(token_ids=[token], logprobs=logprobs[at : at + 1]) for at, token in enumerate(token_ids)]
         results = results or [StepResult()]
@@ -351,14 +351,14 @@ class VLLMEngine(EngineFrontend):
         """Apply a result to the sequence, and deliver its output to the stream."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.start(num_cached_tokens=0)
-        sequence.take(result)
+        sequence.apply_result(result)
         if sequence.finish_reason is None and sequence.constraint is not None and sequence.constraint.failure:
-            sequence.take(StepResult(error=sequence.constraint.failure, error_field=sequence.constraint.name))
+            sequence.apply_result(StepResult(error=sequence.constraint.failure, error_field=sequence.constraint.name))
         if sequence.finish_reason is None and ended is not None:
             sequence.finish(_REASONS.get(ended, "abort"))
         if sequence.finish_reason is not None:
             self._unfinished.discard(sequence)
-        self._deliver([sequence.output()])
+        self._deliver_outputs([sequence.make_output()])
 
     def _ended(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
         """Clean up after a sample's task has ended or was cancelled before it began."""

@@ -23,7 +23,7 @@ from swiftkv_platform.web.problems import make_error_problem, to_openai_error
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.detokenizer import Vocabulary
-    from swiftkv_platform.engine.requests import RequestReader
+    from swiftkv_platform.engine.requests import InputProcessor
     from swiftkv_platform.serve.current import Version
 
 
@@ -46,8 +46,8 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 class CompletionChoices:
     """Builds the choices of one text completion, whole or in pieces. `echo`: each choice begins with its prompt."""
 
-    def __init__(self, reader: RequestReader, *, echo: bool = False) -> None:
-        self._reader = reader
+    def __init__(self, input_processor: InputProcessor, *, echo: bool = False) -> None:
+        self._input_processor = input_processor
         self._echo = echo
         self._echoed: dict[int, Echoed] = {}
 
@@ -57,7 +57,7 @@ class CompletionChoices:
         text, prompt = output.text[old_text:], Echoed()
         if self._echo:
             if since is None or index not in self._echoed:
-                self._echoed[index] = echoed(self._reader, output)
+                self._echoed[index] = echoed(self._input_processor, output)
             prompt = self._echoed[index]
             text = text if since else prompt.text + text
         logprobs = None
@@ -74,7 +74,7 @@ class CompletionChoices:
         return {"index": index, "text": text, "logprobs": logprobs, **_end(output)}
 
     def _logprobs(self, entries: Sequence[tuple[int, Any]], offsets: Sequence[int]) -> dict[str, Any]:
-        text_of = self._reader.vocabulary.text_of
+        text_of = self._input_processor.vocabulary.get_text
         return {
             "tokens": [text_of(token) for token, _ in entries],
             "token_logprobs": [None if entry is None else entry[token] for token, entry in entries],
@@ -87,7 +87,7 @@ class CompletionChoices:
         id."""
         found: dict[str, float] = {}
         for token in sorted(entry, key=lambda one: (one != chosen, -entry[one])):
-            text = self._reader.vocabulary.text_of(token)
+            text = self._input_processor.vocabulary.get_text(token)
             found[f"token_id:{token}" if text in found else text] = entry[token]
         return found
 
@@ -103,10 +103,10 @@ class Echoed:
     """Whether the last space belongs to the answer's first token; decoders drop it at the beginning of a text."""
 
 
-def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
+def echoed(input_processor: InputProcessor, output: RequestOutput) -> Echoed:
     """Return the text of an output's prompt, up to the answer's text."""
     token_ids, first = output.prompt_token_ids, output.token_ids[:1]
-    detokenizer = reader.detokenizer_of_prompts()
+    detokenizer = input_processor.make_prompt_detokenizer()
     if detokenizer is None:
         numbers = [str(token_id) for token_id in token_ids]
         places = accumulate((len(number) + 1 for number in numbers[:-1]), initial=0)
@@ -115,8 +115,8 @@ def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
         detokenizer.append(token_id)
     detokenizer.finish()
     text, offsets = detokenizer.text, tuple(detokenizer.offsets)
-    both, alone = (reader.decoded([*token_ids[-CONTEXT:], *part]) for part in (first, ()))
-    spaced = bool(first) and both == f"{alone} {reader.decoded(first)}"
+    both, alone = (input_processor.decode([*token_ids[-CONTEXT:], *part]) for part in (first, ()))
+    spaced = bool(first) and both == f"{alone} {input_processor.decode(first)}"
     return Echoed(text + " " * spaced, offsets, spaced)
 
 
@@ -130,7 +130,7 @@ def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> 
             for rank, (token, value) in ranked
         }
 
-    text_of = vocabulary.text_of
+    text_of = vocabulary.get_text
     return [None if entry is None else told(entry) for entry in output.prompt_logprobs or ()]
 
 
@@ -160,7 +160,7 @@ def _chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: int, to
         return None
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": vocabulary.text_of(token), "logprob": logprob, "bytes": list(vocabulary.bytes_of(token))}
+        return {"token": vocabulary.get_text(token), "logprob": logprob, "bytes": list(vocabulary.get_bytes(token))}
 
     content = []
     for token, found in zip(output.token_ids[first:], output.logprobs[first:], strict=True):

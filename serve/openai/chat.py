@@ -129,7 +129,7 @@ class Turn:
         version, calling = self.version, self.calling
         with version.in_use(), self.form.naming():
             outputs = await whole(self.answers, request)
-            vocabulary, top = version.engine.reader.vocabulary, self.body.top_logprobs
+            vocabulary, top = version.engine.input_processor.vocabulary, self.body.top_logprobs
 
             def render() -> Response:
                 choices = [chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
@@ -142,7 +142,7 @@ class Turn:
 
     def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Return the answer as chunks of a chat completion. Raises as `Answers.as_they_come`."""
-        vocabulary, top = self.version.engine.reader.vocabulary, self.body.top_logprobs
+        vocabulary, top = self.version.engine.input_processor.vocabulary, self.body.top_logprobs
         calls = CallStreams(self.calling) if self.calling else None
 
         async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def scores_of(body: OpenAIFields, output: RequestOutput, version: Version) -> di
     """Return the field `prompt_logprobs` if it was requested, else nothing."""
     if body.prompt_logprobs is None:
         return {}
-    return {"prompt_logprobs": prompt_logprobs(output, version.engine.reader.vocabulary, body.prompt_logprobs)}
+    return {"prompt_logprobs": prompt_logprobs(output, version.engine.input_processor.vocabulary, body.prompt_logprobs)}
 
 
 @dataclass

@@ -51,7 +51,7 @@ def openai_router(current: Current) -> APIRouter:
             context = context_of(caller, body, request)
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
         head = head_of("cmpl", "text_completion", answers, version)
-        echo, choices = body.echo, CompletionChoices(version.engine.reader, echo=body.echo)
+        echo, choices = body.echo, CompletionChoices(version.engine.input_processor, echo=body.echo)
         if body.stream:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _show_progress(what: str) -> Iterator[ProgressCallback]:
 def _describe_student(converted: Converted) -> dict[str, Any]:
     config = converted.config
     layer_map, heads = config.layer_map, getattr(config, "num_key_value_heads", 1)
-    cached = [config.cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]
+    cached = [config.get_cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]
     equal = None
     if config.num_key_value_heads_swiftkv is not None:
         equal = equal_cache_group_size(

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
-__all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
+__all__ = ["CONFIGS", "SwiftKVConfigMixin", "get_layer_windows", "register"]
 
 
 class SwiftKVConfigMixin:
@@ -42,9 +42,9 @@ class SwiftKVConfigMixin:
         config = cast("Any", self)
         if config.num_key_value_layers is None:
             config.num_key_value_layers = config.num_hidden_layers
-        self._check_shape()
+        self._validate_shape()
 
-    def _check_shape(self) -> None:
+    def _validate_shape(self) -> None:
         """Raise `InvalidInputError` for a shape that does not fit the teacher, before any weight is read."""
         config, heads = cast("Any", self), self.layer_map.shape.num_key_value_heads_swiftkv
         self.shape.check_form(
@@ -65,7 +65,7 @@ class SwiftKVConfigMixin:
                 value=heads,
             )
 
-    def cache_num_key_value_heads(self, cache_layer: int) -> int:
+    def get_cache_num_key_value_heads(self, cache_layer: int) -> int:
         """Return the number of key-value heads of a KV cache layer."""
         config = cast("Any", self)
         theirs: int = config.num_key_value_heads
@@ -98,7 +98,7 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def get_layer_windows(config: Any) -> list[int | None]:
     """List each layer's window in tokens, None for full attention. `config`: a teacher's or a student's."""
     window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
     types = getattr(config, "layer_types", None)
@@ -107,7 +107,7 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _derive(family: Family) -> type[Any]:
+def _define_config_class(family: Family) -> type[Any]:
     """Define `{prefix}SwiftKVConfig`, importable from this module."""
     module = importlib.import_module(family.teacher_module("configuration"))
     teacher: type[Any] = getattr(module, family.teacher_class("Config"))
@@ -125,5 +125,5 @@ def _derive(family: Family) -> type[Any]:
     return config
 
 
-CONFIGS = {model_type: _derive(family) for model_type, family in FAMILIES.items()}
+CONFIGS = {model_type: _define_config_class(family) for model_type, family in FAMILIES.items()}
 """Configuration classes of students, e.g. `LlamaSwiftKVConfig`, by a teacher's `model_type`."""

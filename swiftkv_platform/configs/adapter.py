@@ -19,10 +19,10 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.student_shape import StudentShape
 
-ADAPTER = "swiftkv_adapter.json"
-ADAPTER_WEIGHTS = "adapter"
+ADAPTER_FILE = "swiftkv_adapter.json"
+ADAPTER_WEIGHTS_PREFIX = "adapter"
 """Prefix of an adapter's weight files, numbered from 1."""
-_SHOWN = 3
+_MAX_SHOWN_NAMES = 3
 """Maximum number of tensor names in a message."""
 
 
@@ -37,7 +37,7 @@ class BaseTensor(FrozenModel):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> BaseTensor:
-        return cls(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_sha256(tensor))
+        return cls(dtype=get_dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_compute_sha256(tensor))
 
 
 class BaseModelReference(FrozenModel):
@@ -81,9 +81,9 @@ class AdapterConfig(FrozenModel):
                 first = error.errors()[0]
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {str(first['input'])[:64]!r}"
             raise ModelError(
-                f"{ADAPTER} of {source!r} cannot be read ({why}); use one that `swiftkv export --adapter` of this "
+                f"{ADAPTER_FILE} of {source!r} cannot be read ({why}); use one that `swiftkv export --adapter` of this "
                 "version wrote",
-                field=ADAPTER,
+                field=ADAPTER_FILE,
                 value=source,
             ) from error
 
@@ -94,45 +94,45 @@ class AdapterConfig(FrozenModel):
             if getattr(found, name) != value:
                 raise ModelError(
                     f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
-                    f"its {ADAPTER}; use both files as `swiftkv export --adapter` wrote them",
+                    f"its {ADAPTER_FILE}; use both files as `swiftkv export --adapter` wrote them",
                     field=name,
                     value=getattr(found, name),
                 )
 
-    def check_own(self, names: Iterable[str], source: str) -> None:
+    def check_adapter_tensor_names(self, names: Iterable[str], source: str) -> None:
         """Raise `ModelError` unless `names`, those in the adapter's files, are the added and replaced tensors."""
-        differ = _difference({*self.added, *self.replaced}, names, "has no place for")
+        differ = _describe_difference({*self.added, *self.replaced}, names, "has no place for")
         if differ:
             advice = "use its files as `swiftkv export --adapter` wrote them"
             raise ModelError(f"the adapter {source!r} {differ}; {advice}", field="adapter", value=source)
 
-    def check_names(self, names: Iterable[str], found_at: str) -> None:
+    def check_base_tensor_names(self, names: Iterable[str], found_at: str) -> None:
         """Raise `ModelError` unless `names`, those of the base at `found_at`, are the tensors of the adapter's base."""
-        if differ := _difference(self.base.tensors, names, "also holds"):
-            raise self.refusal(f"{found_at!r} {differ}", found_at)
+        if differ := _describe_difference(self.base.tensors, names, "also holds"):
+            raise self.make_base_error(f"{found_at!r} {differ}", found_at)
 
-    def check_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
+    def check_base_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype or shape than the adapter's base."""
         expected = self.base.tensors[name]
         for found, wanted in ((list(shape), list(expected.shape)), (dtype, expected.dtype)):
             if found != wanted:
                 what = f"{name} of {found_at!r} is {found}, and the adapter was made of {wanted}"
-                raise self.refusal(what, found_at)
+                raise self.make_base_error(what, found_at)
 
-    def check_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
+    def check_base_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype, shape or content than the adapter's base."""
-        self.check_header(name, dtype_name(tensor.dtype), tuple(tensor.shape), found_at)
-        found, expected = _sha256(tensor), self.base.tensors[name].sha256
+        self.check_base_header(name, get_dtype_name(tensor.dtype), tuple(tensor.shape), found_at)
+        found, expected = _compute_sha256(tensor), self.base.tensors[name].sha256
         if found != expected:
-            raise self.refusal(
+            raise self.make_base_error(
                 f"{name} of {found_at!r} has the SHA-256 {found}, and the adapter was made of {expected}", found_at
             )
 
-    def keeps(self, name: str) -> bool:
+    def keeps_base_tensor(self, name: str) -> bool:
         """Whether the student takes a tensor from the base."""
         return name not in self.replaced and name not in self.dropped
 
-    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def cast_base_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the base in the student's dtype."""
         return tensor.to(getattr(torch, self.cast[name])) if name in self.cast else tensor
 
@@ -151,13 +151,13 @@ class AdapterConfig(FrozenModel):
             base.add(name)
             if name not in self.base.tensors:
                 continue  # named below, with all others
-            self.check_tensor(name, tensor, name_of_base)
-            if self.keeps(name):
-                yield name, self.as_stored(name, tensor)
-        self.check_own(own, source)
-        self.check_names(base, name_of_base)
+            self.check_base_tensor(name, tensor, name_of_base)
+            if self.keeps_base_tensor(name):
+                yield name, self.cast_base_tensor(name, tensor)
+        self.check_adapter_tensor_names(own, source)
+        self.check_base_tensor_names(base, name_of_base)
 
-    def refusal(self, what: str, found_at: str) -> ModelError:
+    def make_base_error(self, what: str, found_at: str) -> ModelError:
         """Return the error for a base that is not the adapter's."""
         revision = "" if self.base.revision is None else f" at revision {self.base.revision!r}"
         return ModelError(
@@ -170,11 +170,11 @@ class AdapterConfig(FrozenModel):
 
 def read_adapter(directory: Path) -> AdapterConfig | None:
     """Read the description of the adapter in `directory`; None if it holds no adapter. Raises `ModelError`."""
-    path = directory / ADAPTER
+    path = directory / ADAPTER_FILE
     return AdapterConfig.parse(path.read_bytes(), str(directory)) if path.is_file() else None
 
 
-def digest_base(tensors: Mapping[str, BaseTensor]) -> str:
+def compute_base_digest(tensors: Mapping[str, BaseTensor]) -> str:
     """Return one hex digest of all of a model's tensors, however they are split into files."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -182,16 +182,16 @@ def digest_base(tensors: Mapping[str, BaseTensor]) -> str:
     return digest.hexdigest()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sha256(tensor: torch.Tensor) -> str:
+def _compute_sha256(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)  # a tensor without dimensions cannot be viewed as bytes
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _difference(expected: Iterable[str], names: Iterable[str], has_more: str) -> str:
+def _describe_difference(expected: Iterable[str], names: Iterable[str], has_more: str) -> str:
     """Return which tensors lack, or are too many (`has_more`); empty if the names are equal."""
     wanted, found = set(expected), set(names)
     if wanted == found:
@@ -199,4 +199,6 @@ def _difference(expected: Iterable[str], names: Iterable[str], has_more: str) ->
     ordered = sorted(wanted - found or found - wanted)
     what = "lacks" if wanted - found else has_more
     count = f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''}"
-    return f"{what} {count}: {', '.join(ordered[:_SHOWN])}" + (", ..." if len(ordered) > _SHOWN else "")
+    return f"{what} {count}: {', '.join(ordered[:_MAX_SHOWN_NAMES])}" + (
+        ", ..." if len(ordered) > _MAX_SHOWN_NAMES else ""
+    )

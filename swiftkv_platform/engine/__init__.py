@@ -32,7 +32,7 @@ __all__ = [
     "StructuredOutputs",
 ]
 
-_NEEDS_TORCH = {
+_LAZY_MODULES = {
     "AsyncLLMEngine": "async_engine",
     "LLMEngine": "llm_engine",
     "Prompt": "requests",
@@ -43,6 +43,6 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LAZY_MODULES[name]}"), name)

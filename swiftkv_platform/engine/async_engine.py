@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
+from swiftkv_platform.engine.frontend import AdmittedRequest, EngineFrontend
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.specs.engine import Backend
@@ -19,78 +19,79 @@ class AsyncLLMEngine(EngineFrontend):
     """An `LLMEngine` for coroutines of one event loop.
 
     All calls that touch the engine run one after another in one worker thread, so nothing needs a lock: a request,
-    tokenized elsewhere (`readers`), is added or aborted between two steps. While there is work, each step queues the
-    next one behind such calls and posts its outputs to the event loop, so the model never waits for the event loop.
-    """
+    tokenized elsewhere (`tokenizer_threads`), is added or aborted between two steps. While there is work, each step
+    queues the next one behind such calls and posts its outputs to the event loop, so the model never waits for the
+    event loop."""
 
     backend: Backend = "native"
 
     def __init__(self, engine: LLMEngine) -> None:
-        super().__init__(engine.config, engine.description, engine.reader, engine.grammars)
+        super().__init__(engine.config, engine.description, engine.input_processor, engine.grammar_compiler)
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stepping = False
-        """Whether a step is queued or running. Only the worker thread uses this, and `_halted`."""
-        self._halted = False
+        self._is_stepping = False
+        """Whether a step is queued or running. Only the worker thread uses this, and `_is_stopped`."""
+        self._is_stopped = False
 
     @property
     def state(self) -> EngineState:
         return self.engine.state
 
-    async def _begin(self, admitted: Admitted) -> None:
-        await self.between_steps(lambda: self._add(admitted))
+    async def _start_request(self, admitted: AdmittedRequest) -> None:
+        await self.run_between_steps(lambda: self._add_request(admitted))
 
-    def _abort(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         self._worker.submit(self.engine.abort, request_id)  # behind whatever the worker is doing
 
-    async def _stop(self) -> None:
-        if not self._halted:
-            await asyncio.wrap_future(self._worker.submit(self._halt))
+    async def _stop_engine(self) -> None:
+        if not self._is_stopped:
+            await asyncio.wrap_future(self._worker.submit(self._stop_stepping))
         await asyncio.to_thread(self._worker.shutdown)
         await asyncio.to_thread(self.engine.close)
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         """Run a step in the worker, and queue the next one behind all other waiting calls."""
         assert self._loop is not None
-        if self._halted:
+        if self._is_stopped:
             return
         try:
             outputs = self.engine.step()
-            self._stepping = self.engine.has_unfinished_requests
+            self._is_stepping = self.engine.has_unfinished_requests
         except Exception as error:
-            self._halted = True
-            self._loop.call_soon_threadsafe(self._break_down, error)
+            self._is_stopped = True
+            self._loop.call_soon_threadsafe(self._handle_failure, error)
             return
-        self._loop.call_soon_threadsafe(self._deliver, outputs)
-        if self._stepping:
-            self._worker.submit(self._step)
+        self._loop.call_soon_threadsafe(self._deliver_outputs, outputs)
+        if self._is_stepping:
+            self._worker.submit(self._run_step)
 
-    def _halt(self) -> None:
-        self._halted = True
+    def _stop_stepping(self) -> None:
+        self._is_stopped = True
 
-    def _break_down(self, error: Exception) -> None:
-        self._halted = True
-        super()._break_down(error)
+    def _handle_failure(self, error: Exception) -> None:
+        self._is_stopped = True
+        super()._handle_failure(error)
 
-    def _add(self, admitted: Admitted) -> None:
+    def _add_request(self, admitted: AdmittedRequest) -> None:
         """Add a request, in the worker. Check waiting tokens again, as other requests may have been added meanwhile."""
         self._check_waiting_tokens(admitted.sender)
-        self.engine.add_read_request(
+        self.engine.add_tokenized_request(
             admitted.request,
             admitted.stream.request_id,
             priority=admitted.priority,
             sender=admitted.sender,
             constraint=admitted.constraint,
         )
-        # Queued behind `_deliver`, so late outputs of an aborted request with the same id do not reach this stream.
+        # Queued behind `_deliver_outputs`, so late outputs of an aborted request with the same id do not reach this
+        # stream.
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(admitted.stream.open)
-        if not self._stepping:
-            self._stepping = True
-            self._worker.submit(self._step)
+        self._loop.call_soon_threadsafe(admitted.stream.start_delivery)
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._worker.submit(self._run_step)
 
-    async def between_steps(self, call: Callable[[], R]) -> R:
+    async def run_between_steps(self, call: Callable[[], R]) -> R:
         """Run `call` in the worker thread between two steps, which wait for it. Raises `EngineDeadError`."""
         self.check_health()
         self._loop = asyncio.get_running_loop()

@@ -17,19 +17,19 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, VarlenCall
-from swiftkv_platform.engine.kv_cache import PagedTensor, Run
+from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQueries, VarlenCall
+from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun
 
-PAGED = "swiftkv_paged"
+PAGED_ATTENTION = "swiftkv_paged"
 """Name of the function in transformers."""
-MIN_RUN_TOKENS = 64
+MIN_AVERAGE_RUN_TOKENS = 64
 """Contexts with a shorter average run are copied to be contiguous before they are read."""
-MIN_PRODUCT_QUERIES, MIN_PRODUCT_TOKENS = 128, 256
+MIN_MATMUL_QUERIES, MIN_MATMUL_TOKENS = 128, 256
 """Minimum queries and context tokens of a bfloat16 chunk that uses matrix products; smaller ones use torch's fused
 operator."""
-PRODUCT_ROWS = 256
+MATMUL_ROWS = 256
 """Rows of one such product for each key head: queries times the query heads that share the key head."""
-MAX_SCORES = 1 << 21
+MAX_MATMUL_SCORES = 1 << 21
 """Approximate number of scores computed at a time; more would not fit the processor's caches."""
 
 
@@ -40,7 +40,7 @@ def paged_attention(
     value: PagedTensor | torch.Tensor,
     _attention_mask: torch.Tensor | None,
     *,
-    paged: PagedAttention | None,
+    paged: PagedAttentionMetadata | None,
     scaling: float,
     sliding_window: int | None = None,
     **_: Any,
@@ -61,30 +61,36 @@ def paged_attention(
     if paged is None:
         return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format), None
     if paged.varlen is not None:
-        return _varlen(query, key, value, paged.varlen, scaling, sliding_window), None
+        return _attend_varlen(query, key, value, paged.varlen, scaling, sliding_window), None
     if isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
-        contexts = [_Expanded(key, value, sequence.context_start) for sequence in paged.sequences]
-        output = _attend_all(query, paged, contexts, scaling, sliding_window)
+        contexts = [_ExpandedKeyValues(key, value, sequence.context_start) for sequence in paged.sequences]
+        output = _attend_sequences(query, paged, contexts, scaling, sliding_window)
         return output[..., : value.shape[-1]].transpose(1, 2), None
     assert isinstance(key, PagedTensor)
     assert isinstance(value, PagedTensor)
-    if key.native:
+    if key.uses_kernels:
         output = kernels.attend(
-            query, key.rows, value.rows, *paged.tables, scaling=scaling, window=sliding_window, payload=key.payload
+            query,
+            key.rows,
+            value.rows,
+            *paged.kernel_tables,
+            scaling=scaling,
+            window=sliding_window,
+            quantized_dtype=key.quantized_dtype,
         )
         return output, None
     if key.rows.dtype == query.dtype:
-        spans = paged.decode_spans(sliding_window)
+        spans = paged.get_decode_spans(sliding_window)
         if spans is not None:
-            return _decode_spans(query, key.rows[None], value.rows[None], spans, scaling), None
-    stored = [_Stored(key, value, sequence) for sequence in paged.sequences]
-    return _attend_all(query, paged, stored, scaling, sliding_window).transpose(1, 2), None
+            return _attend_decode_spans(query, key.rows[None], value.rows[None], spans, scaling), None
+    stored = [_PagedKeyValues(key, value, sequence) for sequence in paged.sequences]
+    return _attend_sequences(query, paged, stored, scaling, sliding_window).transpose(1, 2), None
 
 
-AttentionInterface.register(PAGED, paged_attention)
+AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 
 
-def _varlen(
+def _attend_varlen(
     query: torch.Tensor,
     key: PagedTensor | torch.Tensor,
     value: PagedTensor | torch.Tensor,
@@ -95,12 +101,12 @@ def _varlen(
     """Attend with one operator for all sequences: [1, num_tokens, num_heads, dim of the values]."""
     dim = query.shape[-1]
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
-        keys, values = key.blocks(call.pages.block_size), value.blocks(call.pages.block_size)
+        keys, values = key.view_blocks(call.pages.block_size), value.view_blocks(call.pages.block_size)
     else:
         assert isinstance(key, torch.Tensor)
         assert isinstance(value, torch.Tensor)
         dim = value.shape[-1]
-        keys, values = key[0].transpose(0, 1), _widened(value, key)[0].transpose(0, 1)
+        keys, values = key[0].transpose(0, 1), _pad_values(value, key)[0].transpose(0, 1)
     output = call.arguments.attend(
         call.pages.operator, query[0].transpose(0, 1), keys, values, scaling=scaling, window=window
     )
@@ -108,64 +114,68 @@ def _varlen(
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _PagedKeyValues:
     """Keys and values of a sequence, in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
     sequence: SequenceQueries
 
-    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read_parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Read positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
-        runs = self.sequence.slots(first, end)
-        scattered = end - first < MIN_RUN_TOKENS * len(runs)
-        together = [runs] if scattered or self.key.payload is not None else [[run] for run in runs]
+        runs = self.sequence.find_slot_runs(first, end)
+        scattered = end - first < MIN_AVERAGE_RUN_TOKENS * len(runs)
+        together = [runs] if scattered or self.key.quantized_dtype is not None else [[run] for run in runs]
         return [(self.key.read(some)[None], self.value.read(some)[None]) for some in together]
 
 
 @dataclass(frozen=True)
-class _Expanded:
+class _ExpandedKeyValues:
     """Keys and values of a sequence, in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
 
     key: torch.Tensor
     value: torch.Tensor
     start: int
 
-    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read_parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.key, self.value))
-        return [(keys, _widened(values, keys))]
+        return [(keys, _pad_values(values, keys))]
 
 
-_Context = _Stored | _Expanded
+_ContextKeyValues = _PagedKeyValues | _ExpandedKeyValues
 
 
-def _widened(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _pad_values(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Pad values to the width of keys, as operators require (MLA's are narrower); callers cut the output."""
     missing = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
 
-def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = context.parts(first, end)
+def _read_contiguous(context: _ContextKeyValues, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = context.read_parts(first, end)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
 
-def _attend_all(
-    query: torch.Tensor, paged: PagedAttention, contexts: Sequence[_Context], scaling: float, window: int | None
+def _attend_sequences(
+    query: torch.Tensor,
+    paged: PagedAttentionMetadata,
+    contexts: Sequence[_ContextKeyValues],
+    scaling: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Attend sequence after sequence: [1, num_heads, num_tokens, dim]."""
     outputs, row = [], 0
     for sequence, context in zip(paged.sequences, contexts, strict=True):
         end = row + len(sequence.positions)
-        outputs.append(_attend(query[:, :, row:end], sequence, context, scaling, window))
+        outputs.append(_attend_sequence(query[:, :, row:end], sequence, context, scaling, window))
         row = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _decode_spans(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[Run], scaling: float
+def _attend_decode_spans(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[SlotRun], scaling: float
 ) -> torch.Tensor:
     """Attend with one query per sequence, each to a view of keys and values [1, num_kv_heads, num_slots, head_dim].
     Query heads that share a key head become its queries, so no key is repeated. Returns [1, num_sequences, num_heads,
@@ -179,42 +189,42 @@ def _decode_spans(
     return torch.cat(outputs).flatten(1, 2)[None]
 
 
-def _attend(
-    query: torch.Tensor, sequence: SequenceQueries, context: _Context, scaling: float, window: int | None
+def _attend_sequence(
+    query: torch.Tensor, sequence: SequenceQueries, context: _ContextKeyValues, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Attend for one sequence: query [1, num_heads, num_queries, head_dim] -> the same shape."""
     positions = sequence.positions
     last = positions[-1] + 1
     if len(positions) == 1:
-        return _decode(query, context.parts(0 if window is None else max(last - window, 0), last), scaling)
+        return _attend_decode(query, context.read_parts(0 if window is None else max(last - window, 0), last), scaling)
     if window is not None and last <= window:
         window = None
-    if window is None and sequence.consecutive:
+    if window is None and sequence.is_consecutive:
         return _attend_chunk(query, positions[0], context, scaling)
     return _attend_masked(query, positions, context, scaling, window)
 
 
-def _decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
+def _attend_decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
     """Attend with one query to all `parts`. Query heads that share a key head become its queries: no repeated keys."""
     num_kv_heads = parts[0][0].shape[1]
     grouped = query.reshape(1, num_kv_heads, -1, query.shape[-1])
-    return _merge([_softmax_part(grouped, keys, values, scaling) for keys, values in parts]).reshape(query.shape)
+    return _merge_parts([_attend_part(grouped, keys, values, scaling) for keys, values in parts]).reshape(query.shape)
 
 
-def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: float) -> torch.Tensor:
+def _attend_chunk(query: torch.Tensor, first: int, context: _ContextKeyValues, scaling: float) -> torch.Tensor:
     """Attend with consecutive queries from position `first` on: causally among themselves, and to all tokens before."""
     end = first + query.shape[2]
-    large = query.shape[2] >= MIN_PRODUCT_QUERIES and end >= MIN_PRODUCT_TOKENS
+    large = query.shape[2] >= MIN_MATMUL_QUERIES and end >= MIN_MATMUL_TOKENS
     if large and query.dtype == torch.bfloat16:
-        return _attend_by_products(query, first, *_whole(context, 0, end), scaling)
-    own = _whole(context, first, end)
-    parts = [_softmax_part(query, *own, scaling, causal=True)]
+        return _attend_by_matmul(query, first, *_read_contiguous(context, 0, end), scaling)
+    own = _read_contiguous(context, first, end)
+    parts = [_attend_part(query, *own, scaling, causal=True)]
     if first:
-        parts += [_softmax_part(query, keys, values, scaling) for keys, values in context.parts(0, first)]
-    return _merge(parts)
+        parts += [_attend_part(query, keys, values, scaling) for keys, values in context.read_parts(0, first)]
+    return _merge_parts(parts)
 
 
-def _attend_by_products(
+def _attend_by_matmul(
     query: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Compute `_attend_chunk` on CPUs that multiply bfloat16 matrices much faster than torch's fused operator does.
@@ -226,11 +236,11 @@ def _attend_by_products(
     num_queries, num_kv_heads = query.shape[2], keys.shape[1]
     queries = query[0].unflatten(0, (num_kv_heads, -1))  # [kv heads, heads per kv head, queries, head_dim]
     output = torch.empty_like(queries)
-    size = max(PRODUCT_ROWS // queries.shape[1], 1)
+    size = max(MATMUL_ROWS // queries.shape[1], 1)
     future = queries.new_full((size, size), float("-inf")).triu(1)
     for start in range(0, num_queries, size):
         end = min(start + size, num_queries)
-        heads = max(MAX_SCORES // (PRODUCT_ROWS * (first + end)), 1)
+        heads = max(MAX_MATMUL_SCORES // (MATMUL_ROWS * (first + end)), 1)
         for block, result, block_keys, block_values in zip(
             queries[:, :, start:end].split(heads),
             output[:, :, start:end].split(heads),
@@ -238,12 +248,14 @@ def _attend_by_products(
             values[0, :, : first + end].split(heads),
             strict=True,
         ):
-            weights = _block_weights(block, block_keys.transpose(1, 2), future, scaling)
+            weights = _compute_block_weights(block, block_keys.transpose(1, 2), future, scaling)
             result.copy_((weights @ block_values).view_as(block))
     return output.flatten(0, 1)[None]
 
 
-def _block_weights(queries: torch.Tensor, keys: torch.Tensor, future: torch.Tensor, scaling: float) -> torch.Tensor:
+def _compute_block_weights(
+    queries: torch.Tensor, keys: torch.Tensor, future: torch.Tensor, scaling: float
+) -> torch.Tensor:
     """Return the softmax of the scores of the last tokens' queries [kv heads, heads per kv head, queries, head_dim] for
     all tokens' keys [kv heads, head_dim, tokens]: [kv heads, heads per kv head * queries, tokens]."""
     shape = queries.shape[:3]
@@ -259,12 +271,12 @@ def _block_weights(queries: torch.Tensor, keys: torch.Tensor, future: torch.Tens
 
 
 def _attend_masked(
-    query: torch.Tensor, positions: Sequence[int], context: _Context, scaling: float, window: int | None
+    query: torch.Tensor, positions: Sequence[int], context: _ContextKeyValues, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Attend with any queries, with an explicit mask [num_queries, tokens]."""
     start = 0 if window is None else max(positions[0] - window + 1, 0)
     end = positions[-1] + 1
-    keys, values = _whole(context, start, end)
+    keys, values = _read_contiguous(context, start, end)
     here = torch.tensor(list(positions), device=query.device)[:, None]
     at = torch.arange(start, end, device=query.device)
     seen = at <= here if window is None else (at <= here) & (at > here - window)
@@ -274,21 +286,21 @@ def _attend_masked(
     return output
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
+PartialAttention = tuple[torch.Tensor, torch.Tensor]
 """Attention output for a part of the context, and the logarithms of its softmax sums [1, num_heads, num_queries]."""
 
 
-def _softmax_part(
+def _attend_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, causal: bool = False
-) -> Part:
+) -> PartialAttention:
     """Attend to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
-    part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    part: PartialAttention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, scale=scaling
     )
     return part
 
 
-def _merge(parts: list[Part]) -> torch.Tensor:
+def _merge_parts(parts: list[PartialAttention]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0][0]
     sums = torch.stack([part_sums for _, part_sums in parts])  # [num_parts, 1, num_heads, num_queries]

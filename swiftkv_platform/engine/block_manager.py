@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-EVICTION_BATCH = 8
+MIN_EVICTED_BLOCKS = 8
 """Number of cached blocks evicted at a time, so that a growing sequence finds adjacent blocks."""
 
 
@@ -64,15 +64,15 @@ class BlockManager:
         self._free_map = bytearray(b"\x01" * num_blocks)  # 1: holds nothing
         self._num_empty = num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
-        self._names: dict[int, bytes] = {}
-        self._cached: dict[bytes, int] = {}
+        self._hash_by_block: dict[int, bytes] = {}
+        self._block_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks that a sequence could get, including unused ones of the prefix cache."""
         return self._num_empty + len(self._evictable)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
+    def count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, table: BlockTable, token_ids: list[int], tenant: str) -> list[int]:
@@ -81,17 +81,17 @@ class BlockManager:
             return []
         matched: list[int] = []
         for index in range((len(token_ids) - 1) // self.block_size):
-            block = self._cached.get(self._name(table, index, token_ids, tenant))
+            block = self._block_by_hash.get(self._compute_hash(table, index, token_ids, tenant))
             if block is None:
                 break
             matched.append(block)
         return matched
 
-    def can_allocate(self, matched: list[int], num_tokens: int, *, spare: int = 0) -> bool:
-        """Whether a new table over `num_tokens` tokens, beginning with `matched`, leaves `spare` blocks free."""
+    def can_allocate(self, matched: list[int], num_tokens: int, *, num_spare: int = 0) -> bool:
+        """Whether a new table over `num_tokens` tokens, beginning with `matched`, leaves `num_spare` blocks free."""
         revived = sum(self._reference_counts[block] == 0 for block in matched)
-        wanted = self.num_blocks_for(num_tokens) - len(matched)
-        return wanted + revived + spare <= self.num_free_blocks
+        wanted = self.count_blocks(num_tokens) - len(matched)
+        return wanted + revived + num_spare <= self.num_free_blocks
 
     def allocate(self, table: BlockTable, matched: list[int], num_tokens: int) -> None:
         """Fill an empty table with `matched` and new blocks for the rest of `num_tokens` tokens."""
@@ -101,21 +101,21 @@ class BlockManager:
             self._reference_counts[block] += 1
             table.append(block)
         table.num_committed_blocks = len(matched)
-        self._extend(table, self.num_blocks_for(num_tokens))
+        self._append_blocks(table, self.count_blocks(num_tokens))
 
     def can_grow(self, table: BlockTable, num_tokens: int) -> bool:
-        return self.num_blocks_for(num_tokens) - len(table.blocks) <= self.num_free_blocks
+        return self.count_blocks(num_tokens) - len(table.blocks) <= self.num_free_blocks
 
     def grow(self, table: BlockTable, num_tokens: int) -> None:
-        self._extend(table, self.num_blocks_for(num_tokens))
+        self._append_blocks(table, self.count_blocks(num_tokens))
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
         """Free the blocks that `num_tokens` tokens do not need, except committed ones."""
-        while len(table.blocks) > max(self.num_blocks_for(num_tokens), table.num_committed_blocks):
+        while len(table.blocks) > max(self.count_blocks(num_tokens), table.num_committed_blocks):
             block = table.pop()
             assert self._reference_counts[block] == 1, f"block {block} is shared, yet not committed"
             self._reference_counts[block] = 0
-            self._empty(block)
+            self._mark_empty(block)
 
     def commit(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
         """Add the blocks that `num_committed_tokens` tokens fill to the prefix cache. Tokens that may still be rejected
@@ -123,10 +123,10 @@ class BlockManager:
         if not self._enable_prefix_caching:
             return
         for index in range(table.num_committed_blocks, num_committed_tokens // self.block_size):
-            name, block = self._name(table, index, token_ids, tenant), table.blocks[index]
-            if name not in self._cached:
-                self._cached[name] = block
-                self._names[block] = name
+            name, block = self._compute_hash(table, index, token_ids, tenant), table.blocks[index]
+            if name not in self._block_by_hash:
+                self._block_by_hash[name] = block
+                self._hash_by_block[block] = name
             table.num_committed_blocks += 1
 
     def free(self, table: BlockTable, *, discard: bool = False) -> None:
@@ -135,30 +135,30 @@ class BlockManager:
         `discard` removes them from the prefix cache, because their contents cannot be trusted.
         """
         for block in reversed(table.blocks):
-            if discard and block in self._names:
-                del self._cached[self._names.pop(block)]
+            if discard and block in self._hash_by_block:
+                del self._block_by_hash[self._hash_by_block.pop(block)]
             self._reference_counts[block] -= 1
             assert self._reference_counts[block] >= 0, f"block {block} was freed twice"
             if self._reference_counts[block] == 0:
-                if block in self._names:
+                if block in self._hash_by_block:
                     self._evictable[block] = None
                 else:
-                    self._empty(block)
+                    self._mark_empty(block)
         table.clear()
 
-    def check(self, tables: Iterable[BlockTable]) -> None:
+    def assert_consistent(self, tables: Iterable[BlockTable]) -> None:
         """Assert that every block is either in `tables`, which are all tables with blocks, or free."""
         references = Counter(block for table in tables for block in table.blocks)
         assert references == Counter({b: n for b, n in enumerate(self._reference_counts) if n}), "references differ"
-        assert {block: name for name, block in self._cached.items()} == self._names
+        assert {block: name for name, block in self._block_by_hash.items()} == self._hash_by_block
         for block in range(self.num_blocks):
             states = (references[block] > 0, block in self._evictable, self._free_map[block] == 1)
             assert sum(states) == 1, f"block {block} is {states} (used, evictable, empty)"
-            assert not (states[2] and block in self._names), f"empty block {block} has a name"
-        assert all(block in self._names for block in self._evictable)
+            assert not (states[2] and block in self._hash_by_block), f"empty block {block} has a name"
+        assert all(block in self._hash_by_block for block in self._evictable)
         assert self._num_empty == sum(self._free_map)
 
-    def _name(self, table: BlockTable, index: int, token_ids: list[int], tenant: str) -> bytes:
+    def _compute_hash(self, table: BlockTable, index: int, token_ids: list[int], tenant: str) -> bytes:
         """Return the name of the sequence's block `index`, computing missing names before it too."""
         while len(table.hashes) <= index:
             at = len(table.hashes)
@@ -169,20 +169,20 @@ class BlockManager:
             table.hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return table.hashes[index]
 
-    def _extend(self, table: BlockTable, num_blocks: int) -> None:
+    def _append_blocks(self, table: BlockTable, num_blocks: int) -> None:
         wanted = num_blocks - len(table.blocks)
         if wanted > self._num_empty:
-            self._evict(max(wanted - self._num_empty, EVICTION_BATCH))
+            self._evict(max(wanted - self._num_empty, MIN_EVICTED_BLOCKS))
         for remaining in range(wanted, 0, -1):
             block = table.blocks[-1] + 1 if table.blocks else self.num_blocks
             if block >= self.num_blocks or not self._free_map[block]:
-                block = self._roomiest(remaining)
+                block = self._find_longest_free_run(remaining)
             self._free_map[block] = 0
             self._num_empty -= 1
             self._reference_counts[block] = 1
             table.append(block)
 
-    def _roomiest(self, wanted: int) -> int:
+    def _find_longest_free_run(self, wanted: int) -> int:
         """Choose the first of `wanted` new blocks in the longest run of empty ones. They are placed so that half of the
         space left over is before them, where the sequence on the left can grow, and half after them."""
         start, size, at = -1, 0, self._free_map.find(1)
@@ -198,9 +198,9 @@ class BlockManager:
     def _evict(self, count: int) -> None:
         for _ in range(min(count, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
-            del self._cached[self._names.pop(block)]
-            self._empty(block)
+            del self._block_by_hash[self._hash_by_block.pop(block)]
+            self._mark_empty(block)
 
-    def _empty(self, block: int) -> None:
+    def _mark_empty(self, block: int) -> None:
         self._free_map[block] = 1
         self._num_empty += 1

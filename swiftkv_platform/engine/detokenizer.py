@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv_platform.model.tokenizers import steps
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
 """Maximum bytes of a UTF-8 character, so that at most three bytes wait for a character's last one."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -22,18 +22,18 @@ class StopString:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._shorter = [0] * len(text)
+        self._fallback_lengths = [0] * len(text)
         """Length of the longest proper prefix that is also a suffix, for each prefix of the string, by length - 1."""
         size = 0
         for at in range(1, len(text)):
             size = self.advance(size, text[at])
-            self._shorter[at] = size
+            self._fallback_lengths[at] = size
 
     def advance(self, size: int, character: str) -> int:
         """Return the length of the string's longest prefix that a text ends with after one more character. `size`: that
         length before it, less than the whole string's."""
         while size and self.text[size] != character:
-            size = self._shorter[size - 1]
+            size = self._fallback_lengths[size - 1]
         return size + (self.text[size] == character)
 
 
@@ -56,35 +56,35 @@ class IncrementalDetokenizer:
         self,
         decode: Callable[[Sequence[int]], str],
         stop: Sequence[StopString | str] = (),
-        silent: Set[int] = frozenset(),
+        skipped_token_ids: Set[int] = frozenset(),
         *,
         min_tokens: int = 0,
-        include_stop: bool = False,
-        named: Mapping[int, str] | None = None,
-        text_of: Callable[[int], str] | None = None,
+        include_stop_string: bool = False,
+        skipped_stop_texts: Mapping[int, str] | None = None,
+        get_text: Callable[[int], str] | None = None,
     ) -> None:
         self._decode = decode
         self._stop = [StopString(one) if isinstance(one, str) else one for one in stop]
-        self._matched = [0] * len(self._stop)  # characters at the end of `_decoded` that begin each stop string
-        self._silent = silent
-        self._named = named or {}
-        self._hidden: list[tuple[int, int]] = []  # places in `_decoded` of special tokens, which are not shown
+        self._matched = [0] * len(self._stop)  # characters at the end of `_decoded_text` that begin each stop string
+        self._skipped_token_ids = skipped_token_ids
+        self._skipped_stop_texts = skipped_stop_texts or {}
+        self._hidden: list[tuple[int, int]] = []  # places in `_decoded_text` of special tokens, which are not shown
         self._num_hidden = 0  # characters in them
-        self._text_of = text_of
+        self._get_text = get_text
         self.offsets: list[int] = []
         """Index in the text at which each token's text begins; a token that continues a character has that one's."""
         self._num_unsearched = min_tokens
-        self._include_stop = include_stop
+        self._include_stop_string = include_stop_string
         self._window: list[int] = []  # context and the tokens after it
         self._context_size = 0  # tokens of the window that are context
-        self._num_emitted = 0  # characters of the decoded window that are in `_decoded`
-        self._decoded = ""
-        self._released = 0  # characters of `_decoded` that cannot belong to a stop string
+        self._num_emitted = 0  # characters of the decoded window that are in `_decoded_text`
+        self._decoded_text = ""
+        self._num_released = 0  # characters of `_decoded_text` that cannot belong to a stop string
         self.stop_string: str | None = None
         """The stop string that has been found, or None."""
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a stop string has been found; further tokens are ignored."""
         return self.stop_string is not None
 
@@ -93,102 +93,104 @@ class IncrementalDetokenizer:
         """Text that may be shown."""
         shown, start = "", 0
         for begin, end in self._hidden:
-            shown += self._decoded[start : min(begin, self._released)]
+            shown += self._decoded_text[start : min(begin, self._num_released)]
             start = end
-        return shown + self._decoded[start : self._released]
+        return shown + self._decoded_text[start : self._num_released]
 
     def append(self, token_id: int) -> None:
         """Take the next token of the answer."""
-        if self._text_of is None:
-            self._append(token_id)
+        if self._get_text is None:
+            self._append_token(token_id)
             return
         before = self._num_shown
-        self._append(token_id)
+        self._append_token(token_id)
         # Text that was held back is released before this token's, so its place is counted from the end.
-        whole = not self._is_waiting and not self.stopped and token_id not in self._silent
-        self.offsets.append(max(before, self._num_shown - len(self._text_of(token_id))) if whole else before)
+        whole = not self._has_partial_character and not self.is_stopped and token_id not in self._skipped_token_ids
+        self.offsets.append(max(before, self._num_shown - len(self._get_text(token_id))) if whole else before)
 
     def append_end(self, token_id: int) -> None:
         """Take the token that ended the answer, which is not part of its text unless a stop string names it."""
-        if token_id in self._named or self._include_stop:
+        if token_id in self._skipped_stop_texts or self._include_stop_string:
             self.append(token_id)
-        elif self._text_of is not None:
+        elif self._get_text is not None:
             self.offsets.append(self._num_shown)
 
     @property
     def _num_shown(self) -> int:
         """Number of characters of the text, including those held back."""
-        return len(self._decoded) - self._num_hidden
+        return len(self._decoded_text) - self._num_hidden
 
     @property
-    def _is_waiting(self) -> bool:
+    def _has_partial_character(self) -> bool:
         """Whether the last tokens do not form a whole character yet."""
         return len(self._window) > self._context_size
 
-    def _append(self, token_id: int) -> None:
-        if self.stopped:
+    def _append_token(self, token_id: int) -> None:
+        if self.is_stopped:
             return
         self._num_unsearched -= 1
-        if token_id in self._named:
-            self._hidden.append((len(self._decoded), len(self._decoded) + len(self._named[token_id])))
-            self._num_hidden += len(self._named[token_id])
-            self._extend(self._named[token_id])
-        if token_id in self._silent:
+        if token_id in self._skipped_stop_texts:
+            self._hidden.append(
+                (len(self._decoded_text), len(self._decoded_text) + len(self._skipped_stop_texts[token_id]))
+            )
+            self._num_hidden += len(self._skipped_stop_texts[token_id])
+            self._append_text(self._skipped_stop_texts[token_id])
+        if token_id in self._skipped_token_ids:
             return
         self._window.append(token_id)
         window_text = self._decode(self._window)
-        complete = len(window_text) - self._num_pending(window_text)
+        complete = len(window_text) - self._count_pending_characters(window_text)
         if complete <= self._num_emitted:
             return
-        self._extend(window_text[self._num_emitted : complete])
+        self._append_text(window_text[self._num_emitted : complete])
         self._num_emitted = complete
         if complete == len(window_text):
-            self._slide()
+            self._slide_window()
 
     def finish(self) -> None:
         """Release held back text, as no token follows. An incomplete character becomes U+FFFD, as in `decode`."""
-        if self.stopped:
+        if self.is_stopped:
             return
-        self._extend(self._decode(self._window)[self._num_emitted :])
-        if not self.stopped:
-            self._released = len(self._decoded)
+        self._append_text(self._decode(self._window)[self._num_emitted :])
+        if not self.is_stopped:
+            self._num_released = len(self._decoded_text)
 
-    def _num_pending(self, window_text: str) -> int:
+    def _count_pending_characters(self, window_text: str) -> int:
         """Return the number of characters at the window's end that the next byte may change.
 
         SentencePiece decodes a whole run of bytes to U+FFFD while its last character is incomplete, so all of them
         count until there are more tokens than a character has bytes.
         """
-        trailing = len(window_text) - len(window_text.rstrip(REPLACEMENT))
+        trailing = len(window_text) - len(window_text.rstrip(REPLACEMENT_CHARACTER))
         num_tokens = len(self._window) - self._context_size
         return trailing if num_tokens < MAX_CHARACTER_BYTES else min(trailing, MAX_CHARACTER_BYTES - 1)
 
-    def _slide(self) -> None:
+    def _slide_window(self) -> None:
         """Make the tokens after the context, which are now whole characters, the new context."""
         self._window = self._window[self._context_size :]
         self._context_size = len(self._window)
         self._num_emitted = len(self._decode(self._window))
 
-    def _extend(self, addition: str) -> None:
+    def _append_text(self, addition: str) -> None:
         """Add text and search for the first stop string, which may begin in the text held back."""
-        start = self._released
-        self._decoded += addition
+        start = self._num_released
+        self._decoded_text += addition
         if self._num_unsearched >= 0:
-            self._released = len(self._decoded)
+            self._num_released = len(self._decoded_text)
             return
-        found = [(at, stop) for stop in self._stop if (at := self._decoded.find(stop.text, start)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._decoded_text.find(stop.text, start)) >= 0]
         if found:
             at, stop = min(found, key=lambda one: (one[0], len(one[1].text)))
             self.stop_string = stop.text
-            self._decoded = self._decoded[: at + len(stop.text) * self._include_stop]
-            self._released = len(self._decoded)
+            self._decoded_text = self._decoded_text[: at + len(stop.text) * self._include_stop_string]
+            self._num_released = len(self._decoded_text)
             # Show the special tokens that are part of the included stop string.
             self._hidden = [(begin, end) for begin, end in self._hidden if end <= at]
             return
         for number, stop in enumerate(self._stop):
             for character in addition:
                 self._matched[number] = stop.advance(self._matched[number], character)
-        self._released = len(self._decoded) - max(self._matched, default=0)
+        self._num_released = len(self._decoded_text) - max(self._matched, default=0)
 
 
 class Vocabulary:
@@ -210,23 +212,23 @@ class Vocabulary:
         characters = bytes_to_unicode() if is_byte_level else {}
         self._byte_level = {character: bytes([byte]) for byte, character in characters.items()}
 
-    def bytes_of(self, token_id: int) -> bytes:
+    def get_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that the token adds to a text, which may be part of a character. Empty for an unknown
         id."""
         found = self._known.get(token_id)
         if found is None:
-            found = self._known[token_id] = self._bytes_of(token_id)
+            found = self._known[token_id] = self._compute_bytes(token_id)
         return found
 
-    def text_of(self, token_id: int) -> str:
+    def get_text(self, token_id: int) -> str:
         r"""Return the token's text; in OpenAI's form, `bytes:\xe2\x82`, if its bytes are not text by themselves."""
-        data = self.bytes_of(token_id)
+        data = self.get_bytes(token_id)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def _compute_bytes(self, token_id: int) -> bytes:
         if self._tokenizer is None:
             return str(token_id).encode()
         if token_id in self._added:
@@ -239,11 +241,11 @@ class Vocabulary:
         if byte := _BYTE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
         if "WordPiece" in self._steps or "BPEDecoder" in self._steps or "CTC" in self._steps:
-            return self._decoded(token_id)
+            return self._decode_single(token_id)
         if "▁" in piece:  # SentencePiece's space
             return piece.replace("▁", " ").encode()
-        return self._decoded(token_id) if not self._steps else piece.encode()
+        return self._decode_single(token_id) if not self._steps else piece.encode()
 
-    def _decoded(self, token_id: int) -> bytes:
+    def _decode_single(self, token_id: int) -> bytes:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text.encode()

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
 """Length of the text's end that must have occurred before; the longest match is used."""
-DECAY, DRIFT = 0.9, 0.97
+DECAY, IDLE_DECAY = 0.9, 0.97
 """Factor on older observations with each new one, and with each token without a draft."""
-MOST_SHIFT = 4.0
+MAX_LOG_ODDS_SHIFT = 4.0
 """Bound of the learned shift, in log-odds."""
-HIGHEST_CONFIDENCE = 0.95
+MAX_CONFIDENCE = 0.95
 """Upper bound of the exit head's confidence before the learned shift is applied."""
 
 
@@ -41,7 +41,7 @@ class Draft:
     def size(self) -> int:
         return len(self.token_ids) + self.num_exit_tokens
 
-    def limited(self, size: int) -> Draft:
+    def truncate(self, size: int) -> Draft:
         return Draft(self.token_ids[:size], min(self.num_exit_tokens, size))
 
 
@@ -60,7 +60,7 @@ class DraftCosts:
     """A step with more tokens is bound by arithmetic, so that each token costs time and nothing is drafted."""
 
 
-class RunningShare:
+class RunningRate:
     """A running share, which drifts back to its prior while nothing is observed."""
 
     def __init__(self, prior: float) -> None:
@@ -75,11 +75,11 @@ class RunningShare:
         if trials:
             self._hits, self._trials = self._hits * DECAY + hits, self._trials * DECAY + trials
 
-    def drift(self) -> None:
-        self._hits, self._trials = self._hits * DRIFT, self._trials * DRIFT
+    def decay(self) -> None:
+        self._hits, self._trials = self._hits * IDLE_DECAY, self._trials * IDLE_DECAY
 
 
-class Reliability:
+class ConfidenceCalibration:
     """Learned shift of the log-odds of the exit head's confidence: above 0 if it is right more often than it says.
 
     It is learned draft by draft, by gradient steps on the likelihood of the results.
@@ -90,34 +90,34 @@ class Reliability:
         common: reliability of the whole engine, to which this one is relative and which learns from the same drafts.
     """
 
-    def __init__(self, rate: float, drift: float, common: Reliability | None = None) -> None:
-        self._rate, self._drift, self.common = rate, drift, common
+    def __init__(self, rate: float, decay: float, parent: ConfidenceCalibration | None = None) -> None:
+        self._rate, self._decay, self.parent = rate, decay, parent
         self._own = 0.0
 
     @property
-    def shift(self) -> float:
-        return self._own + (self.common.shift if self.common else 0.0)
+    def log_odds_shift(self) -> float:
+        return self._own + (self.parent.log_odds_shift if self.parent else 0.0)
 
-    def acceptance(self, confidence: float) -> float:
+    def estimate_acceptance(self, confidence: float) -> float:
         """Return the probability that a draft of this confidence is accepted; 0 stays 0."""
         if not confidence > 0.0:
             return 0.0
-        odds = 1.0 / min(confidence, HIGHEST_CONFIDENCE) - 1.0
-        return 1.0 / (1.0 + odds * math.exp(-self.shift))
+        odds = 1.0 / min(confidence, MAX_CONFIDENCE) - 1.0
+        return 1.0 / (1.0 + odds * math.exp(-self.log_odds_shift))
 
     def observe(self, confidence: float, *, accepted: bool) -> None:
-        expected = self.acceptance(confidence)
-        self._learn((accepted - expected) / (expected * (1.0 - expected) + 0.25))
+        expected = self.estimate_acceptance(confidence)
+        self._apply_step((accepted - expected) / (expected * (1.0 - expected) + 0.25))
 
-    def drift(self) -> None:
-        self._own *= self._drift
-        if self.common:
-            self.common.drift()
+    def decay(self) -> None:
+        self._own *= self._decay
+        if self.parent:
+            self.parent.decay()
 
-    def _learn(self, step: float) -> None:
-        self._own = max(-MOST_SHIFT, min(MOST_SHIFT, self._own + self._rate * step))
-        if self.common:
-            self.common._learn(step)
+    def _apply_step(self, step: float) -> None:
+        self._own = max(-MAX_LOG_ODDS_SHIFT, min(MAX_LOG_ODDS_SHIFT, self._own + self._rate * step))
+        if self.parent:
+            self.parent._apply_step(step)
 
 
 class PromptLookup:
@@ -127,7 +127,7 @@ class PromptLookup:
         self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token after it
         self._num_indexed = 0
 
-    def propose(self, token_ids: Tokens[int], size: int) -> tuple[int, ...]:
+    def propose_tokens(self, token_ids: Tokens[int], size: int) -> tuple[int, ...]:
         """Return the `size` tokens that followed the last earlier occurrence of the longest n-gram at the text's end.
         If the text ends before that, the tokens repeat. Empty without an earlier occurrence."""
         for at in range(self._num_indexed, len(token_ids)):
@@ -150,54 +150,54 @@ class DraftHistory:
 
     def __init__(self) -> None:
         self.lookup = PromptLookup()
-        self.lookup_accepted = RunningShare(0.7)
-        self.exit_reliability = Reliability(0.4, 0.99)
-        self.exit_gain = RunningShare(0.2)
+        self.lookup_acceptance = RunningRate(0.7)
+        self.exit_calibration = ConfidenceCalibration(0.4, 0.99)
+        self.exit_gain = RunningRate(0.2)
         """Passes that an evaluation of the exit head saves, not counting its own cost."""
         self.exit_confidences: list[float] = []
         """Confidences of the current step's drafts."""
 
-    def follow(self, common: Reliability) -> None:
-        """Use `common`, the reliability of the engine's exit head, as the baseline."""
-        if self.exit_reliability.common is not common:
-            self.exit_reliability = Reliability(0.4, 0.99, common)
+    def use_parent_calibration(self, parent: ConfidenceCalibration) -> None:
+        """Use `parent`, the reliability of the engine's exit head, as the baseline."""
+        if self.exit_calibration.parent is not parent:
+            self.exit_calibration = ConfidenceCalibration(0.4, 0.99, parent)
 
     def observe(self, *, from_text: bool, num_drafts: int, num_accepted: int) -> None:
         num_tried = min(num_accepted + 1, num_drafts)
         if from_text:
-            self.lookup_accepted.observe(num_accepted, num_tried)
+            self.lookup_acceptance.observe(num_accepted, num_tried)
         else:
             for at, confidence in enumerate(self.exit_confidences[:num_tried]):
-                self.exit_reliability.observe(confidence, accepted=at < num_accepted)
+                self.exit_calibration.observe(confidence, accepted=at < num_accepted)
 
     def observe_exit_head(self, gain: float) -> None:
         """Record an evaluation of the exit head whose draft is expected to save `gain` passes; 0: no draft."""
         self.exit_gain.observe(gain, 1.0)
         if not gain:
-            self.exit_reliability.drift()
+            self.exit_calibration.decay()
 
-    def drift_exits(self) -> None:
+    def decay_exit_statistics(self) -> None:
         """Record a token without an evaluation of the exit head."""
-        self.exit_reliability.drift()
-        self.exit_gain.drift()
+        self.exit_calibration.decay()
+        self.exit_gain.decay()
 
 
-def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
+def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
     """Return the number of tokens from the text that are worth a row each; the n-th needs all before it accepted."""
-    accepted, probability, size = history.lookup_accepted.value, 1.0, 0
+    accepted, probability, size = history.lookup_acceptance.value, 1.0, 0
     while size < limit and (probability := probability * accepted) > costs.row * num_sequences:
         size += 1
     return size
 
 
-def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
+def should_evaluate_exit_head(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
     """Whether to evaluate the exit head at all; sequences that draft together share the cost for the others."""
     share = num_sequences / num_drafting
     even_if_sure = 1.0 - costs.row * num_sequences - costs.lower * share
     return min(even_if_sure, history.exit_gain.value) > costs.exit_head * share
 
 
-def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
+def choose_worthwhile_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
     """Choose the drafts to run together in one pass of the layers below l; returns the passes that each is expected to
     save. `expected`: by draft, the probability that it and those before it are accepted."""
     row = costs.row * num_sequences

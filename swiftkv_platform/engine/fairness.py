@@ -1,7 +1,7 @@
 """Fair shares and turns of senders (keys of tenants, or client addresses). Knows no model and no request.
 
-Shares: one sender may hold `most` of a resource while it is alone, and otherwise less by half of what others hold. So
-something is always left for a sender that holds little. A tenant may hold twice as much in the same way.
+Shares: one sender may hold `max_amount` of a resource while it is alone, and otherwise less by half of what others
+hold. So something is always left for a sender that holds little. A tenant may hold twice as much in the same way.
 
 Turns: the tenant that was served least goes next, and of its senders the one that was served least, as in "Fairness in
 Serving Large Language Models" (https://arxiv.org/abs/2401.00588). Those that come back after a while owe nothing, and
@@ -24,7 +24,7 @@ from swiftkv_platform.errors import QueueFullError, SwiftKVError
 from swiftkv_platform.web.limiters import Sender
 
 R = TypeVar("R")
-_MAX_REMEMBERED = 1000
+_MAX_REMEMBERED_NAMES = 1000
 """Tenants, and keys of each, whose service is remembered; the least recent one is forgotten."""
 
 
@@ -34,44 +34,47 @@ class FairShare:
 
     name: str
     held: int
-    most: int
+    limit: int
 
 
-def exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], most: int) -> FairShare | None:
+def find_exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], max_amount: int) -> FairShare | None:
     """Return the share that a sender would exceed with `amount` more; None if it may have that. `held`: what all
-    senders hold; `most`: what one sender may hold alone. A sender that holds nothing may always have one."""
+    senders hold; `max_amount`: what one sender may hold alone. A sender that holds nothing may always have one."""
     own = held.get(sender, 0)
     if own + amount <= 1:
         return None
     of_tenant = sum(each for other, each in held.items() if other.tenant == sender.tenant)
     of_all = sum(held.values())
     shares = (
-        FairShare(f"caller {sender.key!r}" if sender.key else "this caller", own, _left(most, of_tenant - own)),
-        FairShare(f"tenant {sender.tenant!r}", of_tenant, _left(2 * most, of_all - of_tenant)),
+        FairShare(
+            f"caller {sender.key!r}" if sender.key else "this caller", own, _compute_limit(max_amount, of_tenant - own)
+        ),
+        FairShare(f"tenant {sender.tenant!r}", of_tenant, _compute_limit(2 * max_amount, of_all - of_tenant)),
     )
-    return next((share for share in shares if share.held + amount > share.most), None)
+    return next((share for share in shares if share.held + amount > share.limit), None)
 
 
-def _left(most: int, held_by_others: int) -> int:
+def _compute_limit(max_amount: int, held_by_others: int) -> int:
     """Return what one may hold beside others."""
-    return max(most - -(-held_by_others // 2), 0)
+    return max(max_amount - -(-held_by_others // 2), 0)
 
 
 class FairLimit:
-    """A limit on calls under way, of which each sender may have `most` alone, as in `exceeded_share`."""
+    """A limit on calls under way, of which each sender may have `max_amount` alone, as in `find_exceeded_share`."""
 
-    def __init__(self, most: int, calls: str, state: str) -> None:
+    def __init__(self, max_amount: int, calls: str, state: str) -> None:
         """Make a limit whose refusals say that a number of `calls` of a sender are in a `state`."""
-        self._most, self._calls, self._state = most, calls, state
+        self._most, self._calls, self._state = max_amount, calls, state
         self._held: Counter[Sender] = Counter()
 
     @contextmanager
     def hold(self, sender: Sender) -> Iterator[None]:
         """Count a call until the block ends. Raises `QueueFullError`."""
-        share = exceeded_share(sender, 1, self._held, self._most)
+        share = find_exceeded_share(sender, 1, self._held, self._most)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} of {share.most} {self._calls} of {share.name} {self._state}; try again later"
+                f"queue full: {share.held} of {share.limit} {self._calls} of {share.name} {self._state}; "
+                "try again later"
             )
         self._held[sender] += 1
         try:
@@ -82,7 +85,7 @@ class FairLimit:
                 del self._held[sender]
 
 
-class _Service:
+class _ServedAmounts:
     """Amounts of service by name. A name that has had less than the last chosen one counts as if it had had as much."""
 
     def __init__(self) -> None:
@@ -92,14 +95,14 @@ class _Service:
     def __getitem__(self, name: str) -> float:
         return max(self._amounts.get(name, 0.0), self._floor)
 
-    def choose(self, name: str) -> None:
+    def raise_floor(self, name: str) -> None:
         self._floor = self[name]
 
-    def charge(self, name: str, amount: float) -> None:
+    def add_service(self, name: str, amount: float) -> None:
         had = self[name]
         self._amounts.pop(name, None)
         self._amounts[name] = had + amount
-        if len(self._amounts) > _MAX_REMEMBERED:
+        if len(self._amounts) > _MAX_REMEMBERED_NAMES:
             del self._amounts[next(iter(self._amounts))]
 
 
@@ -107,27 +110,27 @@ class FairOrder:
     """Order of senders by the service that their tenants and they have had."""
 
     def __init__(self) -> None:
-        self._tenants = _Service()
-        self._keys: dict[str, _Service] = {}
+        self._tenants = _ServedAmounts()
+        self._keys: dict[str, _ServedAmounts] = {}
 
-    def rank(self, sender: Sender) -> tuple[float, float]:
+    def get_rank(self, sender: Sender) -> tuple[float, float]:
         """Return the place in the order; the lowest goes next."""
         keys = self._keys.get(sender.tenant)
         return self._tenants[sender.tenant], 0.0 if keys is None else keys[sender.key]
 
-    def choose(self, sender: Sender) -> None:
+    def record_choice(self, sender: Sender) -> None:
         """Record that the sender is served next."""
-        self._tenants.choose(sender.tenant)
-        self._keys_of(sender.tenant).choose(sender.key)
+        self._tenants.raise_floor(sender.tenant)
+        self._get_key_amounts(sender.tenant).raise_floor(sender.key)
 
-    def charge(self, sender: Sender, amount: float) -> None:
+    def record_service(self, sender: Sender, amount: float) -> None:
         """Record service of a sender, in any unit."""
-        self._tenants.charge(sender.tenant, amount)
-        self._keys_of(sender.tenant).charge(sender.key, amount)
+        self._tenants.add_service(sender.tenant, amount)
+        self._get_key_amounts(sender.tenant).add_service(sender.key, amount)
 
-    def _keys_of(self, tenant: str) -> _Service:
-        keys = self._keys[tenant] = self._keys.pop(tenant, _Service())
-        if len(self._keys) > _MAX_REMEMBERED:
+    def _get_key_amounts(self, tenant: str) -> _ServedAmounts:
+        keys = self._keys[tenant] = self._keys.pop(tenant, _ServedAmounts())
+        if len(self._keys) > _MAX_REMEMBERED_NAMES:
             del self._keys[next(iter(self._keys))]
         return keys
 
@@ -140,13 +143,15 @@ class _Waiter:
     granted: asyncio.Future[None]
 
 
-class FairTurns:
-    """At most `size` turns at a time, `of_one` of a sender, granted in fair order of the time that they took. For one
-    event loop."""
+class FairSemaphore:
+    """At most `size` turns at a time, `max_per_sender` of a sender, granted in fair order of the time that they took.
+    For one event loop."""
 
-    def __init__(self, size: int, *, of_one: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, size: int, *, max_per_sender: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_free = size
-        self._of_one = of_one or size
+        self._max_per_sender = max_per_sender or size
         self._running: Counter[Sender] = Counter()
         self._clock = clock
         self._order = FairOrder()
@@ -159,29 +164,29 @@ class FairTurns:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, sender: Sender, *, priority: int = 0) -> AsyncIterator[None]:
+    async def hold(self, sender: Sender, *, priority: int = 0) -> AsyncIterator[None]:
         """Wait for a turn and hold it. `priority`: lower goes first. Raises the error of `close`."""
-        end = await self.begin(sender, priority=priority)
+        release = await self.acquire(sender, priority=priority)
         try:
             yield
         finally:
-            end()
+            release()
 
-    async def begin(self, sender: Sender, *, priority: int = 0) -> Callable[[], None]:
+    async def acquire(self, sender: Sender, *, priority: int = 0) -> Callable[[], None]:
         """Wait for a turn and return the function that ends it. Raises the error of `close`."""
         if self._closed is not None:
             raise self._closed
-        if self._may_begin(sender):
+        if self._can_acquire(sender):
             self._grant(sender)
         else:
             await self._wait(_Waiter(sender, priority, next(self._numbers), asyncio.Future()))
         began = self._clock()
 
-        def end() -> None:
-            self._order.charge(sender, self._clock() - began)
+        def release() -> None:
+            self._order.record_service(sender, self._clock() - began)
             self._release(sender)
 
-        return end
+        return release
 
     def close(self, error: SwiftKVError) -> None:
         """Raise `error` for all who wait, and who come later."""
@@ -202,48 +207,48 @@ class FairTurns:
                 self._release(waiter.sender)  # it was granted in the moment when it was cancelled
             raise
 
-    def _may_begin(self, sender: Sender) -> bool:
-        return self._num_free > 0 and self._running[sender] < self._of_one
+    def _can_acquire(self, sender: Sender) -> bool:
+        return self._num_free > 0 and self._running[sender] < self._max_per_sender
 
     def _grant(self, sender: Sender) -> None:
         self._num_free -= 1
         self._running[sender] += 1
-        self._order.choose(sender)
+        self._order.record_choice(sender)
 
     def _release(self, sender: Sender) -> None:
         self._num_free += 1
         self._running[sender] -= 1
         if not self._running[sender]:
             del self._running[sender]
-        able = [each for each in self._waiting if self._may_begin(each.sender)]
+        able = [each for each in self._waiting if self._can_acquire(each.sender)]
         if able:
-            chosen = min(able, key=lambda each: (each.priority, *self._order.rank(each.sender), each.number))
+            chosen = min(able, key=lambda each: (each.priority, *self._order.get_rank(each.sender), each.number))
             self._waiting.remove(chosen)
             self._grant(chosen.sender)
             chosen.granted.set_result(None)
 
 
-class FairThreads:
-    """Threads that run calls in fair order of their senders, `of_one` of a sender at a time."""
+class FairThreadPool:
+    """Threads that run calls in fair order of their senders, `max_per_sender` of a sender at a time."""
 
-    def __init__(self, number: int, name: str, *, of_one: int | None = None) -> None:
+    def __init__(self, number: int, name: str, *, max_per_sender: int | None = None) -> None:
         self._threads = ThreadPoolExecutor(number, thread_name_prefix=name)
-        self._turns = FairTurns(number, of_one=of_one)
+        self._semaphore = FairSemaphore(number, max_per_sender=max_per_sender)
 
     async def run(self, sender: Sender, call: Callable[[], R]) -> R:
         """Run `call` in a thread. A turn ends with the call, even if who waits for it is cancelled. Raises the error of
         `close`."""
-        end, loop = await self._turns.begin(sender), asyncio.get_running_loop()
+        release, loop = await self._semaphore.acquire(sender), asyncio.get_running_loop()
         job = self._threads.submit(call)
 
-        def ended(_: object) -> None:
+        def release_when_done(_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(end)
+                loop.call_soon_threadsafe(release)
 
-        job.add_done_callback(ended)
+        job.add_done_callback(release_when_done)
         return await asyncio.wrap_future(job)
 
     def close(self, error: SwiftKVError) -> None:
         """Refuse calls that have not begun with `error`, without waiting for running ones."""
-        self._turns.close(error)
+        self._semaphore.close(error)
         self._threads.shutdown(wait=False)

@@ -12,12 +12,17 @@ from functools import partial
 
 from ulid import ULID
 
-from swiftkv_platform.engine import grammars as grammar_compiling
-from swiftkv_platform.engine.fairness import FairLimit, FairThreads, exceeded_share
-from swiftkv_platform.engine.grammars import Allowance, Constraint, GrammarCompiler
+from swiftkv_platform.engine.fairness import FairLimit, FairThreadPool, find_exceeded_share
+from swiftkv_platform.engine.grammars import MAX_CONCURRENT_COMPILATIONS, Constraint, GrammarBudget, GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, EventPace, RequestOutput, RequestStream
-from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader, check_unused
+from swiftkv_platform.engine.requests import (
+    InputProcessor,
+    Prompt,
+    TokenizedRequest,
+    TokenizerThreads,
+    check_request_id,
+)
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.limits import PENDING_GRAMMARS
 from swiftkv_platform.logs import get_logger
@@ -26,23 +31,23 @@ from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 from swiftkv_platform.web.limiters import Sender
 
-MAX_COMPILING = PENDING_GRAMMARS.default
+MAX_COMPILING_PER_CALLER = PENDING_GRAMMARS.default
 """Maximum number of requests of a caller whose grammars are being compiled or wait for it; one more is refused."""
-SPARED_COMPILING_S = 0.1
+FREE_COMPILE_S = 0.1
 """Seconds of compiling a grammar that are not charged to the caller, as for ordinary grammars on a busy machine."""
-PATIENCE_S = 1.0
+REFUSAL_DELAY_S = 1.0
 """Seconds that a request waits, outside the queue, if its caller's time for grammars is spent, before it is refused:
 callers that retry at once would keep the event loop busy with refusals."""
-NOBODY = Sender()
-_MOST_CALLERS = 10_000
+ANONYMOUS_SENDER = Sender()
+_MAX_CALLERS = 10_000
 """Number of callers whose grammar time is counted; the least recent one is dropped."""
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedRequest:
     """A request that has been read and admitted."""
 
-    request: ReadRequest
+    request: TokenizedRequest
     stream: RequestStream
     priority: int
     sender: Sender
@@ -56,20 +61,20 @@ class EngineFrontend(ABC):
     backend: Backend
 
     def __init__(
-        self, config: EngineConfig, model: ModelDescription, reader: RequestReader, grammars: GrammarCompiler
+        self, config: EngineConfig, model: ModelDescription, input_processor: InputProcessor, grammars: GrammarCompiler
     ) -> None:
         self.config = config
         self.model = model
-        self.reader = reader
-        self.grammars = grammars
-        self.readers = Readers(self.max_sequences)
-        self._compilers = FairThreads(grammar_compiling.MAX_COMPILING, "grammars", of_one=1)
-        self._compiling = FairLimit(MAX_COMPILING, "grammars", "are being compiled")
-        self._allowances: OrderedDict[Sender, Allowance] = OrderedDict()
+        self.input_processor = input_processor
+        self.grammar_compiler = grammars
+        self.tokenizer_threads = TokenizerThreads(self.max_sequences_per_caller)
+        self._compilers = FairThreadPool(MAX_CONCURRENT_COMPILATIONS, "grammars", max_per_sender=1)
+        self._compiling = FairLimit(MAX_COMPILING_PER_CALLER, "grammars", "are being compiled")
+        self._budgets: OrderedDict[Sender, GrammarBudget] = OrderedDict()
         self._streams: dict[str, RequestStream] = {}
         self._pace = EventPace()
         self._failure: str | None = None
-        self._departures = Departures()
+        self._wait_estimator = QueueWaitEstimator()
 
     @property
     @abstractmethod
@@ -77,15 +82,15 @@ class EngineFrontend(ABC):
         """Current requests and memory. Returns at once."""
 
     @abstractmethod
-    async def _begin(self, admitted: Admitted) -> None:
+    async def _start_request(self, admitted: AdmittedRequest) -> None:
         """Hand a request to the engine. Its outputs go to its stream from when the stream is open."""
 
     @abstractmethod
-    def _abort(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         """Abort a request if it is unfinished. Returns at once."""
 
     @abstractmethod
-    async def _stop(self) -> None:
+    async def _stop_engine(self) -> None:
         """Stop the engine, after its streams have ended."""
 
     async def submit(
@@ -95,7 +100,7 @@ class EngineFrontend(ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
-        sender: Sender = NOBODY,
+        sender: Sender = ANONYMOUS_SENDER,
         interval_s: float | None = None,
     ) -> RequestStream:
         """Validate a request with one prompt, and admit it. Raises as `validate` and `submit_validated`."""
@@ -111,19 +116,19 @@ class EngineFrontend(ABC):
         """Check a request once, with all its prompts, as far as possible without tokenizing. Returns at once.
 
         Raises:
-            InvalidInputError: as `RequestReader.validate`, or more samples than `max_num_seqs` + `max_num_waiting`.
+            InvalidInputError: as `InputProcessor.validate`, or more samples than `max_num_seqs` + `max_num_waiting`.
             EngineDeadError: a step has failed; the engine answers no more requests.
         """
         self.check_health()
         num_sequences = len(prompts) * params.n
-        if num_sequences > self.max_sequences:
+        if num_sequences > self.max_sequences_per_caller:
             raise InvalidInputError(
                 f"{len(prompts)} prompts x n {params.n} are {num_sequences} answers; a request accepts "
-                f"{self.max_sequences} (max_num_seqs + max_num_waiting)",
+                f"{self.max_sequences_per_caller} (max_num_seqs + max_num_waiting)",
                 field="n",
                 value=params.n,
             )
-        self.reader.validate(prompts, params)
+        self.input_processor.validate(prompts, params)
 
     async def submit_validated(
         self,
@@ -131,7 +136,7 @@ class EngineFrontend(ABC):
         params: SamplingParams,
         *,
         priority: int = 0,
-        sender: Sender = NOBODY,
+        sender: Sender = ANONYMOUS_SENDER,
         interval_s: float | None = None,
     ) -> list[RequestStream]:
         """Admit all prompts of a request that `validate` has accepted, or none of them. The caller reads each returned
@@ -145,19 +150,19 @@ class EngineFrontend(ABC):
                 outputs matter.
 
         Raises:
-            InvalidInputError: as `RequestReader.read`, or an id that is in use.
+            InvalidInputError: as `InputProcessor.read`, or an id that is in use.
             QueueFullError: running and waiting sequences leave the sender too little room, `max_waiting_prompt_tokens`
                 of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
                 compiled.
             RateLimitedError: the sender's grammars have used up their time.
             EngineDeadError: a step has failed; the engine answers no more requests.
         """
-        if params.structured_outputs is not None and self._allowance(sender).is_spent:
-            await asyncio.sleep(PATIENCE_S)
+        if params.structured_outputs is not None and self._get_budget(sender).is_exhausted:
+            await asyncio.sleep(REFUSAL_DELAY_S)
         # 1. find room in the queue for all prompts, and hold it by their streams
         self.check_health()
         for request_id in prompts:
-            check_unused(request_id, self._streams)
+            check_request_id(request_id, self._streams)
         self._check_admission(len(prompts) * params.n, sender)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
         streams = {
@@ -168,9 +173,11 @@ class EngineFrontend(ABC):
         # 2. compile the grammar, tokenize, and hand each prompt to the engine
         try:
             for request_id, prompt in prompts.items():
-                constraint = await self._constraint(params, sender)
-                request = await self.readers.run(partial(self.reader.read, prompt, params), len(prompt), sender)
-                await self._begin(Admitted(request, streams[request_id], priority, sender, constraint))
+                constraint = await self._make_constraint(params, sender)
+                request = await self.tokenizer_threads.run(
+                    partial(self.input_processor.tokenize, prompt, params), len(prompt), sender
+                )
+                await self._start_request(AdmittedRequest(request, streams[request_id], priority, sender, constraint))
                 self.check_health()
         except BaseException:
             for stream in streams.values():
@@ -185,50 +192,50 @@ class EngineFrontend(ABC):
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine has failed or was closed."""
         if self._failure is not None:
-            raise self.death()
+            raise self.make_dead_error()
 
     async def aclose(self) -> None:
         """Stop after the current step; callers still being served get `EngineDeadError`."""
-        self._fail("the engine was shut down")
-        self._compilers.close(self.death())
-        self.readers.close()
-        await self._stop()
+        self._fail_streams("the engine was shut down")
+        self._compilers.close(self.make_dead_error())
+        self.tokenizer_threads.close()
+        await self._stop_engine()
 
-    def forget(self, request_id: str, *, abort: bool) -> None:
+    def drop_stream(self, request_id: str, *, abort: bool) -> None:
         """Drop the request's stream, and with `abort` abort the request, without waiting for it."""
         self._streams.pop(request_id, None)
         if abort and self._failure is None:
-            self._abort(request_id)
+            self._abort_request(request_id)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver_outputs(self, outputs: list[RequestOutput]) -> None:
         """Put outputs into their streams, on the event loop; all outputs go through here."""
         try:
-            self._departures.note(
-                sum(output.finished for output in outputs), full=self._num_in_line(self._num_sequences) > 0
+            self._wait_estimator.record_completions(
+                sum(output.finished for output in outputs), full=self._count_queued(self._num_sequences) > 0
             )
             for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
-                    stream.put(output)
+                    stream.put_output(output)
         except Exception as error:
-            self._break_down(error)
+            self._handle_failure(error)
 
-    def _break_down(self, error: Exception) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         """End all streams after a failed step, so that no caller waits for an answer that cannot come."""
         get_logger().error("engine_failed", exc_info=error)
-        self._fail(f"the engine failed and must be restarted: {error!r}")
+        self._fail_streams(f"the engine failed and must be restarted: {error!r}")
 
-    def _fail(self, failure: str) -> None:
+    def _fail_streams(self, failure: str) -> None:
         self._failure = self._failure or failure
         for stream in self._streams.values():
-            stream.put(None)
+            stream.put_output(None)
 
-    def death(self) -> EngineDeadError:
+    def make_dead_error(self) -> EngineDeadError:
         """Return the error that ends all requests."""
         return EngineDeadError(self._failure or "the engine is no longer running")
 
     @property
-    def max_sequences(self) -> int:
+    def max_sequences_per_caller(self) -> int:
         """Max running and waiting sequences of one caller. Other callers have their own share."""
         return self.config.max_num_seqs + self.config.max_num_waiting
 
@@ -241,17 +248,17 @@ class EngineFrontend(ABC):
         config, held = self.config, Counter[Sender]()
         for stream in self._streams.values():
             held[stream.sender] += stream.num_sequences
-        share = exceeded_share(sender, num_sequences, held, self.max_sequences)
+        share = find_exceeded_share(sender, num_sequences, held, self.max_sequences_per_caller)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} of {share.most} sequences of {share.name} are running or waiting, and the "
+                f"queue full: {share.held} of {share.limit} sequences of {share.name} are running or waiting, and the "
                 f"request has {num_sequences}; try again later",
-                retry_after_s=self._departures.expected_wait(share.held + num_sequences - share.most),
+                retry_after_s=self._wait_estimator.estimate_wait_s(share.held + num_sequences - share.limit),
             )
         if config.max_queue_s is not None:
             # Senders take turns, so others' queues count as if they were no longer than this one's.
             num_ahead = (held[sender] + 1) * len(held.keys() | {sender})
-            wait = self._departures.expected_wait(min(self._num_in_line(self._num_sequences), num_ahead))
+            wait = self._wait_estimator.estimate_wait_s(min(self._count_queued(self._num_sequences), num_ahead))
             if wait > config.max_queue_s:
                 raise QueueFullError(
                     f"queue full: a request would wait {wait:.1f} s, max_queue_s is {config.max_queue_s:g}; try again "
@@ -260,40 +267,40 @@ class EngineFrontend(ABC):
                 )
         self._check_waiting_tokens(sender)
 
-    async def _constraint(self, params: SamplingParams, sender: Sender) -> Constraint | None:
+    async def _make_constraint(self, params: SamplingParams, sender: Sender) -> Constraint | None:
         """Compile the request's grammar, if any, while the engine steps. Raises as `GrammarCompiler.compile` and
-        `Allowance.check`."""
+        `GrammarBudget.check`."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        allowance = self._allowance(sender)
-        allowance.check(wanted.name)
-        constraint = self.grammars.find(wanted) or await self._compiled(wanted, sender)
-        constraint.work.allowance = allowance
+        budget = self._get_budget(sender)
+        budget.raise_if_exhausted(wanted.name)
+        constraint = self.grammar_compiler.find_cached(wanted) or await self._compile_charged(wanted, sender)
+        constraint.cpu_time.budget = budget
         return constraint
 
-    def _allowance(self, sender: Sender) -> Allowance:
-        allowance = self._allowances[sender] = self._allowances.pop(sender, Allowance())
-        if len(self._allowances) > _MOST_CALLERS:
-            self._allowances.popitem(last=False)
-        return allowance
+    def _get_budget(self, sender: Sender) -> GrammarBudget:
+        budget = self._budgets[sender] = self._budgets.pop(sender, GrammarBudget())
+        if len(self._budgets) > _MAX_CALLERS:
+            self._budgets.popitem(last=False)
+        return budget
 
-    async def _compiled(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
+    async def _compile_charged(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
         """Compile a grammar, and charge the sender for a slow one, even if it is refused."""
-        allowance = self._allowance(sender)
+        budget = self._get_budget(sender)
 
         def compile_grammar() -> Constraint:
-            self.grammars.vocabulary(wanted)  # once for all grammars, and charged to nobody
+            self.grammar_compiler.get_vocabulary(wanted)  # once for all grammars, and charged to nobody
             began = time.monotonic()
             try:
-                return self.grammars.compile(wanted)
+                return self.grammar_compiler.compile(wanted)
             finally:
-                allowance.spend(max(time.monotonic() - began - SPARED_COMPILING_S, 0.0))
+                budget.spend(max(time.monotonic() - began - FREE_COMPILE_S, 0.0))
 
         with self._compiling.hold(sender):
             return await self._compilers.run(sender, compile_grammar)
 
-    def _num_in_line(self, num_sequences: int) -> int:
+    def _count_queued(self, num_sequences: int) -> int:
         """Number of sequences that would wait if one more came to `num_sequences`, including that one."""
         waiting = self.state.num_waiting
         beyond = num_sequences + 1 - self.config.max_num_seqs
@@ -306,36 +313,36 @@ class EngineFrontend(ABC):
         waiting = self.state.waiting_tokens
         if not waiting.get(sender):  # a caller's first prompt is accepted, however long
             return
-        share = exceeded_share(sender, 1, waiting, limit)
+        share = find_exceeded_share(sender, 1, waiting, limit)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} prompt tokens are waiting, and {share.most} are accepted of {share.name}; "
+                f"queue full: {share.held} prompt tokens are waiting, and {share.limit} are accepted of {share.name}; "
                 "try again later"
             )
 
 
-_WINDOW = 32
+_MAX_COMPLETIONS = 32
 """Number of departures remembered: enough to smooth answers that end together, few enough to follow the load."""
-_ENOUGH = 4
+_MIN_COMPLETIONS = 4
 
 
-class Departures:
+class QueueWaitEstimator:
     """Times at which requests have ended while the engine was full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._times: deque[float] = deque(maxlen=_WINDOW)
+        self._times: deque[float] = deque(maxlen=_MAX_COMPLETIONS)
 
-    def note(self, count: int, *, full: bool) -> None:
+    def record_completions(self, count: int, *, full: bool) -> None:
         """Record that `count` requests have ended. `full`: others were waiting, or would have had to."""
         if not full:
             self._times.clear()  # the rate at which idle places become free says nothing about a queue
         else:
             self._times.extend([self._clock()] * count)
 
-    def expected_wait(self, num_in_line: int) -> float:
-        """Estimate the seconds until the last of `num_in_line` requests starts; 0 while nothing is known."""
-        if num_in_line <= 0 or len(self._times) < _ENOUGH:
+    def estimate_wait_s(self, num_queued: int) -> float:
+        """Estimate the seconds until the last of `num_queued` requests starts; 0 while nothing is known."""
+        if num_queued <= 0 or len(self._times) < _MIN_COMPLETIONS:
             return 0.0
         # Include the time since the last departure, or a stalled engine would look fast.
-        return num_in_line * (self._clock() - self._times[0]) / len(self._times)
+        return num_queued * (self._clock() - self._times[0]) / len(self._times)

@@ -25,17 +25,17 @@ STEP_MAX_ITEMS = 20_000
 """Parser items of a mask; llguidance's default is 50,000. An ambiguous grammar may use all in each step: 0.2 s."""
 MAX_LEXER_STATES = 30_000
 """Lexer states of each answer, of 1 to 2 KB each; llguidance's default is 250,000."""
-STACK_BYTES = 256 << 20
+THREAD_STACK_BYTES = 256 << 20
 """Stack of a compiling thread; address space, not memory. A chain of references takes up to 7 KB per link: see
 `max_grammar_bytes`."""
-_MEMORY_BYTES = 2 << 30
-_START_S = 60.0
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_MAX_MEMORY_BYTES = 2 << 30
+_START_TIMEOUT_S = 60.0
+_REGEX_SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 _stack_lock = threading.Lock()
 
 
-def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
+def make_matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
     """Compile a grammar within this project's limits; returns its matcher and first mask. `whitespace`: pattern between
     the tokens of JSON; None allows none. Raises `ValueError`: it cannot be compiled."""
     from llguidance import LLMatcher, LLParserLimits
@@ -46,7 +46,7 @@ def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tu
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,
     )
-    made = LLMatcher(vocabulary, _grammar(kind, text, whitespace), log_level=0, limits=limits)
+    made = LLMatcher(vocabulary, _convert_grammar(kind, text, whitespace), log_level=0, limits=limits)
     # The first step is often the most expensive, and shows whether the grammar matches any text.
     first = b"" if made.is_error() else made.compute_bitmask()
     if made.is_error():
@@ -54,7 +54,7 @@ def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tu
     return made, first
 
 
-def _grammar(kind: str, text: str, whitespace: str | None) -> str:
+def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
     """Return the grammar in llguidance's terms. Raises `ValueError`."""
     from llguidance import LLMatcher
 
@@ -66,15 +66,18 @@ def _grammar(kind: str, text: str, whitespace: str | None) -> str:
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         # One regular expression: thousands of separate rules would exceed the parser's limit per step.
-        return LLMatcher.grammar_from_regex("|".join(_SPECIAL.sub(r"\\\g<0>", one) for one in json.loads(text)))
+        return LLMatcher.grammar_from_regex(
+            "|".join(_REGEX_SPECIAL_CHARACTERS.sub(r"\\\g<0>", one) for one in json.loads(text))
+        )
     return LLMatcher.grammar_from_lark(text)
 
 
-def started(work: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread with `STACK_BYTES` of stack, a setting of the process that is read when a thread starts."""
+def start_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread with `THREAD_STACK_BYTES` of stack, a setting of the process that is read when a thread
+    starts."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
     with _stack_lock:
-        before = threading.stack_size(STACK_BYTES)
+        before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             thread.start()
         finally:
@@ -82,24 +85,25 @@ def started(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-class TrialError(Exception):
+class TrialCompilerError(Exception):
     """A grammar was refused, for the reason in the message."""
 
 
-class Trial:
+class TrialCompiler:
     """A process that tries to compile grammars. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def check(self, kind: str, text: str, whitespace: str | None, timeout_s: float) -> None:
-        """Raise `TrialError` if the grammar cannot be compiled, or `TimeoutError` if it takes more than `timeout_s`."""
-        process = self._process or self._start()
+    def check_grammar(self, kind: str, text: str, whitespace: str | None, timeout_s: float) -> None:
+        """Raise `TrialCompilerError` if the grammar cannot be compiled, or `TimeoutError` if it takes more than
+        `timeout_s`."""
+        process = self._process or self._start_process()
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps([kind, text, whitespace]) + "\n")
             process.stdin.flush()
-            answer = _line(process, timeout_s)
+            answer = _read_line(process, timeout_s)
         except (OSError, TimeoutError) as error:
             self.close()
             if isinstance(error, TimeoutError):
@@ -107,10 +111,10 @@ class Trial:
             answer = ""
         if not answer:  # out of memory, or of stack
             self.close()
-            raise TrialError("compiling it takes more memory than is allowed")
+            raise TrialCompilerError("compiling it takes more memory than is allowed")
         problem = json.loads(answer)
         if problem is not None:
-            raise TrialError(problem)
+            raise TrialCompilerError(problem)
 
     def close(self) -> None:
         """End the process, if there is one; the next check starts another."""
@@ -119,18 +123,18 @@ class Trial:
             process.kill()
             process.communicate()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         # -P: do not import modules from its own directory, whose names may hide others.
         command = [sys.executable, "-P", str(Path(__file__))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._process = process
-        if not _line(process, _START_S):
+        if not _read_line(process, _START_TIMEOUT_S):
             self.close()
-            raise TrialError("the process that compiles it first could not be started; its log says more")
+            raise TrialCompilerError("the process that compiles it first could not be started; its log says more")
         return process
 
 
-def _line(process: subprocess.Popen[str], timeout_s: float) -> str:
+def _read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
     """Read the next line from the process; empty if it has ended. Raises `TimeoutError`."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], timeout_s)[0]:
@@ -143,9 +147,9 @@ def main() -> None:
     from llguidance import LLTokenizer
 
     with suppress(ValueError, OSError):  # macOS cannot limit address space; there only the time is limited
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    bytes_alone = LLTokenizer("byte")
+    byte_vocabulary = LLTokenizer("byte")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
@@ -153,13 +157,13 @@ def main() -> None:
 
         def work(request: str = line, found: list[str | None] = problems) -> None:
             try:
-                matcher(bytes_alone, *json.loads(request))
+                make_matcher(byte_vocabulary, *json.loads(request))
             except ValueError as error:
                 found.append(str(error) or "it cannot be parsed")
             else:
                 found.append(None)
 
-        started(work).join()
+        start_thread(work).join()
         if not problems:
             break
         sys.stdout.write(json.dumps(problems[0]) + "\n")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from swiftkv_platform.engine.kernels import packing
-from swiftkv_platform.engine.ranks import Ranks
-from swiftkv_platform.engine.sharding import cut_of, whole_name
+from swiftkv_platform.engine.ranks import TensorParallelGroup
+from swiftkv_platform.engine.sharding import get_shard_spec, get_unsharded_name
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.quantization import (
@@ -28,15 +28,15 @@ from swiftkv_platform.model.weights.quantization import (
 )
 
 
-def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None) -> None:
+def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorParallelGroup | None = None) -> None:
     """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
     one's own part of each."""
     weights = as_floats(checkpoint)
-    for name, linear in _projections(model):
-        weight = f"{whole_name(name)}.weight"
+    for name, linear in _iterate_projections(model):
+        weight = f"{get_unsharded_name(name)}.weight"
         stored = weights.integers(weight)
         if stored is not None:
-            linear.integers = stored if ranks is None else _own_part(stored, weight, linear, ranks, model.config)
+            linear.integers = stored if ranks is None else _slice_integers(stored, weight, linear, ranks, model.config)
 
 
 def round_weights(model: Any, form: WeightFormat) -> None:
@@ -47,9 +47,9 @@ def round_weights(model: Any, form: WeightFormat) -> None:
     model whose projections are stored in int8.
     """
     num_layers = model.config.num_hidden_layers
-    for name, linear in _projections(model):
+    for name, linear in _iterate_projections(model):
         four = form == "int4" and not is_int8_in_mixed(name.removesuffix(".part"), num_layers)
-        if (stored := integers_of(linear)) is not None:
+        if (stored := get_integers(linear)) is not None:
             if four and stored.form == "int8":
                 raise ModelError.for_field(
                     "weights",
@@ -57,23 +57,23 @@ def round_weights(model: Any, form: WeightFormat) -> None:
                     ", and the model is stored in int8; use auto, or export the unquantised model with --quantize int4",
                 )
             continue
-        _round(linear, "int4" if four and linear.in_features % packing.GROUP == 0 else "int8")
+        _round_linear(linear, "int4" if four and linear.in_features % packing.INT4_GROUP_SIZE == 0 else "int8")
     embedding = model.get_input_embeddings().weight
     for name in ("lm_head", "exit_head"):
         if isinstance(head := getattr(model, name, None), nn.Linear):
-            _round(head, "int8", keeps_floats=head.weight is embedding)
+            _round_linear(head, "int8", keeps_floats=head.weight is embedding)
 
 
-def integers_of(linear: nn.Module) -> IntegerWeight | None:
+def get_integers(linear: nn.Module) -> IntegerWeight | None:
     """The integers beside a module's weight."""
     return getattr(linear, "integers", None)
 
 
-def common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.Tensor]:
+def get_common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.Tensor]:
     """The weights of modules that run as one: integers if all have them in one form that the kernels take, else
     floats."""
-    found = [integers_of(linear) for linear in linears]
-    integers = [one for one in found if one is not None and packing.packs(one)]
+    found = [get_integers(linear) for linear in linears]
+    integers = [one for one in found if one is not None and packing.can_pack(one)]
     if len(integers) == len(linears) and len({(one.form, one.group_size) for one in integers}) == 1:
         return integers
     return [linear.weight.detach() for linear in linears]
@@ -85,22 +85,24 @@ def drop_integers(model: nn.Module) -> None:
         module.__dict__.pop("integers", None)
 
 
-def _projections(model: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_projections(model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_projection(f"{name.removesuffix('.part')}.weight"):
             yield name, module
 
 
-def _round(linear: Any, form: WeightFormat, *, keeps_floats: bool = False) -> None:
-    group = packing.GROUP if form == "int4" else None
+def _round_linear(linear: Any, form: WeightFormat, *, keeps_floats: bool = False) -> None:
+    group = packing.INT4_GROUP_SIZE if form == "int4" else None
     linear.integers = rounded = IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
     if not keeps_floats:
         linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)
 
 
-def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks, config: Any) -> IntegerWeight | None:
+def _slice_integers(
+    whole: IntegerWeight, name: str, linear: nn.Linear, ranks: TensorParallelGroup, config: Any
+) -> IntegerWeight | None:
     """A rank's part of a weight; None: it cuts a group of inputs."""
-    if (cut := cut_of(name, config)) is None:
+    if (cut := get_shard_spec(name, config)) is None:
         return whole
-    first, *others = (whole.part(index) for index in cut.indices(linear.weight.shape[cut.dim], ranks))
+    first, *others = (whole.part(index) for index in cut.get_indices(linear.weight.shape[cut.dim], ranks))
     return first if first is None or not others else IntegerWeight.cat([first, *(one for one in others if one)])

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.varlen import Pages
+from swiftkv_platform.engine.varlen import VarlenSettings
 from swiftkv_platform.model.cache import SCALE_DTYPE, pack, unpack
 from swiftkv_platform.model.packed_attention import VarlenOperator
 
-Run = tuple[int, int]
+SlotRun = tuple[int, int]
 """Adjacent slots: the first, and the one after the last. A slot holds one token."""
 
 
@@ -34,23 +34,23 @@ LayerShape = tuple[TensorShape, TensorShape]
 class StorageFormat:
     """Dtypes in which cached numbers are stored and read."""
 
-    computed: torch.dtype
-    stored: torch.dtype
+    compute_dtype: torch.dtype
+    storage_dtype: torch.dtype
     """Dtype of the cache's tensors; uint8 if it is quantised."""
-    payload: torch.dtype | None = None
+    quantized_dtype: torch.dtype | None = None
     """Dtype of quantised numbers: float8_e4m3fn or int8."""
 
     @property
-    def converts(self) -> bool:
+    def has_other_dtype(self) -> bool:
         """Whether numbers are stored unquantised, but in another dtype than the model's."""
-        return self.payload is None and self.stored != self.computed
+        return self.quantized_dtype is None and self.storage_dtype != self.compute_dtype
 
-    def row_size(self, dim: int) -> int:
-        return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
+    def get_row_size(self, dim: int) -> int:
+        return dim if self.quantized_dtype is None else dim * self.quantized_dtype.itemsize + SCALE_DTYPE.itemsize
 
-    def row_bytes(self, dim: int) -> int:
+    def get_row_bytes(self, dim: int) -> int:
         """Return the bytes of `dim` numbers, including the scale."""
-        return self.row_size(dim) * self.stored.itemsize
+        return self.get_row_size(dim) * self.storage_dtype.itemsize
 
 
 class PagedTensor:
@@ -61,44 +61,50 @@ class PagedTensor:
     """
 
     def __init__(
-        self, shape: TensorShape, num_slots: int, format_: StorageFormat, device: torch.device, *, native: bool = False
+        self,
+        shape: TensorShape,
+        num_slots: int,
+        format_: StorageFormat,
+        device: torch.device,
+        *,
+        uses_kernels: bool = False,
     ) -> None:
-        heads, size, dtype = shape.num_heads, format_.row_size(shape.dim), format_.stored
+        heads, size, dtype = shape.num_heads, format_.get_row_size(shape.dim), format_.storage_dtype
         if device.type == "cpu":
             self.rows = torch.empty(heads, num_slots, size, dtype=dtype, device=device)
         else:
             self.rows = torch.empty(num_slots, heads, size, dtype=dtype, device=device).transpose(0, 1)
         """Contents [num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
         self._format = format_
-        self.native = native
+        self.uses_kernels = uses_kernels
         """Whether the engine's kernels write and read it: on a CPU, in bfloat16."""
 
     @property
-    def payload(self) -> torch.dtype | None:
-        return self._format.payload
+    def quantized_dtype(self) -> torch.dtype | None:
+        return self._format.quantized_dtype
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
         """Write `x` [num_heads, num_tokens, dim] to `slots` [num_tokens]."""
-        payload = self.payload
-        if self.native:
-            kernels.write(self.rows, slots, x, payload)
+        quantized_dtype = self.quantized_dtype
+        if self.uses_kernels:
+            kernels.write_slots(self.rows, slots, x, quantized_dtype)
             return
-        self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
+        self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if quantized_dtype is None else pack(x, quantized_dtype))
 
-    def blocks(self, block_size: int) -> torch.Tensor:
+    def view_blocks(self, block_size: int) -> torch.Tensor:
         """Return a view of all slots, [num_blocks, block_size, num_heads, dim]."""
         return self.rows.transpose(0, 1).view(-1, block_size, self.rows.shape[0], self.rows.shape[2])
 
     def read_blocks(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
         """Read whole blocks, one after another: [num_heads, tokens of `blocks`, dim]."""
-        return self.blocks(block_size).index_select(0, blocks).flatten(0, 1).transpose(0, 1)
+        return self.view_blocks(block_size).index_select(0, blocks).flatten(0, 1).transpose(0, 1)
 
-    def read(self, runs: Sequence[Run]) -> torch.Tensor:
+    def read(self, runs: Sequence[SlotRun]) -> torch.Tensor:
         """Read runs: [num_heads, tokens of all runs, dim]; a view if it is one run, not quantised and not converted."""
         views = [self.rows[:, first:end] for first, end in runs]
         rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
-        payload, computed = self._format.payload, self._format.computed
-        return rows.to(computed) if payload is None else unpack(rows, payload, computed)
+        quantized_dtype, compute_dtype = self._format.quantized_dtype, self._format.compute_dtype
+        return rows.to(compute_dtype) if quantized_dtype is None else unpack(rows, quantized_dtype, compute_dtype)
 
 
 class KVCache:
@@ -112,23 +118,23 @@ class KVCache:
         block_size: int,
         format_: StorageFormat,
         device: torch.device,
-        expanded: bool = False,
-        native: bool = False,
+        expands_contexts: bool = False,
+        uses_kernels: bool = False,
         operator: VarlenOperator | None = None,
     ) -> None:
         self.device = device
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.format = format_
-        self.expanded = expanded
+        self.expands_contexts = expands_contexts
         """Whether the model expands cached tensors to keys and values, so that it gets contexts instead of storage."""
-        self.pages = None if operator is None else Pages(operator, block_size, device, expanded)
+        self.pages = None if operator is None else VarlenSettings(operator, block_size, device, expands_contexts)
         """Pages that attention reads by block tables; None if it reads runs."""
         num_slots = num_blocks * block_size
         self.layers = [
             (
-                PagedTensor(first, num_slots, format_, device, native=native),
-                PagedTensor(second, num_slots, format_, device, native=native),
+                PagedTensor(first, num_slots, format_, device, uses_kernels=uses_kernels),
+                PagedTensor(second, num_slots, format_, device, uses_kernels=uses_kernels),
             )
             for first, second in shapes
         ]
@@ -141,7 +147,7 @@ class StepCache:
     cache: KVCache
     slots: torch.Tensor
     """Slots of the step's tokens, [num_tokens]."""
-    contexts: Sequence[Run] | torch.Tensor
+    contexts: Sequence[SlotRun] | torch.Tensor
     """Runs or blocks of all sequences' contexts, only used if the model expands the cache's contents."""
 
     def update(
@@ -161,16 +167,16 @@ class StepCache:
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
         """Return what `update` returns, without writing."""
         stored_first, stored_second = self.cache.layers[layer]
-        if self.cache.expanded:
-            return self._context(stored_first)[None], self._context(stored_second)[None]
+        if self.cache.expands_contexts:
+            return self._read_context(stored_first)[None], self._read_context(stored_second)[None]
         return stored_first, stored_second
 
-    def _context(self, stored: PagedTensor) -> torch.Tensor:
+    def _read_context(self, stored: PagedTensor) -> torch.Tensor:
         if isinstance(self.contexts, torch.Tensor):
             return stored.read_blocks(self.contexts, self.cache.block_size)
         return stored.read(self.contexts)
 
 
-def bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
+def get_bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
     """Return the bytes of a block in all layers, including scales."""
-    return block_size * sum(shape.num_heads * format_.row_bytes(shape.dim) for layer in shapes for shape in layer)
+    return block_size * sum(shape.num_heads * format_.get_row_bytes(shape.dim) for layer in shapes for shape in layer)

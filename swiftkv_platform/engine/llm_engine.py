@@ -17,15 +17,15 @@ from ulid import ULID
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.grammars import Constraint, GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
-from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks, worst_step
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_tensor_parallel_size, load_model
+from swiftkv_platform.engine.memory import compute_num_blocks, make_cache, make_largest_step, measure_memory
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput, StepResult
-from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
-from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader, check_unused
+from swiftkv_platform.engine.ranks import AllocateMessage, Leader, LeadingDecoder
+from swiftkv_platform.engine.requests import InputProcessor, Prompt, TokenizedRequest, check_request_id
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.engine.speculative import Drafting, draft_costs
+from swiftkv_platform.engine.speculative import DraftPlanner, estimate_draft_costs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.weights.adapters import whole_model
 from swiftkv_platform.sources.model_directories import local_directory
@@ -35,7 +35,7 @@ from swiftkv_platform.web.limiters import Sender
 
 
 @contextmanager
-def progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
+def show_progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
     """Yield a function that counts an answer. `shown`: draw a bar on stderr; None: only if that is a terminal."""
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (sys.stderr.isatty() if shown is None else shown)
@@ -55,11 +55,11 @@ class LLMEngine:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' tokenizer; None if the model's directory has none."""
-        self._drafting = Drafting(draft_costs(loaded.model))
+        self._drafting = DraftPlanner(estimate_draft_costs(loaded.model))
         decoder = None if leader is None else LeadingDecoder(loaded.model.model, leader)
         self._runner = ModelRunner(loaded.model, self._make_cache(loaded, config), self._drafting, decoder)
         if self._runner.device.type == "cuda" and config.kv_cache_bytes is None:
-            num_blocks = self._measured_blocks(loaded, config)
+            num_blocks = self._measure_num_blocks(loaded, config)
             self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))
         cache = self._runner.cache
         self.num_blocks = cache.num_blocks
@@ -75,14 +75,16 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             drafting=self._drafting,
-            keeps_own=bool(loaded.config.layer_map.deep_leaders),
+            has_own_deep_kv=bool(loaded.config.layer_map.deep_leaders),
         )
-        self.reader = RequestReader(loaded, config, num_slots=self.num_blocks * self.block_size)
+        self.input_processor = InputProcessor(loaded, config, num_slots=self.num_blocks * self.block_size)
         """Checks and tokenizes requests, in any thread."""
-        self.grammars = GrammarCompiler(loaded, config)
+        self.grammar_compiler = GrammarCompiler(loaded, config)
         """Compiles constraints of answers, in any thread."""
         self._running: dict[str, list[Sequence]] = {}  # by request, its sequences in the scheduler
-        self._held: dict[str, list[Sequence]] = {}  # samples that wait until the first one has prefilled the prompt
+        self._pending_samples: dict[
+            str, list[Sequence]
+        ] = {}  # samples that wait until the first one has prefilled the prompt
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
@@ -96,7 +98,7 @@ class LLMEngine:
             )
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
-        check_sharding(path, config)
+        check_tensor_parallel_size(path, config)
         with whole_model(local_directory(str(path), field="model")) as (weights, _):  # an adapter's, for all ranks
             leader = Leader.start(str(weights), config)
             try:
@@ -111,14 +113,14 @@ class LLMEngine:
         """Make the KV cache, here and on the other ranks."""
         cache = make_cache(loaded, config, num_blocks)
         if self._leader is not None:
-            self._leader.tell(Allocate(cache.num_blocks))
+            self._leader.send_message(AllocateMessage(cache.num_blocks))
         return cache
 
-    def _measured_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
+    def _measure_num_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
         """Return the number of blocks that fit on the GPU, by running the largest step and measuring its memory."""
         cache = self._runner.cache
-        memory = measure(lambda: self._runner.run(worst_step(loaded, config, cache)), cache.device)
-        return measured_blocks(loaded, config, cache, memory)
+        memory = measure_memory(lambda: self._runner.run(make_largest_step(loaded, config, cache)), cache.device)
+        return compute_num_blocks(loaded, config, cache, memory)
 
     def close(self) -> None:
         """End the processes of the other ranks, if any; the engine cannot generate after that."""
@@ -136,18 +138,24 @@ class LLMEngine:
         cache can never hold, or a constraint that cannot be compiled."""
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
-        check_unused(request_id, self._running)
-        self.reader.validate([prompt], params)
-        request = self.reader.read(prompt, params)
+        check_request_id(request_id, self._running)
+        self.input_processor.validate([prompt], params)
+        request = self.input_processor.tokenize(prompt, params)
         wanted = params.structured_outputs
-        constraint = None if wanted is None else self.grammars.compile(wanted)
-        self.add_read_request(request, request_id, priority=0, sender=Sender(), constraint=constraint)
+        constraint = None if wanted is None else self.grammar_compiler.compile(wanted)
+        self.add_tokenized_request(request, request_id, priority=0, sender=Sender(), constraint=constraint)
         return request_id
 
-    def add_read_request(
-        self, request: ReadRequest, request_id: str, *, priority: int, sender: Sender, constraint: Constraint | None
+    def add_tokenized_request(
+        self,
+        request: TokenizedRequest,
+        request_id: str,
+        *,
+        priority: int,
+        sender: Sender,
+        constraint: Constraint | None,
     ) -> None:
-        """Queue a request from `reader`. Raises `InvalidInputError`: the id is in use.
+        """Queue a request from `input_processor`. Raises `InvalidInputError`: the id is in use.
 
         Args:
             priority: lower goes first; among equals, first come, first served.
@@ -155,12 +163,14 @@ class LLMEngine:
                 time.
             constraint: the request's `structured_outputs`, compiled by `grammars`.
         """
-        check_unused(request_id, self._running)
-        sequences = self.reader.sequences(request_id, request, priority=priority, sender=sender, constraint=constraint)
+        check_request_id(request_id, self._running)
+        sequences = self.input_processor.make_sequences(
+            request_id, request, priority=priority, sender=sender, constraint=constraint
+        )
         first, *others = sequences
         self._running[request_id] = [first]
         if others:
-            self._held[request_id] = others
+            self._pending_samples[request_id] = others
         self._scheduler.add(first)
 
     def step(self) -> list[RequestOutput]:
@@ -172,13 +182,13 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request, free its blocks, and return its output; None if no unfinished request has this id."""
-        sequences = [*self._running.get(request_id, ()), *self._held.pop(request_id, ())]
+        sequences = [*self._running.get(request_id, ()), *self._pending_samples.pop(request_id, ())]
         for sequence in sequences:
             sequence.finish("abort")
             if sequence in self._running[request_id]:
                 self._scheduler.remove(sequence)
         self._running.pop(request_id, None)
-        return sequences[0].output() if sequences else None
+        return sequences[0].make_output() if sequences else None
 
     def generate(
         self,
@@ -196,13 +206,13 @@ class LLMEngine:
         Raises:
             InvalidInputError: as `add_request`; in that case no prompt is answered.
         """
-        each = _one_for_each(prompts, params)
+        each = _expand_params(prompts, params)
         request_ids: list[str] = []
         samples: dict[str, list[RequestOutput]] = {}
         try:
             for prompt, one in zip(prompts, each, strict=True):
                 request_ids.append(self.add_request(prompt, one))
-            with progress_bar(sum(one.n for one in each), shown=progress) as advance:
+            with show_progress_bar(sum(one.n for one in each), shown=progress) as advance:
                 while any(request_id in self._running for request_id in request_ids):
                     for output in self.step():
                         if output.finished:
@@ -211,7 +221,7 @@ class LLMEngine:
         finally:
             for request_id in request_ids:
                 self.abort(request_id)
-        return [_gathered(samples[request_id]) for request_id in request_ids]
+        return [_gather_samples(samples[request_id]) for request_id in request_ids]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -233,46 +243,46 @@ class LLMEngine:
         """Number of blocks of the KV cache that no sequence uses."""
         return self._blocks.num_free_blocks
 
-    def check(self) -> None:
+    def assert_consistent(self) -> None:
         """Assert that every block of the KV cache is accounted for."""
-        self._scheduler.check()
+        self._scheduler.assert_consistent()
 
     def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
         """Add the step's results to the sequences, drop finished ones, and return the outputs."""
         outputs = []
         for item, result in zip(scheduled, results, strict=True):
             sequence = item.sequence
-            sequence.take(result)
+            sequence.apply_result(result)
             if result.error is None:
                 uncommitted = sequence.num_tokens - sequence.num_computed_tokens
                 self._scheduler.commit(
                     sequence, min(item.num_scheduled_tokens + result.num_accepted_tokens, uncommitted)
                 )
-                if not sequence.generates and sequence.num_computed_tokens == sequence.num_tokens:
+                if not sequence.can_generate and sequence.num_computed_tokens == sequence.num_tokens:
                     sequence.finish("length")
             if sequence.num_output_tokens or sequence.finish_reason:
-                self._release_samples(sequence)
+                self._queue_samples(sequence)
             if sequence.finish_reason is not None:
-                self._forget(sequence)
+                self._remove_sequence(sequence)
             if result.token_ids or sequence.finish_reason is not None:
-                outputs.append(sequence.output())
+                outputs.append(sequence.make_output())
         return outputs
 
-    def _release_samples(self, first: Sequence) -> None:
+    def _queue_samples(self, first: Sequence) -> None:
         """Queue the other samples of a request, once the first has prefilled their prompt."""
-        for sequence in self._held.pop(first.request_id, ()):
+        for sequence in self._pending_samples.pop(first.request_id, ()):
             sequence.prompt_logprobs = list(first.prompt_logprobs)
             self._running[first.request_id].append(sequence)
             self._scheduler.add(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _remove_sequence(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._running[sequence.request_id].remove(sequence)
         if not self._running[sequence.request_id]:
             del self._running[sequence.request_id]
 
 
-def _one_for_each(
+def _expand_params(
     prompts: abc.Sequence[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] | None
 ) -> abc.Sequence[SamplingParams]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
@@ -287,6 +297,6 @@ def _one_for_each(
     return each
 
 
-def _gathered(samples: list[RequestOutput]) -> RequestOutput:
+def _gather_samples(samples: list[RequestOutput]) -> RequestOutput:
     samples.sort(key=lambda output: output.index)
     return replace(samples[0], samples=tuple(samples)) if len(samples) > 1 else samples[0]

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from swiftkv_platform.configs.adapter import ADAPTER
+from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.integer_weights import attach_stored, drop_integers, round_weights
-from swiftkv_platform.engine.ranks import Ranks, rank_device
-from swiftkv_platform.engine.sharding import check_divides, load_shard
-from swiftkv_platform.engine.weights import align, lay_out, use_kernels
+from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop_integers, round_weights
+from swiftkv_platform.engine.ranks import TensorParallelGroup, get_rank_device
+from swiftkv_platform.engine.sharding import check_divisible, load_shard
+from swiftkv_platform.engine.weights import align_weights, fuse_weights, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
@@ -58,7 +58,7 @@ class LoadedModel(ModelDescription):
 
 
 def load_model(
-    path: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, weights: Path | None = None
+    path: str | Path, config: EngineConfig, ranks: TensorParallelGroup | None = None, *, weights: Path | None = None
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub id, SwiftKV or not; with `ranks` only this rank's part. `weights`: directory
     with the weights of `path`, if they are elsewhere (an adapter assembled with its base). Raises `ModelError`: the
@@ -68,15 +68,15 @@ def load_model(
     directory = local_directory(str(path), field="model")
     model = _read_model(weights or directory, config, ranks)
     tokenizer = _read_tokenizer(directory, model.config)
-    context_length = _context_length(path, model.config, config)
-    _settle_rotary_factors(model, context_length)
+    context_length = _get_context_length(path, model.config, config)
+    _fix_rotary_factors(model, context_length)
     return LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(model.generation_config, model.config, tokenizer),
+        eos_token_ids=_find_eos_token_ids(model.generation_config, model.config, tokenizer),
         context_length=context_length,
-        model=prepare(model, config, None if ranks is None else ranks.device),
-        digest=_digest(directory),
+        model=prepare_model(model, config, None if ranks is None else ranks.device),
+        digest=_compute_digest(directory),
     )
 
 
@@ -89,8 +89,8 @@ def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
     return ModelDescription(
         config=model_config,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(generation_config, model_config, tokenizer),
-        context_length=_context_length(directory, model_config, config),
+        eos_token_ids=_find_eos_token_ids(generation_config, model_config, tokenizer),
+        context_length=_get_context_length(directory, model_config, config),
     )
 
 
@@ -104,14 +104,14 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
     return model_config
 
 
-def check_sharding(path: str | Path, config: EngineConfig) -> None:
+def check_tensor_parallel_size(path: str | Path, config: EngineConfig) -> None:
     """Raise `ModelError` if `tensor_parallel_size` does not divide the model, or there are too few devices."""
     directory = local_directory(str(path), field="model")
-    check_divides(read_config(directory, field="model"), config.tensor_parallel_size)
-    rank_device(config, 0)
+    check_divisible(read_config(directory, field="model"), config.tensor_parallel_size)
+    get_rank_device(config, 0)
 
 
-def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
+def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGroup | None) -> PreTrainedModel:
     """Load a student, or a dense model in the same classes, in which every layer computes its own KV."""
     model_class: Any
     model_config = read_config(directory, field="model")
@@ -125,12 +125,12 @@ def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> P
     else:
         model = load_shard(directory, model_class, model_config, dtype=config.dtype, ranks=ranks, device=ranks.device)
     model.eval()
-    if config.weights != "bfloat16" and is_quantized(model_config) and not (directory / ADAPTER).is_file():
-        attach_stored(model, Checkpoint.open(directory), ranks)
+    if config.weights != "bfloat16" and is_quantized(model_config) and not (directory / ADAPTER_FILE).is_file():
+        attach_stored_integers(model, Checkpoint.open(directory), ranks)
     return model
 
 
-def _digest(directory: Path) -> str:
+def _compute_digest(directory: Path) -> str:
     """Return a SHA-256 that changes with the weights: of the artifact's manifest, or of the configuration and the
     weight files' names, sizes and modification times."""
     digest = hashlib.sha256()
@@ -151,7 +151,7 @@ def _read_tokenizer(directory: Path, model_config: Any) -> Any | None:
     return load_tokenizer(directory, model_config.get_text_config().vocab_size, field="model")
 
 
-def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -> int:
+def _get_context_length(path: str | Path, model_config: Any, config: EngineConfig) -> int:
     length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ModelError(
@@ -164,7 +164,7 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
     return config.max_model_len or length
 
 
-def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
+def _fix_rotary_factors(model: Any, max_model_len: int) -> None:
     """Fix RoPE's factors to those of short sequences; transformers would choose by the longest sequence of each batch.
 
     Cached keys keep the factors with which they were computed, so a sequence that grows past the limit would have to
@@ -186,7 +186,7 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
             rotary_emb.rope_type = "default" if kind is None else {**rotary_emb.rope_type, kind: "default"}
 
 
-def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
+def _find_eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
     """Return the end-of-sequence ids of the generation config, else of the model config, else of the tokenizer."""
     candidates = (
         getattr(generation_config, "eos_token_id", None),
@@ -196,7 +196,7 @@ def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | N
     return end_ids(next((candidate for candidate in candidates if candidate is not None), None))
 
 
-def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
     device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,12 +210,12 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
     module.to(device)
     if config.weights in BITS:
         round_weights(model, config.weights)
-    native = config.native_kernels and config.fuse_weights and kernels.serve(model)
+    native = config.native_kernels and config.fuse_weights and kernels.supports_model(model)
     if not native:
         drop_integers(model)
     if config.fuse_weights:
-        lay_out(model, native=native)
-    if config.native_kernels and kernels.serve(model):
+        fuse_weights(model, native=native)
+    if config.native_kernels and kernels.supports_model(model):
         use_kernels(model)
-    align(model)
+    align_weights(model)
     return model

@@ -13,11 +13,11 @@ import torch
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, bytes_per_block
+from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, get_bytes_per_block
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.engine.varlen import block_size_for, choose_operator
+from swiftkv_platform.engine.varlen import choose_block_size, choose_operator
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.cache import PAYLOAD_DTYPES
 from swiftkv_platform.model.packed_attention import get_attention_head_dim
@@ -25,28 +25,28 @@ from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
-FREE_MEMORY_SHARE = 4
+FREE_MEMORY_DIVISOR = 4
 """Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most this fraction."""
-BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 16
 """Tokens of a block, unless the attention operator needs more."""
 
 
-def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
+def get_layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     """Return the shapes of a token in each of the `num_kv_cache_layers` layers on one of `num_ranks` ranks."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
     dim = get_attention_head_dim(config)
-    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
+    return [(TensorShape(config.get_cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
     """Make the KV cache of an engine or a rank. `num_blocks`: the number that rank 0 has chosen; None computes it.
     Raises `InvalidInputError`: `kv_cache_bytes` is less than one block, or attention on a GPU cannot read
     `kv_cache_dtype` or `block_size`."""
-    device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
+    device, format_ = torch.device(loaded.model.device), get_storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
-    if device.type == "cuda" and format_.stored != loaded.model.dtype:
+    if device.type == "cuda" and format_.storage_dtype != loaded.model.dtype:
         raise InvalidInputError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}; attention on a GPU reads K and V in the model's own type, "
             f"{loaded.model.dtype}: leave kv_cache_dtype out, or give 'auto'",
@@ -54,33 +54,34 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
             value=config.kv_cache_dtype,
         )
     operator = choose_operator(device, loaded.model.dtype, get_attention_head_dim(model_config))
-    block_size = block_size_for(operator, config.block_size, BLOCK_SIZE)
-    shapes = layer_shapes(model_config, config.tensor_parallel_size)
-    block_bytes = bytes_per_block(shapes, block_size, format_)
+    block_size = choose_block_size(operator, config.block_size, DEFAULT_BLOCK_SIZE)
+    shapes = get_layer_shapes(model_config, config.tensor_parallel_size)
+    block_bytes = get_bytes_per_block(shapes, block_size, format_)
     return KVCache(
         shapes,
-        num_blocks=num_blocks or _num_blocks(loaded, config, block_size, block_bytes, device),
+        num_blocks=num_blocks or _choose_num_blocks(loaded, config, block_size, block_bytes, device),
         block_size=block_size,
         format_=format_,
         device=device,
-        expanded=_is_latent(model_config),
-        native=config.native_kernels
+        expands_contexts=_is_latent(model_config),
+        uses_kernels=config.native_kernels
         and operator is None
         and not _is_latent(model_config)
-        and not format_.converts
+        and not format_.has_other_dtype
         and all(tensor.dim % kernels.HEAD_DIM_MULTIPLE == 0 for layer in shapes for tensor in layer)
-        and kernels.serve(loaded.model),
+        and kernels.supports_model(loaded.model),
         operator=operator,
     )
 
 
-def cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
-    """Return the bytes of a cache in the model's dtype, in blocks of `BLOCK_SIZE`, for texts of `lengths` at once."""
-    block_bytes = bytes_per_block(layer_shapes(config), BLOCK_SIZE, storage_format("auto", dtype))
-    return block_bytes * sum(-(-length // BLOCK_SIZE) for length in lengths)
+def compute_cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
+    """Return the bytes of a cache in the model's dtype, in blocks of `DEFAULT_BLOCK_SIZE`, for texts of `lengths` at
+    once."""
+    block_bytes = get_bytes_per_block(get_layer_shapes(config), DEFAULT_BLOCK_SIZE, get_storage_format("auto", dtype))
+    return block_bytes * sum(-(-length // DEFAULT_BLOCK_SIZE) for length in lengths)
 
 
-def storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
+def get_storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
     """Return the cache's format for `kv_cache_dtype` and a model that computes in the dtype `computed`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
         return StorageFormat(computed, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
@@ -92,17 +93,17 @@ def _is_latent(config: Any) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None
 
 
-def _num_blocks(
+def _choose_num_blocks(
     loaded: LoadedModel, config: EngineConfig, block_size: int, block_bytes: int, device: torch.device
 ) -> int:
     if config.kv_cache_bytes is None:
-        wanted = wanted_blocks(loaded, config, block_size)
+        wanted = count_needed_blocks(loaded, config, block_size)
         if device.type == "cuda":
-            # An upper bound for a step of `max_num_batched_tokens` tokens; `measured_blocks` gives the final number.
+            # An upper bound for a step of `max_num_batched_tokens` tokens; `compute_num_blocks` gives the final number.
             num_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
             return min(wanted, config.max_num_batched_tokens // block_size + num_sequences + 1)
         available: int = psutil.virtual_memory().available
-        return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
+        return max(min(wanted, available // FREE_MEMORY_DIVISOR // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
         raise InvalidInputError.for_field(
             "kv_cache_bytes",
@@ -112,7 +113,7 @@ def _num_blocks(
     return config.kv_cache_bytes // block_bytes
 
 
-def wanted_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) -> int:
+def count_needed_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) -> int:
     """Return the number of blocks with which no sequence ever waits for one."""
     return config.max_num_seqs * -(-loaded.context_length // block_size)
 
@@ -128,7 +129,7 @@ class DeviceMemory:
     peak: int
 
     @property
-    def of_others(self) -> int:
+    def used_by_others(self) -> int:
         """Bytes held by other processes, and by the driver for this one."""
         return self.total - self.free - self.allocated
 
@@ -137,25 +138,25 @@ class DeviceMemory:
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
 
 
-def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
+def compute_num_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
     """Return the number of blocks that fit into a GPU's memory together with the worst step, which was run with
     `cache`. Raises `InvalidInputError`: not even one fits."""
-    shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
-    block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
+    shapes = get_layer_shapes(loaded.model.config, config.tensor_parallel_size)
+    block_bytes = get_bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
     if fit < 1:
         raise InvalidInputError.for_field(
             "max_num_batched_tokens",
             config.max_num_batched_tokens,
-            f"; a step of that many tokens takes {memory.peak - memory.allocated} bytes in addition to the weights' "
-            f"{memory.allocated}, other processes and the driver hold {memory.of_others} of {memory.total} bytes of "
-            f"memory, and nothing is left for a KV block of {block_bytes} bytes: use a smaller number, a smaller model "
-            "or tensor_parallel_size, or stop other processes on the GPU",
+            f"; of {memory.total} bytes of GPU memory, weights take {memory.allocated}, a step of that many tokens "
+            f"takes {memory.peak - memory.allocated}, and other processes and the driver hold {memory.used_by_others}, "
+            f"which leaves no memory for a KV block of {block_bytes} bytes: use a smaller number, a smaller model, "
+            "more GPUs (tensor_parallel_size), or stop other processes on the GPU",
         )
-    return min(fit, wanted_blocks(loaded, config, cache.block_size))
+    return min(fit, count_needed_blocks(loaded, config, cache.block_size))
 
 
-def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
+def measure_memory(step: Callable[[], object], device: torch.device) -> DeviceMemory:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -166,7 +167,7 @@ def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, allocated, torch.cuda.max_memory_allocated(device))
 
 
-def worst_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> list[ScheduledSequence]:
+def make_largest_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> list[ScheduledSequence]:
     """Make the schedule of the step with the most memory: prompts as long as possible, `max_num_batched_tokens` tokens
     together, with all log-probabilities, so that every token runs through every layer and has logits."""
     blocks = BlockManager(cache.num_blocks, cache.block_size, enable_prefix_caching=False)

@@ -15,37 +15,37 @@ from typing import Any
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.attention import PAGED
+from swiftkv_platform.engine.attention import PAGED_ATTENTION
 from swiftkv_platform.engine.batch import (
     Batch,
     BypassRows,
-    DeepRows,
-    Layout,
-    Span,
-    begin_pass,
-    lay_out,
+    DeepRowsWriter,
+    ModelInputs,
+    SequenceSpan,
     make_batch,
-    read_shared,
-    share,
-    take,
-    write_shared,
+    make_inputs,
+    make_pass_context,
+    read_shared_key_values,
+    select_entries,
+    update_shared_key_values,
+    write_shared_key_values,
 )
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.native_layers import NativeLayer
-from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
+from swiftkv_platform.engine.outputs import NOT_FINITE_MESSAGE, StepResult
 from swiftkv_platform.engine.ranks import LeadingDecoder
-from swiftkv_platform.engine.sampler import SamplingRow, choose, logprobs
+from swiftkv_platform.engine.sampler import SamplingRow, choose_tokens, compute_logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.speculative import (
-    Drafting,
+    DraftPlanner,
     ExitDrafts,
     RowLogits,
-    accept,
-    cut_at_first_error,
+    accept_drafts,
+    compute_exit_logits,
     draft_from_exit_head,
-    end_where_grammar_failed,
-    exiting,
-    sampling_row,
+    drop_tokens_of_failed_grammar,
+    make_sampling_row,
+    truncate_at_error,
 )
 from swiftkv_platform.model.context import DecoderContext
 
@@ -53,15 +53,15 @@ from swiftkv_platform.model.context import DecoderContext
 class ModelRunner:
     """Runs steps of a model with its KV cache."""
 
-    def __init__(self, model: Any, cache: KVCache, drafting: Drafting, decoder: Any = None) -> None:
+    def __init__(self, model: Any, cache: KVCache, drafting: DraftPlanner, decoder: Any = None) -> None:
         """Set up the model for paged attention. `decoder`: runs the layers; None: the model's own decoder."""
-        model.set_attn_implementation(PAGED)
+        model.set_attn_implementation(PAGED_ATTENTION)
         self._model = model
         self._decoder = decoder or model.model
         self._cache = cache
         self._drafting = drafting
-        self._keeps_own = bool(model.config.layer_map.deep_leaders)
-        self._on_kernels = all(isinstance(layer, NativeLayer) for layer in model.model.layers)
+        self._has_own_deep_kv = bool(model.config.layer_map.deep_leaders)
+        self._uses_native_layers = all(isinstance(layer, NativeLayer) for layer in model.model.layers)
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
 
     @property
@@ -80,76 +80,76 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Compute the scheduled tokens' KV and the next tokens; returns one result per sequence."""
-        with kernels.threads_to_themselves() if self._on_kernels else nullcontext():
-            return self._run(scheduled)
+        with kernels.use_all_threads() if self._uses_native_layers else nullcontext():
+            return self._run_step(scheduled)
 
-    def _run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
-        context = self._begin(batch.layout)
-        bypass = BypassRows.of(self._decoder, batch.written_rows, context.num_tokens)
+    def _run_step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+        batch = make_batch(scheduled, self._cache, has_own_deep_kv=self._has_own_deep_kv)
+        context = self._make_context(batch.inputs)
+        bypass = BypassRows.for_step(self._decoder, batch.written_rows, context.num_tokens)
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
-        exits = exiting(self._model, x, scheduled, batch)
-        rows = batch.upper_rows(exits.at)
-        deep = batch.deep_rows(exits.at) if self._keeps_own else set()
-        shared = self._share(x, context, deep)
-        drafts = self._draft(x, scheduled, batch)
+        exits = compute_exit_logits(self._model, x, scheduled, batch)
+        rows = batch.find_upper_rows(exits.at)
+        deep = batch.find_deep_rows(exits.at) if self._has_own_deep_kv else set()
+        shared = self._write_shared(x, context, deep)
+        drafts = self._draft_tokens(x, scheduled, batch)
         if drafts.tokens:
-            logits = self._verify(x, scheduled, batch, drafts, rows, deep)
+            logits = self._verify_drafts(x, scheduled, batch, drafts, rows, deep)
         else:
-            logits = self._upper(x, context, shared, batch.layout, rows, deep)
+            logits = self._run_upper_layers(x, context, shared, batch.inputs, rows, deep)
         results = [StepResult() for _ in scheduled]
-        self._choose(scheduled, batch, logits, exits, drafts, results)
-        self._score_prompts(scheduled, batch, logits, results)
-        self._count_skipped(batch, logits, results)
+        self._choose_tokens(scheduled, batch, logits, exits, drafts, results)
+        self._add_prompt_logprobs(scheduled, batch, logits, results)
+        self._count_skipped_tokens(batch, logits, results)
         return results
 
-    def _begin(self, layout: Layout, hidden: torch.Tensor | None = None) -> DecoderContext:
+    def _make_context(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> DecoderContext:
         """Return the context of the layout's tokens; `hidden`: their hidden states, None embeds them."""
-        hidden = self._decoder.embed_tokens(layout.input_ids) if hidden is None else hidden
-        return begin_pass(self._decoder, layout, self._cache, hidden)
+        hidden = self._decoder.embed_tokens(inputs.input_ids) if hidden is None else hidden
+        return make_pass_context(self._decoder, inputs, self._cache, hidden)
 
-    def _draft(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
+    def _draft_tokens(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
         """Draft with the exit head, for the sequences that the scheduler granted drafts."""
 
-        def lower(layout: Layout) -> torch.Tensor:
-            context = self._begin(layout)
+        def lower(inputs: ModelInputs) -> torch.Tensor:
+            context = self._make_context(inputs)
             drafted: torch.Tensor = self._decoder.run_lower(context)  # all are deep
-            if not self._keeps_own:
-                share(self._decoder, drafted, context)
+            if not self._has_own_deep_kv:
+                update_shared_key_values(self._decoder, drafted, context)
             return drafted
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
-    def _share(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
+    def _write_shared(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows, which keep their own. Returns
         the cache's contents by group; empty if deep tokens keep their own."""
-        if not self._keeps_own:
-            return share(self._decoder, x, context)
+        if not self._has_own_deep_kv:
+            return update_shared_key_values(self._decoder, x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
         if others and isinstance(self._decoder, LeadingDecoder):
-            self._decoder.write_shared(x, context, others)
+            self._decoder.write_shared_key_values(x, context, others)
         elif others:
-            write_shared(self._decoder, x, context, others)
+            write_shared_key_values(self._decoder, x, context, others)
         return ()
 
-    def _upper(
+    def _run_upper_layers(
         self,
         x: torch.Tensor,
         context: DecoderContext,
         shared: Sequence[Any],
-        layout: Layout,
+        inputs: ModelInputs,
         rows: list[int],
         deep: set[int],
     ) -> RowLogits:
         """Run layers >= l for `rows`; returns their logits in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
-        kept = layout.select(rows)
-        writer = DeepRows.of(self._decoder, context, rows, deep) if self._keeps_own else None
+        kept = inputs.select_rows(rows)
+        writer = DeepRowsWriter.for_pass(self._decoder, context, rows, deep) if self._has_own_deep_kv else None
         hidden = self._decoder.run_student_upper(x, context, selection=kept, shared=shared, deep=writer)
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
-    def _verify(
+    def _verify_drafts(
         self,
         x: torch.Tensor,
         scheduled: Sequence[ScheduledSequence],
@@ -158,8 +158,9 @@ class ModelRunner:
         upper_rows: list[int],
         deep: set[int],
     ) -> RowLogits:
-        """Run layers >= l as `_upper`, also for the exit head's drafts, whose rows follow those of the batch."""
-        spans: list[Span] = []
+        """Run layers >= l as `_run_upper_layers`, also for the exit head's drafts, whose rows follow those of the
+        batch."""
+        spans: list[SequenceSpan] = []
         rows: list[int] = []
         num_rows = batch.first_rows[-1]
         for index, (first, end) in enumerate(pairwise(batch.first_rows)):
@@ -168,19 +169,21 @@ class ModelRunner:
                 sequence, drafted = scheduled[index].sequence, drafts.rows.get(index, [])
                 positions = [sequence.num_computed_tokens + row - first for row in own]
                 positions += range(sequence.num_tokens, sequence.num_tokens + len(drafted))
-                spans.append(Span(positions, sequence.block_table))
+                spans.append(SequenceSpan(positions, sequence.block_table))
                 rows += [*own, *(num_rows + row for row in drafted)]
-        hidden = take(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
-        context = self._begin(lay_out(spans, self._cache), hidden)
-        if self._keeps_own:
+        hidden = select_entries(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
+        context = self._make_context(make_inputs(spans, self._cache), hidden)
+        if self._has_own_deep_kv:
             writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
-            writer = DeepRows.of(self._decoder, context, range(len(rows)), writing)
+            writer = DeepRowsWriter.for_pass(self._decoder, context, range(len(rows)), writing)
             hidden = self._decoder.run_student_upper(hidden, context, deep=writer)
         else:
-            hidden = self._decoder.run_student_upper(hidden, context, shared=read_shared(self._decoder, context))
+            hidden = self._decoder.run_student_upper(
+                hidden, context, shared=read_shared_key_values(self._decoder, context)
+            )
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
-    def _choose(
+    def _choose_tokens(
         self,
         scheduled: Sequence[ScheduledSequence],
         batch: Batch,
@@ -200,25 +203,25 @@ class ModelRunner:
             else:
                 at += [logits.at[row] for row in own]
                 at += [logits.at[batch.first_rows[-1] + row] for row in drafts.rows.get(index, ())]
-            rows += [sampling_row(scheduled[index].sequence, drafted[:count]) for count in range(len(drafted) + 1)]
+            rows += [make_sampling_row(scheduled[index].sequence, drafted[:count]) for count in range(len(drafted) + 1)]
             owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
         if not at:
             return
         values = torch.cat([logits.values, exits.values]) if exits.at else logits.values
-        values = take(values, at)  # [num_sequences and drafts, vocab_size]
+        values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
         finite = values.sum(dim=-1).isfinite()
-        tokens, finite = torch.stack([choose(values, rows), finite.long()]).tolist()
+        tokens, finite = torch.stack([choose_tokens(values, rows), finite.long()]).tolist()
         for index, (places, drafted) in owners.items():
             item = scheduled[index]
-            results[index] = result = accept(
+            results[index] = result = accept_drafts(
                 item.sequence, drafted, [tokens[place] for place in places], from_text=bool(item.draft.token_ids)
             )
-            result.exited = index in exits.at
-            cut_at_first_error(result, [finite[place] for place in places])
-            end_where_grammar_failed(item.sequence, result)
-        self._score_answers(scheduled, values, {index: places for index, (places, _) in owners.items()}, results)
+            result.is_exited = index in exits.at
+            truncate_at_error(result, [finite[place] for place in places])
+            drop_tokens_of_failed_grammar(item.sequence, result)
+        self._add_logprobs(scheduled, values, {index: places for index, (places, _) in owners.items()}, results)
 
-    def _score_answers(
+    def _add_logprobs(
         self,
         scheduled: Sequence[ScheduledSequence],
         values: torch.Tensor,
@@ -232,11 +235,11 @@ class ModelRunner:
             return
         tokens = [token for index in wanted for token in results[index].token_ids]
         counts = [scheduled[index].sequence.params.logprobs or 0 for index in wanted for _ in results[index].token_ids]
-        found = iter(logprobs(take(values, at), tokens, counts))
+        found = iter(compute_logprobs(select_entries(values, at), tokens, counts))
         for index in wanted:
             results[index].logprobs = [next(found) for _ in results[index].token_ids]
 
-    def _score_prompts(
+    def _add_prompt_logprobs(
         self, scheduled: Sequence[ScheduledSequence], batch: Batch, logits: RowLogits, results: list[StepResult]
     ) -> None:
         """Add the log-probabilities of prompt tokens to the results, each from the position before it."""
@@ -244,15 +247,15 @@ class ModelRunner:
             if not rows:
                 continue
             sequence = scheduled[index].sequence
-            values = take(logits.values, [logits.at[row] for row in rows])
+            values = select_entries(logits.values, [logits.at[row] for row in rows])
             known = len(sequence.prompt_logprobs)
             tokens = sequence.prompt_token_ids[known : known + len(rows)]
             counts = [sequence.params.prompt_logprobs or 0] * len(rows)
-            results[index].prompt_logprobs = logprobs(values, tokens, counts)
+            results[index].prompt_logprobs = compute_logprobs(values, tokens, counts)
             if not bool(values.sum().isfinite()):
-                results[index].error = NOT_FINITE
+                results[index].error = NOT_FINITE_MESSAGE
 
-    def _count_skipped(self, batch: Batch, logits: RowLogits, results: list[StepResult]) -> None:
+    def _count_skipped_tokens(self, batch: Batch, logits: RowLogits, results: list[StepResult]) -> None:
         if self._has_upper_layers:
             for result, (first, end) in zip(results, pairwise(batch.first_rows), strict=True):
                 result.num_skipped_tokens = end - first - sum(row in logits.at for row in range(first, end))

@@ -20,29 +20,29 @@ from swiftkv_platform.model.deep_tokens import Bypass
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
-_IN_MEMORY = "in memory"
+_IN_MEMORY_DIGEST = "in memory"
 """Digest of weights whose cached blocks do not outlive the engine."""
 
 
 @contextmanager
-def engine_of(
+def open_engine(
     student: Any, tokenizer: Any, config: EngineConfig, *, swiftkv: bool, context_length: int
 ) -> Iterator[LLMEngine]:
     """Yield an engine on one mode of `student`, which is restored when the block ends.
 
     Args:
         swiftkv: student mode; False: teacher mode.
-        context_length: maximum tokens of prompt and answer together, see `keeps_rotary_factors`.
+        context_length: maximum tokens of prompt and answer together, see `has_constant_rotary_factors`.
     """
     own = student.config._attn_implementation
-    model: Any = student if swiftkv else _Teacher(student)
+    model: Any = student if swiftkv else _TeacherModel(student)
     loaded = LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
         eos_token_ids=end_ids(student.generation_config.eos_token_id),
         context_length=context_length,
         model=model,
-        digest=_IN_MEMORY,
+        digest=_IN_MEMORY_DIGEST,
     )
     try:
         yield LLMEngine(loaded, config)
@@ -50,7 +50,7 @@ def engine_of(
         model.set_attn_implementation(own)
 
 
-def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
+def has_constant_rotary_factors(config: Any, num_tokens: int) -> bool:
     """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, as the engine requires. LongRoPE
     and dynamic RoPE have other factors for longer ones."""
     return all(
@@ -68,7 +68,7 @@ class _TeacherDecoder:
         self.layer_map = layer_map
         self.layers = decoder.layers
         self.embed_tokens = decoder.embed_tokens
-        self.rotations = decoder.rotations
+        self.make_rotations = decoder.make_rotations
 
     @property
     def decoders(self) -> list[Any]:
@@ -77,7 +77,7 @@ class _TeacherDecoder:
         owners = [getattr(layers, "__self__", None) for layers in kept]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
 
-    def lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
+    def run_lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
         x = (self._decoder.run_teacher_lower or self._decoder.run_lower)(context)
         hidden: torch.Tensor = self._decoder.run_teacher_upper(x, context)
         return hidden
@@ -99,7 +99,7 @@ class _TeacherDecoder:
         return x if selection is None else selection.select(x)
 
 
-class _Teacher:
+class _TeacherModel:
     """A student's teacher, with the part of a model's interface that the engine uses."""
 
     def __init__(self, student: Any) -> None:

@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.batch import DeepRows
-from swiftkv_platform.engine.integer_weights import common_weights
+from swiftkv_platform.engine.batch import DeepRowsWriter
+from swiftkv_platform.engine.integer_weights import get_common_weights
 from swiftkv_platform.engine.kernels import LayerOperands, packing
 from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.kv_cache import PagedTensor
@@ -40,14 +40,14 @@ class NativeLinear(nn.Module):
     def __init__(self, weight: torch.Tensor | IntegerWeight, bias: torch.Tensor | None, arena: Arena) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = packing.pack(weight).moved_into(arena)
-        self.bias = None if bias is None else packing.padded(bias)
+        self.weight = packing.pack_weight(weight).move_into(arena)
+        self.bias = None if bias is None else packing.pad_to_block(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         return kernels.linear(x, self.weight, self.bias, self.out_features)
 
-    def rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
+    def project_rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
         """[num_tokens, in_features], before its norm -> [num_tokens, out_features]."""
         return kernels.linear_rows(x, self.weight, self.bias, self.out_features, norm=norm)
 
@@ -57,7 +57,7 @@ class NativeHead(NativeLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return kernels.logits(x, self.weight, self.bias, self.out_features)
+        return kernels.compute_logits(x, self.weight, self.bias, self.out_features)
 
 
 class NativeEmbedding(nn.Module):
@@ -65,13 +65,15 @@ class NativeEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, head: NativeHead) -> None:
         super().__init__()
-        self.weight = nn.Parameter(head.weight.numbers, requires_grad=False)
+        self.weight = nn.Parameter(head.weight.values, requires_grad=False)
         self._scaled = embedding.scale_embeddings if isinstance(embedding, ScaledEmbedding) else None
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., hidden_size]."""
         pairs = self.weight.view(torch.int32).squeeze(-1)  # both at once: a quarter of the time
-        embedded = pairs[input_ids // packing.COLUMNS, :, input_ids % packing.COLUMNS].view(self.weight.dtype)
+        embedded = pairs[input_ids // packing.BLOCK_COLUMNS, :, input_ids % packing.BLOCK_COLUMNS].view(
+            self.weight.dtype
+        )
         return embedded if self._scaled is None else self._scaled(embedded)
 
 
@@ -80,7 +82,7 @@ class NativeRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = packing.padded(norm.weight)
+        self.weight = packing.pad_to_block(norm.weight)
         self.variance_epsilon = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +97,9 @@ class NativeMLP(nn.Module):
         super().__init__()
         fused = getattr(mlp, "gate_up_proj", None)
         separate = fused is None
-        gate, up = common_weights([mlp.gate_proj, mlp.up_proj]) if separate else common_weights([fused])[0].chunk(2)
+        gate, up = (
+            get_common_weights([mlp.gate_proj, mlp.up_proj]) if separate else get_common_weights([fused])[0].chunk(2)
+        )
         self.gate_up = GatedLinear(gate, up, arena)
         self.down_proj = mlp.down_proj
 
@@ -112,7 +116,7 @@ class GatedLinear(nn.Module):
         super().__init__()
         self.size, self.in_features = gate.shape
         self.out_features = 2 * self.size  # of its products
-        self.weight = packing.pack_gated(gate, up).moved_into(arena)
+        self.weight = packing.pack_gated(gate, up).move_into(arena)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., intermediate_size]."""
@@ -173,7 +177,7 @@ class NativeAttention(nn.Module):
         return parts
 
 
-class SharedKeyValues:
+class SharedKeyValueWriter:
     """K and V of all groups from x, written in one operator for all of them: one each takes a fifteenth of a prompt's
     time in a student."""
 
@@ -185,7 +189,7 @@ class SharedKeyValues:
         self._rotates = leaders[0].rotates
 
     @classmethod
-    def of(cls, decoder: Any) -> Self | None:
+    def from_decoder(cls, decoder: Any) -> Self | None:
         """None: the groups' projections are no product of ours, or make heads of several kinds."""
         leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
         if not leaders or not isinstance(decoder.norm_swiftkv, NativeRMSNorm):
@@ -204,38 +208,38 @@ class SharedKeyValues:
         rotations = [self._rotations.select(i, rotation) for i in self._leaders] if self._rotates else []
         layers = [cache.read(self._first + group) for group in range(len(self._leaders))]
         keys = layers[0][0]
-        if not (isinstance(keys, PagedTensor) and keys.native):
+        if not (isinstance(keys, PagedTensor) and keys.uses_kernels):
             return False
         if any(one[0] is not rotations[0][0] or one[0].dtype != x.dtype for one in rotations):
             return False
         kernels.write_projected(
-            self._linear.rows(x[0], self._norm),
+            self._linear.project_rows(x[0], self._norm),
             cache.slots,
             [(keys.rows, values.rows) for keys, values in layers],
             norms=self._head_norms,
             rotation=rotations[0] if rotations else None,
-            payload=keys.payload,
+            quantized_dtype=keys.quantized_dtype,
         )
         return True
 
 
-def output_projection(attention: Any) -> Any:
+def get_output_projection(attention: Any) -> Any:
     """Projection that a layer's heads leave through."""
     student = isinstance(attention, HeadAttentionMixin)
     return attention.output_projection if student else attention.o_proj
 
 
 @dataclass(frozen=True)
-class _Heads:
+class _HeadProjection:
     """Where a layer's queries, keys and values come from: one product of its normalised input."""
 
     linear: NativeLinear
-    query_at: int
-    key_at: int = -1
+    query_offset: int
+    key_offset: int = -1
     """First output that is a key's, which those of the values follow; -1: the layer reads another's."""
 
     @classmethod
-    def of(cls, attention: Any) -> Self | None:
+    def from_attention(cls, attention: Any) -> Self | None:
         """None: they are not one product of ours."""
         if isinstance(attention, NativeAttention):
             if isinstance(linear := getattr(attention, "qkv_proj", None), NativeLinear):
@@ -256,7 +260,7 @@ class _Heads:
 
 
 @dataclass(frozen=True)
-class Stored:
+class LayerKeyValues:
     """The cache layer that a layer attends to."""
 
     keys: PagedTensor
@@ -275,11 +279,11 @@ class NativeLayer(nn.Module):
     operands: LayerOperands
     rotates: bool
 
-    def __init__(self, layer: Any, heads: _Heads) -> None:
+    def __init__(self, layer: Any, heads: _HeadProjection) -> None:
         super().__init__()
         self._modules.update(layer._modules)
         attention, mlp = layer.self_attn, layer.mlp
-        output, norms = output_projection(attention), (layer.input_layernorm, layer.post_attention_layernorm)
+        output, norms = get_output_projection(attention), (layer.input_layernorm, layer.post_attention_layernorm)
         of_heads = [norm if isinstance(norm, NativeRMSNorm) else None for norm in (attention.q_norm, attention.k_norm)]
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         weights: list[torch.Tensor | None] = []
@@ -290,7 +294,7 @@ class NativeLayer(nn.Module):
             weights,
             [
                 *(heads.linear.out_features, output.out_features, mlp.gate_up.size, mlp.down_proj.out_features),
-                *(output.in_features // attention.head_dim, heads.query_at, heads.key_at),
+                *(output.in_features // attention.head_dim, heads.query_offset, heads.key_offset),
                 kernels.NO_WINDOW if window is None else window,
             ],
             [*(0.0 if norm is None else norm.variance_epsilon for norm in (*norms, of_heads[0])), attention.scaling],
@@ -302,11 +306,11 @@ class NativeLayer(nn.Module):
             rotates=attention.rotates,
             _index=attention.layer_idx,
             _reads_shared=isinstance(attention, HeadAttentionMixin),
-            _has_keys=heads.key_at >= 0,
+            _has_keys=heads.key_offset >= 0,
         )
 
     @classmethod
-    def of(cls, layer: Any) -> Self | None:
+    def from_layer(cls, layer: Any) -> Self | None:
         """None: the layer is of another shape."""
         attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
         if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.has_joint_head_norm:
@@ -316,13 +320,13 @@ class NativeLayer(nn.Module):
             return None
         if not (isinstance(mlp, NativeMLP) and isinstance(mlp.down_proj, NativeLinear)):
             return None
-        if not isinstance(output_projection(attention), NativeLinear):
+        if not isinstance(get_output_projection(attention), NativeLinear):
             return None  # its rank's part of a sum
         if not all(
             isinstance(norm, NativeRMSNorm | nn.Identity | None) for norm in (attention.q_norm, attention.k_norm)
         ):
             return None
-        heads = _Heads.of(attention)
+        heads = _HeadProjection.from_attention(attention)
         return None if heads is None else cls(layer, heads)
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -330,13 +334,13 @@ class NativeLayer(nn.Module):
         paged, rotation = arguments.get("paged"), arguments["position_embeddings"]
         stored = None
         if paged is not None and rotation[0].dtype == hidden_states.dtype:
-            stored = self.stored(arguments["past_key_values"], arguments.get("shared_key_value"))
+            stored = self.find_key_values(arguments["past_key_values"], arguments.get("shared_key_value"))
         if stored is None:
             output: torch.Tensor = self.family_layer(hidden_states, **arguments)
             return output
-        return _run(self.operands, hidden_states, [stored], rotation if self.rotates else (None, None), paged)
+        return _run_layers(self.operands, hidden_states, [stored], rotation if self.rotates else (None, None), paged)
 
-    def stored(self, cache: Any, shared: Any) -> Stored | None:
+    def find_key_values(self, cache: Any, shared: Any) -> LayerKeyValues | None:
         """The part of a step's `cache`, or `run_layer`'s `shared`, that the layer attends to; None: kernels cannot."""
         slots = None
         if shared is None and self._reads_shared:
@@ -347,13 +351,13 @@ class NativeLayer(nn.Module):
             key_value = shared
         elif not self._has_keys:
             key_value = shared.key_value
-        elif isinstance(shared.writer, DeepRows) and shared.writer.deep is None:
-            key_value, slots = shared.writer.place(shared.group)
+        elif isinstance(shared.writer, DeepRowsWriter) and shared.writer.deep_indices is None:
+            key_value, slots = shared.writer.get_write_target(shared.group)
             shared.key_value = key_value
         else:
             return None
         keys, values = key_value
-        return Stored(keys, values, slots) if isinstance(keys, PagedTensor) and keys.native else None
+        return LayerKeyValues(keys, values, slots) if isinstance(keys, PagedTensor) and keys.uses_kernels else None
 
 
 class NativeLayers:
@@ -368,23 +372,23 @@ class NativeLayers:
     ) -> torch.Tensor | None:
         """`run_layers` over hidden [1, num_tokens, hidden_size]. None: these layers cannot run at once."""
         if which not in self._operands:
-            self._operands[which] = self._joined(which)
+            self._operands[which] = self._join_operands(which)
         operands, paged = self._operands[which], context.layer_arguments.get("paged")
         if operands is None or paged is None:
             return None
-        stored: list[Stored] = []
+        stored: list[LayerKeyValues] = []
         rotations: list[torch.Tensor | None] = []
         for i, key_value in zip(which, [None] * len(which) if shared is None else shared, strict=True):
             layer = self._layers[i]
-            found = layer.stored(context.past_key_values, key_value)
+            found = layer.find_key_values(context.past_key_values, key_value)
             rotation = decoder.select_rotation(i, context, shared=key_value is not None)
             if found is None or rotation[0].dtype != hidden.dtype:
                 return None
             stored.append(found)
             rotations += rotation if layer.rotates else (None, None)
-        return _run(operands, hidden, stored, rotations, paged)
+        return _run_layers(operands, hidden, stored, rotations, paged)
 
-    def _joined(self, which: range) -> LayerOperands | None:
+    def _join_operands(self, which: range) -> LayerOperands | None:
         """None: some of the layers are of another shape."""
         layers = [self._layers[i] for i in which]
         if not layers or not all(isinstance(layer, NativeLayer) for layer in layers):
@@ -392,17 +396,21 @@ class NativeLayers:
         return LayerOperands(*([one for layer in layers for one in layer.operands[at]] for at in range(3)))
 
 
-def _run(
-    operands: LayerOperands, hidden: torch.Tensor, stored: Sequence[Stored], rotations: Sequence[Any], paged: Any
+def _run_layers(
+    operands: LayerOperands,
+    hidden: torch.Tensor,
+    stored: Sequence[LayerKeyValues],
+    rotations: Sequence[Any],
+    paged: Any,
 ) -> torch.Tensor:
-    y = kernels.layers(
+    y = kernels.run_layers(
         hidden[0],
         operands,
         list(rotations),
         [one.slots for one in stored],
         [one.keys.rows for one in stored],
         [one.values.rows for one in stored],
-        paged.tables,
-        stored[0].keys.payload,
+        paged.kernel_tables,
+        stored[0].keys.quantized_dtype,
     )
     return y[None]

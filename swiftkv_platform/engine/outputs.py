@@ -19,7 +19,7 @@ from swiftkv_platform.web.limiters import Sender
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
-NOT_FINITE = "the model's logits are not a number; the request was ended, others are not affected"
+NOT_FINITE_MESSAGE = "the model's logits are not a number; the request was ended, others are not affected"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`stop`: end of sequence, a stop token or a stop string; `length`: max_tokens or the context; `abort`: aborted;
@@ -127,7 +127,7 @@ class StepResult:
     """Number of drafts among `token_ids`, which are the first ones."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the next prompt tokens that have none yet."""
-    exited: bool = False
+    is_exited: bool = False
     num_skipped_tokens: int = 0
     """Number of tokens of this step that did not run through layers >= l."""
     error: str | None = None
@@ -136,21 +136,21 @@ class StepResult:
     """Field of the request that caused the error; None: the model did."""
 
 
-MAX_INTERVAL_S = 0.05
+MAX_EVENT_INTERVAL_S = 0.05
 """Maximum interval that the pace chooses, which is too short for readers to notice."""
-EVENT_SHARE = 0.05
+MAX_EVENT_TIME_SHARE = 0.05
 """Share of a stream's time that the events of all others may take."""
-EVENTS_MEASURED = 32
+EVENTS_PER_MEASUREMENT = 32
 """Number of events over which their cost is measured."""
-FIRST_EVENT_S = 0.0005
+INITIAL_EVENT_S = 0.0005
 
 
 class EventPace:
     """Interval between a stream's events: zero for a single stream, longer the more streams there are.
 
     An event delays all other streams while the event loop writes and sends it. So tokens are collected just long enough
-    for other streams' events to take `EVENT_SHARE` of a stream's time, but at most `MAX_INTERVAL_S`. The cost of an
-    event is measured as CPU time of the event loop's thread.
+    for other streams' events to take `MAX_EVENT_TIME_SHARE` of a stream's time, but at most `MAX_EVENT_INTERVAL_S`. The
+    cost of an event is measured as CPU time of the event loop's thread.
 
     Args:
         clock: CPU time of the thread in seconds.
@@ -159,7 +159,7 @@ class EventPace:
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._num_sequences = 0
-        self._event_s = FIRST_EVENT_S
+        self._event_s = INITIAL_EVENT_S
         self._since: float | None = None
         self._num_events = 0
 
@@ -167,21 +167,21 @@ class EventPace:
     def interval_s(self) -> float:
         """Seconds for which a stream may collect tokens, given the present streams and cost of events."""
         others = max(self._num_sequences - 1, 0)
-        return min(others * self._event_s / EVENT_SHARE, MAX_INTERVAL_S)
+        return min(others * self._event_s / MAX_EVENT_TIME_SHARE, MAX_EVENT_INTERVAL_S)
 
-    def joined(self, num_sequences: int) -> None:
+    def add_sequences(self, num_sequences: int) -> None:
         self._num_sequences += num_sequences
 
-    def left(self, num_sequences: int) -> None:
+    def remove_sequences(self, num_sequences: int) -> None:
         self._num_sequences -= num_sequences
 
-    def sent(self) -> None:
-        """Count an event, on the event loop. The cost is updated after every `EVENTS_MEASURED` events."""
+    def record_event(self) -> None:
+        """Count an event, on the event loop. The cost is updated after every `EVENTS_PER_MEASUREMENT` events."""
         if self._since is None:
             self._since = self._clock()
             return
         self._num_events += 1
-        if self._num_events == EVENTS_MEASURED:
+        if self._num_events == EVENTS_PER_MEASUREMENT:
             now = self._clock()
             self._event_s = (now - self._since) / self._num_events
             self._since, self._num_events = now, 0
@@ -207,7 +207,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.sender = sender
-        self.newest: dict[int, RequestOutput] = {}
+        self.newest_outputs: dict[int, RequestOutput] = {}
         """Newest output of each sample by index, which may be ahead of the outputs read from the stream."""
         self._engine = engine
         self._interval_s = interval_s
@@ -217,7 +217,7 @@ class RequestStream:
         self._due_at = math.inf if interval_s == math.inf else 0.0
         self._pace = pace
         self._num_paced = 0 if interval_s == math.inf else num_samples
-        pace.joined(self._num_paced)
+        pace.add_sequences(self._num_paced)
         self._arrived, self._urgent = asyncio.Event(), asyncio.Event()
         self._open = self._failed = self._closed = False
 
@@ -231,27 +231,27 @@ class RequestStream:
             raise StopAsyncIteration
         while not self._due:
             await self._arrived.wait()
-            await self._hold()
+            await self._wait_for_interval()
             self._due.extend(self._unread.values())
             self._unread.clear()
             if self._failed:  # both events stay set, so the rest is read without waiting
                 if not self._due:
-                    raise self._engine.death()
+                    raise self._engine.make_dead_error()
                 break
             self._arrived.clear()
             self._urgent.clear()
         output = self._due.popleft()
         self._unfinished -= output.finished
         if self._num_paced:
-            self._pace.sent()
-            self._leave(output.finished)
+            self._pace.record_event()
+            self._remove_from_pace(output.finished)
         return output
 
-    def _leave(self, num_samples: int) -> None:
-        self._pace.left(num_samples)
+    def _remove_from_pace(self, num_samples: int) -> None:
+        self._pace.remove_sequences(num_samples)
         self._num_paced -= num_samples
 
-    async def _hold(self) -> None:
+    async def _wait_for_interval(self) -> None:
         """Collect outputs until the interval has passed since the last time, or a sample is finished."""
         now = asyncio.get_running_loop().time
         if now() < self._due_at:
@@ -269,21 +269,21 @@ class RequestStream:
         """Stop listening; unfinished samples are aborted within one step. Calling it again does nothing."""
         if not self._closed:
             self._closed = True
-            self._leave(self._num_paced)
-            self._engine.forget(self.request_id, abort=self._unfinished > 0)
+            self._remove_from_pace(self._num_paced)
+            self._engine.drop_stream(self.request_id, abort=self._unfinished > 0)
 
-    def open(self) -> None:
+    def start_delivery(self) -> None:
         """Accept outputs from now on; earlier ones belong to another request with the same id."""
         self._open = True
 
-    def put(self, output: RequestOutput | None) -> None:
+    def put_output(self, output: RequestOutput | None) -> None:
         """Add an output; None: the engine has failed."""
         if output is None:
             self._failed = True
         elif not self._open:
             return
         else:
-            self.newest[output.index] = output
+            self.newest_outputs[output.index] = output
             self._unended -= output.finished
             # With an interval, the newest output replaces the previous one.
             self._unread[output.index, len(output.token_ids) if self._interval_s == 0.0 else 0] = output

@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from swiftkv_platform.engine.attention import PAGED
+from swiftkv_platform.engine.attention import PAGED_ATTENTION
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import make_cache
-from swiftkv_platform.engine.ranks import follow, join
+from swiftkv_platform.engine.ranks import join_group, run_announced_passes
 from swiftkv_platform.specs.engine import EngineConfig
 
 
@@ -19,12 +19,14 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     rank, port, path, fields = connection.recv()
     config = EngineConfig(**fields)
-    ranks = join(rank, port, config)
+    ranks = join_group(rank, port, config)
     loaded = load_model(path, config, ranks)
     connection.send(rank)  # it is loaded
-    loaded.model.set_attn_implementation(PAGED)
+    loaded.model.set_attn_implementation(PAGED_ATTENTION)
     with torch.inference_mode():
-        follow(connection, loaded.model, lambda blocks: make_cache(loaded, config, num_blocks=blocks), ranks)
+        run_announced_passes(
+            connection, loaded.model, lambda blocks: make_cache(loaded, config, num_blocks=blocks), ranks
+        )
 
 
 if __name__ == "__main__":

@@ -26,25 +26,25 @@ import torch.distributed as dist
 
 from swiftkv_platform.engine.batch import (
     BypassRows,
-    DeepRows,
-    PagedAttention,
-    begin_pass,
-    place,
-    read_shared,
-    share,
-    write_shared,
+    DeepRowsWriter,
+    PagedAttentionMetadata,
+    make_pass_context,
+    move_inputs_to_device,
+    read_shared_key_values,
+    update_shared_key_values,
+    write_shared_key_values,
 )
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
 _c10d: Any = dist  # its stubs lack the stores and groups
-SUM_TIMEOUT = datetime.timedelta(minutes=5)
+ALL_REDUCE_TIMEOUT = datetime.timedelta(minutes=5)
 """Maximum wait of a rank for the others' parts of a sum."""
 EXIT_TIMEOUT_S = 10.0
 
 
-class Ranks:
+class TensorParallelGroup:
     """A process of the group that shares a model."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
@@ -54,10 +54,10 @@ class Ranks:
         sums = _c10d.PrefixStore("sums", store)
         if device.type == "cuda":
             options = _c10d.ProcessGroupNCCL.Options()
-            options._timeout = SUM_TIMEOUT
+            options._timeout = ALL_REDUCE_TIMEOUT
             self._group: Any = _c10d.ProcessGroupNCCL(sums, rank, size, options)
         else:
-            self._group = _c10d.ProcessGroupGloo(sums, rank, size, SUM_TIMEOUT)
+            self._group = _c10d.ProcessGroupGloo(sums, rank, size, ALL_REDUCE_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `x`, computed in place."""
@@ -73,30 +73,30 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Allocate:
+class AllocateMessage:
     """Message of rank 0 to the others: make a KV cache of `num_blocks` blocks."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassMessage:
     """Message of rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
 
-    upper: bool
-    attention: PagedAttention
+    is_upper: bool
+    """Whether layers >= l run."""
+    attention: PagedAttentionMetadata
     """Positions, slots and contexts, without tensors on a device."""
     hidden_shape: tuple[int, ...] | None
     """Shape of the hidden states that are broadcast; None: use the output of the last pass of layers < l."""
-    kept: tuple[int, ...] | None = None
-    """Rows that go on to layers >= l; None: all."""
-    deep: tuple[int, ...] = ()
-    """In layers >= l, rows that write their own K and V, if the student's deep tokens do; below l, rows that bypass no
-    layer."""
+    selected_rows: tuple[int, ...] | None = None
+    """Rows that run through layers >= l; None: all."""
+    deep_rows: tuple[int, ...] = ()
+    """In layers >= l: rows that write their own K and V. Below l: rows that bypass no layer."""
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteSharedMessage:
     """Message of rank 0 to the others: write K and V of layers >= l from x, for these rows of the last pass of layers
     < l."""
 
@@ -111,11 +111,11 @@ class LeadingDecoder:
         self._leader = leader
         self._x: torch.Tensor | None = None
 
-    def lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
-        """Run the decoder's `lower`. The other ranks then `share` without another message, unless deep
-        tokens keep their own K and V."""
-        deep = tuple(range(context.num_tokens)) if bypass is None else bypass.deep
-        self._announce(context, context.hidden, upper=False, deep=deep)
+    def run_lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
+        """Run layers < l on all ranks. The other ranks then write K and V of layers >= l without another message,
+        unless deep tokens have their own."""
+        deep_rows = tuple(range(context.num_tokens)) if bypass is None else bypass.deep_rows
+        self._announce_pass(context, context.hidden, is_upper=False, deep_rows=deep_rows)
         self._x = self._decoder.run_lower(context, bypass)
         return self._x
 
@@ -129,58 +129,61 @@ class LeadingDecoder:
         *,
         shared: Sequence[Any] = (),
         selection: TokenSelection | None = None,
-        deep: DeepRows | None = None,
+        deep: DeepRowsWriter | None = None,
     ) -> torch.Tensor:
         if self.layer_map.leaders:  # in a dense model all layers are lower ones
-            self._announce(context, x, upper=True, kept=selection, deep=() if deep is None else deep.rows)
+            deep_rows = () if deep is None else deep.rows
+            self._announce_pass(context, x, is_upper=True, selection=selection, deep_rows=deep_rows)
         hidden: torch.Tensor = self._decoder.run_student_upper(
             x, context, selection=selection, shared=shared, deep=deep
         )
         return hidden
 
-    def write_shared(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
+    def write_shared_key_values(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
         """Make every rank write its heads of K and V from x, for `rows` of the last pass of layers < l."""
         assert x is self._x, "it follows `run_lower`"
-        self._leader.tell(Share(tuple(rows)))
-        write_shared(self._decoder, x, context, rows)
+        self._leader.send_message(WriteSharedMessage(tuple(rows)))
+        write_shared_key_values(self._decoder, x, context, rows)
 
-    def _announce(
+    def _announce_pass(
         self,
         context: DecoderContext,
         hidden: torch.Tensor,
         *,
-        upper: bool,
-        kept: TokenSelection | None = None,
-        deep: tuple[int, ...] = (),
+        is_upper: bool,
+        selection: TokenSelection | None = None,
+        deep_rows: tuple[int, ...] = (),
     ) -> None:
-        known = upper and hidden is self._x
-        self._leader.tell(
-            Pass(
-                upper=upper,
-                attention=context.layer_arguments["paged"].on_host(),
-                hidden_shape=None if known else tuple(hidden.shape),
-                kept=None if kept is None else kept.indices,
-                deep=deep,
+        is_known = is_upper and hidden is self._x
+        self._leader.send_message(
+            PassMessage(
+                is_upper=is_upper,
+                attention=context.layer_arguments["paged"].without_device_tensors(),
+                hidden_shape=None if is_known else tuple(hidden.shape),
+                selected_rows=None if selection is None else selection.indices,
+                deep_rows=deep_rows,
             )
         )
-        if not known:
+        if not is_known:
             self._leader.ranks.broadcast(hidden)
 
 
 class Leader:
     """Rank 0's connections to the processes of the other ranks."""
 
-    def __init__(self, ranks: Ranks, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, ranks: TensorParallelGroup, connections: list[Connection], processes: list[subprocess.Popen[bytes]]
+    ) -> None:
         self.ranks = ranks
         self._connections = connections
         self._processes = processes
-        self.close = weakref.finalize(self, _dismiss, connections, processes)
+        self.close = weakref.finalize(self, _stop_processes, connections, processes)
         """End the other processes; calling it again does nothing."""
 
     @classmethod
     def start(cls, path: str, config: EngineConfig) -> Self:
         """Start the other ranks, which then load the model at `path`."""
-        size, device = config.tensor_parallel_size, rank_device(config, 0)
+        size, device = config.tensor_parallel_size, get_rank_device(config, 0)
         store = _c10d.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         connections, processes = [], []
         try:
@@ -192,9 +195,9 @@ class Leader:
                     processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
                 connections.append(Connection(ours.detach()))
                 connections[-1].send((rank, store.port, path, config.model_dump()))
-            return cls(Ranks(store, 0, size, device), connections, processes)
+            return cls(TensorParallelGroup(store, 0, size, device), connections, processes)
         except BaseException:
-            _dismiss(connections, processes)
+            _stop_processes(connections, processes)
             raise
 
     def wait_until_loaded(self) -> None:
@@ -208,22 +211,22 @@ class Leader:
                     "model; its output says why"
                 ) from error
 
-    def tell(self, message: Allocate | Pass | Share) -> None:
+    def send_message(self, message: AllocateMessage | PassMessage | WriteSharedMessage) -> None:
         """Send a message to the other ranks. Raises `OSError`: one of them has ended."""
         for connection in self._connections:
             connection.send(message)
 
 
-def join(rank: int, port: int, config: EngineConfig) -> Ranks:
+def join_group(rank: int, port: int, config: EngineConfig) -> TensorParallelGroup:
     size = config.tensor_parallel_size
     store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
-    return Ranks(store, rank, size, rank_device(config, rank))
+    return TensorParallelGroup(store, rank, size, get_rank_device(config, rank))
 
 
-def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
+def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ranks: TensorParallelGroup) -> None:
     """Run the passes that rank 0 announces until it exits. `make_cache`: makes the cache for a number of blocks."""
     decoder, x = model.model, torch.empty(0)
-    keeps_own = bool(model.config.layer_map.deep_leaders)
+    has_own_deep_kv = bool(model.config.layer_map.deep_leaders)
     cache: Any = None
     context: Any = None
     while True:
@@ -231,33 +234,33 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
             message = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        if isinstance(message, Allocate):
+        if isinstance(message, AllocateMessage):
             cache = None  # free its memory before allocating the next
             cache = make_cache(message.num_blocks)
             continue
-        if isinstance(message, Share):
-            write_shared(decoder, x, context, message.rows)
+        if isinstance(message, WriteSharedMessage):
+            write_shared_key_values(decoder, x, context, message.rows)
             continue
         hidden = x
         if message.hidden_shape is not None:
             hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
-        layout = place(message.attention, (), cache, message.kept or ())
-        context = begin_pass(decoder, layout, cache, hidden)
-        if message.upper:
-            kept = None if message.kept is None else layout.select(message.kept)
-            if keeps_own:
-                rows = range(hidden.shape[1]) if message.kept is None else message.kept
-                writer = DeepRows.of(decoder, context, rows, set(message.deep))
+        inputs = move_inputs_to_device(message.attention, (), cache, message.selected_rows or ())
+        context = make_pass_context(decoder, inputs, cache, hidden)
+        if message.is_upper:
+            kept = None if message.selected_rows is None else inputs.select_rows(message.selected_rows)
+            if has_own_deep_kv:
+                rows = range(hidden.shape[1]) if message.selected_rows is None else message.selected_rows
+                writer = DeepRowsWriter.for_pass(decoder, context, rows, set(message.deep_rows))
                 decoder.run_student_upper(hidden, context, selection=kept, deep=writer)
                 continue
-            decoder.run_student_upper(hidden, context, selection=kept, shared=read_shared(decoder, context))
+            decoder.run_student_upper(hidden, context, selection=kept, shared=read_shared_key_values(decoder, context))
         else:
-            x = decoder.run_lower(context, BypassRows.of(decoder, message.deep, context.num_tokens))
-            if not keeps_own:
-                share(decoder, x, context)
+            x = decoder.run_lower(context, BypassRows.for_step(decoder, message.deep_rows, context.num_tokens))
+            if not has_own_deep_kv:
+                update_shared_key_values(decoder, x, context)
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
+def get_rank_device(config: EngineConfig, rank: int) -> torch.device:
     """Return the device of a rank's part of the model. Raises `ModelError`: there are more ranks than GPUs."""
     device = config.device
     if device == "auto":
@@ -271,7 +274,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _dismiss(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+def _stop_processes(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
     """Close the connections, on which the processes exit, and kill those that do not."""
     for connection in connections:
         connection.close()

@@ -1,9 +1,8 @@
 """Conversion of prompts and parameters to sequences, with checks that refuse requests that cannot be answered.
 
 It has three parts, so that a long text does not delay other requests: `validate` returns at once and does not tokenize,
-`read` tokenizes in a thread of `Readers`, and `sequences` runs in the engine's thread. Each rule is checked by one of
-them. A tokenizer releases Python's global lock while it works, so the model and the event loop go on.
-"""
+`read` tokenizes in a thread of `TokenizerThreads`, and `sequences` runs in the engine's thread. Each rule is checked by
+one of them. A tokenizer releases Python's global lock while it works, so the model and the event loop go on."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
-from swiftkv_platform.engine.fairness import FairLimit, FairThreads
+from swiftkv_platform.engine.fairness import FairLimit, FairThreadPool
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
@@ -28,24 +27,24 @@ from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.web.limiters import Sender
 
 R = TypeVar("R")
-NUM_SHORT = 2
-LONG_BYTES = 1 << 16
+NUM_SHORT_TEXT_THREADS = 2
+MAX_SHORT_TEXT_BYTES = 1 << 16
 """Maximum bytes of a short text. Longer ones share a thread, so that only one at a time takes a tokenizer's memory."""
 Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
-class ReadRequest:
+class TokenizedRequest:
     """A tokenized request that can be answered, with its prepared stop strings."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     stops: tuple[StopString, ...]
-    named: Mapping[int, str]
+    skipped_stop_texts: Mapping[int, str]
     """Texts of special tokens that occur in stop strings."""
 
 
-class RequestReader:
+class InputProcessor:
     """Checks and tokenizes requests, and makes their sequences, one for each of `n` samples."""
 
     def __init__(self, model: ModelDescription, config: EngineConfig, *, num_slots: int) -> None:
@@ -77,7 +76,7 @@ class RequestReader:
             if not prompt:
                 raise _empty_prompt(prompt)
             if not isinstance(prompt, str):
-                self._check_length(self._num_kept(len(prompt), params))
+                self._check_length(self._count_kept_tokens(len(prompt), params))
 
     def check_text(self, *texts: str, field: str = "prompt") -> None:
         """Raise `InvalidInputError` if texts are together too long to be tokenized, or there is no tokenizer."""
@@ -97,19 +96,21 @@ class RequestReader:
                 max_tokens=self._max_model_len,
             )
 
-    def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
+    def tokenize(self, prompt: Prompt, params: SamplingParams) -> TokenizedRequest:
         """Tokenize a request that `validate` has accepted. Blocks while tokenizing; any thread may call it. Raises
         `InvalidInputError`: a too long prompt, a token id outside the vocabulary, log-probabilities of too many tokens,
         or more tokens than the KV cache holds."""
         token_ids = tuple(self._encode(prompt, params))
-        self._check_fits(len(token_ids), params)
+        self._check_kv_cache_size(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
-        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)), self._named(params))
+        return TokenizedRequest(
+            token_ids, params, tuple(map(StopString, params.stop)), self._find_skipped_stop_texts(params)
+        )
 
-    def sequences(
+    def make_sequences(
         self,
         request_id: str,
-        request: ReadRequest,
+        request: TokenizedRequest,
         *,
         priority: int = 0,
         sender: Sender = Sender(),  # noqa: B008  # immutable
@@ -121,7 +122,7 @@ class RequestReader:
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
         others = [
-            None if constraint is None else constraint.copy(constraint.name, constraint.work)
+            None if constraint is None else constraint.copy(constraint.name, constraint.cpu_time)
             for _ in range(params.n - 1)
         ]
         return [
@@ -129,11 +130,11 @@ class RequestReader:
                 request_id,
                 request.token_ids,
                 params,
-                seed=_sample_seed(seed, index),
-                stop_token_ids=eos | self._known(params.stop_token_ids),
+                seed=_derive_sample_seed(seed, index),
+                stop_token_ids=eos | self._filter_known_tokens(params.stop_token_ids),
                 max_model_len=self._max_model_len,
-                excluded_token_ids=self._excluded(params),
-                detokenizer=self._new_detokenizer(request),
+                excluded_token_ids=self._get_excluded_token_ids(params),
+                detokenizer=self._make_detokenizer(request),
                 arrival=self._arrivals,
                 index=index,
                 priority=priority,
@@ -143,7 +144,7 @@ class RequestReader:
             for index, own in enumerate([constraint, *others])
         ]
 
-    def _check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+    def _check_kv_cache_size(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         num_output_tokens = min(params.max_tokens, self._max_model_len - num_prompt_tokens)
         # The last generated token's KV is never needed.
         needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
@@ -174,7 +175,7 @@ class RequestReader:
             )
         if params.structured_outputs is not None:
             params.structured_outputs.check_supported()
-        allowed, excluded = params.allowed_token_ids, self._excluded(params)
+        allowed, excluded = params.allowed_token_ids, self._get_excluded_token_ids(params)
         self._check_token_ids("logit_bias", params.logit_bias)
         self._check_token_ids("allowed_token_ids", allowed or ())
         if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
@@ -190,16 +191,16 @@ class RequestReader:
                 value=list(params.stop),
             )
 
-    def _excluded(self, params: SamplingParams) -> frozenset[int]:
+    def _get_excluded_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the tokens banned from the first `min_tokens`: stop tokens and ends of sequence, even ignored ones."""
         if not params.min_tokens:
             return frozenset()
-        return self._known(self._eos_token_ids | frozenset(params.stop_token_ids))
+        return self._filter_known_tokens(self._eos_token_ids | frozenset(params.stop_token_ids))
 
-    def _known(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
+    def _filter_known_tokens(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
-    def decoded(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens. The model must have a tokenizer."""
         assert self._tokenizer is not None, "checked before"
         text: str = self._tokenizer.decode(
@@ -207,36 +208,36 @@ class RequestReader:
         )
         return text
 
-    def detokenizer_of_prompts(self) -> IncrementalDetokenizer | None:
+    def make_prompt_detokenizer(self) -> IncrementalDetokenizer | None:
         """Make a detokenizer that shows special tokens and records offsets; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return IncrementalDetokenizer(self.decoded, text_of=self.vocabulary.text_of)
+        return IncrementalDetokenizer(self.decode, get_text=self.vocabulary.get_text)
 
-    def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
+    def _make_detokenizer(self, request: TokenizedRequest) -> IncrementalDetokenizer | None:
         params = request.params
         skip = params.skip_special_tokens
         if self._tokenizer is None:
             return None
         return IncrementalDetokenizer(
-            partial(self.decoded, skip_special_tokens=skip),
+            partial(self.decode, skip_special_tokens=skip),
             request.stops,
             self._silent if skip else frozenset(),
             min_tokens=params.min_tokens,
-            include_stop=params.include_stop_str_in_output,
-            named=request.named if skip else {},
-            text_of=None if params.logprobs is None else self.vocabulary.text_of,
+            include_stop_string=params.include_stop_str_in_output,
+            skipped_stop_texts=request.skipped_stop_texts if skip else {},
+            get_text=None if params.logprobs is None else self.vocabulary.get_text,
         )
 
-    def _named(self, params: SamplingParams) -> dict[int, str]:
+    def _find_skipped_stop_texts(self, params: SamplingParams) -> dict[int, str]:
         if not params.stop:
             return {}
-        texts = {token_id: self.vocabulary.text_of(token_id) for token_id in self._silent}
+        texts = {token_id: self.vocabulary.get_text(token_id) for token_id in self._silent}
         return {
             token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in params.stop)
         }
 
-    def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
+    def _count_kept_tokens(self, num_tokens: int, params: SamplingParams) -> int:
         """Return the number of a prompt's tokens that `truncate_prompt_tokens` keeps."""
         wanted = params.truncate_prompt_tokens
         if wanted is None:
@@ -246,7 +247,7 @@ class RequestReader:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return a prompt's token ids, truncated to the last ones, after checking them."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        token_ids = token_ids[len(token_ids) - self._num_kept(len(token_ids), params) :]
+        token_ids = token_ids[len(token_ids) - self._count_kept_tokens(len(token_ids), params) :]
         if isinstance(prompt, str):  # `validate` has checked the number of token ids
             if not token_ids:
                 raise _empty_prompt(prompt)
@@ -284,7 +285,7 @@ def _empty_prompt(prompt: Prompt) -> InvalidInputError:
     return InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
 
 
-def check_unused(request_id: str, used: abc.Container[str]) -> None:
+def check_request_id(request_id: str, used: abc.Container[str]) -> None:
     if request_id in used:
         raise InvalidInputError(
             f"request_id {request_id!r} is in use; give each running request its own",
@@ -293,30 +294,30 @@ def check_unused(request_id: str, used: abc.Container[str]) -> None:
         )
 
 
-def _sample_seed(seed: int, index: int) -> int:
+def _derive_sample_seed(seed: int, index: int) -> int:
     """Return the seed of a request's sample; the first sample has the request's own."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
 
 
-class Readers:
+class TokenizerThreads:
     """Threads for tokenizing and detokenizing, apart from the engine's. A long text delays only other long ones.
 
     Args:
         max_waiting: maximum number of running and waiting calls of one sender that belong to no admitted request, as in
-            `exceeded_share`; one more is refused at once.
+            `find_exceeded_share`; one more is refused at once.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        self._short = FairThreads(NUM_SHORT, "reader")
-        self._long = FairThreads(1, "reader-long")
+        self._short = FairThreadPool(NUM_SHORT_TEXT_THREADS, "reader")
+        self._long = FairThreadPool(1, "reader-long")
         self._waiting = FairLimit(max_waiting, "texts", "wait to be tokenized")
 
     async def run(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: it
         was closed."""
-        return await (self._long if num_bytes > LONG_BYTES else self._short).run(sender, call)
+        return await (self._long if num_bytes > MAX_SHORT_TEXT_BYTES else self._short).run(sender, call)
 
     async def run_unadmitted(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
         """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""

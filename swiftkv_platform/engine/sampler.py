@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftkv_platform.engine.batch import index_tensor, take, to_device
+from swiftkv_platform.engine.batch import copy_to_device, make_index_tensor, select_entries
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -35,35 +35,35 @@ class SamplingRow:
     excluded_token_ids: Collection[int] = ()
 
 
-_Way = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
+_SamplingMethod = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
 """Function that chooses a token for each row of logits: [num_rows, vocab_size] -> [num_rows]."""
 
 
-def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Choose a token for each row of `logits` [num_rows, vocab_size], float32, kept unchanged: int64 [num_rows]."""
-    logits = _constrained(_adjusted(logits, rows), rows)
-    by_way: dict[_Way, list[int]] = {}
+    logits = _apply_constraints(_adjust_logits(logits, rows), rows)
+    by_method: dict[_SamplingMethod, list[int]] = {}
     for i, row in enumerate(rows):
-        by_way.setdefault(_way(row.params), []).append(i)
+        by_method.setdefault(_get_sampling_method(row.params), []).append(i)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for way, places in by_way.items():
-        tokens = _put(tokens, places, way(take(logits, places), [rows[i] for i in places]))
+    for method, places in by_method.items():
+        tokens = _replace_rows(tokens, places, method(select_entries(logits, places), [rows[i] for i in places]))
     return tokens
 
 
-def _put(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+def _replace_rows(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """Return `values` with `rows` at `places`, which are ascending."""
-    return rows if len(places) == len(values) else values.index_copy(0, index_tensor(places, values.device), rows)
+    return rows if len(places) == len(values) else values.index_copy(0, make_index_tensor(places, values.device), rows)
 
 
-def _way(params: SamplingParams) -> _Way:
+def _get_sampling_method(params: SamplingParams) -> _SamplingMethod:
     if params.temperature == 0.0:
-        return _most_probable
+        return _sample_greedy
     limited = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
-    return _drawn_of_some if limited else _drawn_of_all
+    return _sample_truncated if limited else _sample_all
 
 
-def _most_probable(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _sample_greedy(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.Tensor:
     return _argmax(logits)
 
 
@@ -73,30 +73,32 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
-def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _sample_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw from all tokens; on a CPU row by row, so that the noise stays in the processor's cache."""
-    (temperatures,) = _columns([[row.params.temperature for row in rows]], logits.device)
-    keys = _noise_keys(rows, logits.device)
+    (temperatures,) = _make_columns([[row.params.temperature for row in rows]], logits.device)
+    keys = _compute_noise_keys(rows, logits.device)
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
     step = 1 if logits.device.type == "cpu" else len(rows)
     parts = [slice(start, start + step) for start in range(0, len(rows), step)]
-    return torch.cat([_argmax(logits[part] / temperatures[part] + noise_of(keys[part], token_ids)) for part in parts])
+    return torch.cat(
+        [_argmax(logits[part] / temperatures[part] + gumbel_noise(keys[part], token_ids)) for part in parts]
+    )
 
 
-def _drawn_of_some(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    kept, token_ids = truncated(logits, [row.params for row in rows])
-    best = (kept + noise_of(_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
+def _sample_truncated(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    kept, token_ids = truncate_logits(logits, [row.params for row in rows])
+    best = (kept + gumbel_noise(_compute_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
     return token_ids.gather(-1, best).squeeze(-1)
 
 
-def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+def truncate_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most probable tokens' logits over temperature, and their ids: both [num_rows, num_candidates].
 
     They are in descending order, equal ones by id. Tokens that top-k, top-p or min-p exclude have a logit of minus
     infinity or are left out.
     """
     size = logits.shape[-1]
-    temperatures, top_k, top_p, min_p = _columns(
+    temperatures, top_k, top_p, min_p = _make_columns(
         [
             [one.temperature for one in params],
             [min(one.top_k or size, size) for one in params],
@@ -109,7 +111,9 @@ def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[t
     normalisers = logits.logsumexp(dim=-1, keepdim=True)
     if logits.device.type == "cpu":
         largest_k = max((min(one.top_k, size) for one in params), default=0)
-        ordered, token_ids = _largest(logits, _floors(logits, normalisers, top_k, top_p, min_p, largest_k))
+        ordered, token_ids = _select_above_floors(
+            logits, _compute_floors(logits, normalisers, top_k, top_p, min_p, largest_k)
+        )
     else:  # GPUs sort fast, and reading the number of candidates would wait for the GPU
         ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=logits.device)
@@ -122,7 +126,7 @@ def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[t
     return ordered.masked_fill(dropped, float("-inf")), token_ids
 
 
-def _floors(
+def _compute_floors(
     logits: torch.Tensor,
     normalisers: torch.Tensor,
     top_k: torch.Tensor,
@@ -147,7 +151,7 @@ def _floors(
     return floors
 
 
-def _largest(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_above_floors(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return at least the logits not below their row's floor [num_rows, num_candidates], descending, and their ids."""
     count = max(1, int((logits >= floors).sum(dim=-1).max()))
     token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -155,16 +159,16 @@ def _largest(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, 
     return ordered, token_ids.gather(-1, order)
 
 
-def _columns(rows: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
+def _make_columns(rows: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
     """Return float32 columns [num_rows, 1] on the device, with one copy."""
-    return [column[:, None] for column in to_device([np.array(row, dtype=np.float32) for row in rows], device)]
+    return [column[:, None] for column in copy_to_device([np.array(row, dtype=np.float32) for row in rows], device)]
 
 
-def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def compute_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Return the log-probabilities of each row's token and its most probable ones; `logits`: [num_rows, vocab_size]."""
     values = logits.log_softmax(dim=-1)
     best = values.topk(min(max(counts), values.shape[-1]), dim=-1)
-    chosen = values.gather(-1, index_tensor(token_ids, values.device)[:, None])
+    chosen = values.gather(-1, make_index_tensor(token_ids, values.device)[:, None])
     # Ids and float32 are both exact in float64, so one read is enough.
     found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=-1).tolist()
     size = best.values.shape[-1]
@@ -174,7 +178,7 @@ def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[in
     ]
 
 
-def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Return logits with biases, penalties and exclusions; the same tensor if no request has any."""
     if not any(
         row.params.logit_bias or row.params.has_penalties or row.params.allowed_token_ids or row.excluded_token_ids
@@ -183,10 +187,10 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         return logits
     logits = logits.clone()
     _add_biases(logits, rows)
-    _penalise_repetition(logits, rows)
-    _penalise_answers(logits, rows)
-    _allow(logits, rows)
-    _exclude(logits, rows)
+    _penalize_repetition(logits, rows)
+    _penalize_outputs(logits, rows)
+    _restrict_to_allowed(logits, rows)
+    _exclude_tokens(logits, rows)
     return logits
 
 
@@ -194,11 +198,11 @@ def _add_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     """Add biases to `logits`, in place like the next four functions."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
     if entries:
-        at, tokens, biases = _entries(entries, logits.device)
+        at, tokens, biases = _make_entry_tensors(entries, logits.device)
         logits.index_put_((at, tokens), biases, accumulate=True)
 
 
-def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _penalize_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = [
         (i, token, row.params.repetition_penalty)
         for i, row in enumerate(rows)
@@ -206,12 +210,12 @@ def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> N
         for token in set(row.token_ids)
     ]
     if entries:
-        at, tokens, factors = _entries(entries, logits.device)
+        at, tokens, factors = _make_entry_tensors(entries, logits.device)
         values = logits[at, tokens]
         logits.index_put_((at, tokens), torch.where(values > 0, values / factors, values * factors))
 
 
-def _penalise_answers(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _penalize_outputs(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = [
         (i, token, row.params.frequency_penalty, count, row.params.presence_penalty)
         for i, row in enumerate(rows)
@@ -219,56 +223,56 @@ def _penalise_answers(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None
         for token, count in Counter(row.token_ids[row.num_prompt_tokens :]).items()
     ]
     if entries:
-        at, tokens, frequency, counts, presence = _entries(entries, logits.device)
+        at, tokens, frequency, counts, presence = _make_entry_tensors(entries, logits.device)
         logits.index_put_((at, tokens), -(frequency * counts + presence), accumulate=True)
 
 
-def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _restrict_to_allowed(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = [(i, token, 0.0) for i, row in enumerate(rows) for token in row.params.allowed_token_ids or ()]
     if entries:
-        at, tokens, _ = _entries(entries, logits.device)
+        at, tokens, _ = _make_entry_tensors(entries, logits.device)
         kept = logits[at, tokens]
         logits.index_fill_(0, at.unique(), float("-inf"))
         logits.index_put_((at, tokens), kept)
 
 
-def _exclude(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _exclude_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = [(i, token, float("-inf")) for i, row in enumerate(rows) for token in row.excluded_token_ids]
     if entries:
-        at, tokens, values = _entries(entries, logits.device)
+        at, tokens, values = _make_entry_tensors(entries, logits.device)
         logits.index_put_((at, tokens), values)
 
 
-def _entries(entries: Sequence[tuple[float, ...]], device: torch.device) -> list[torch.Tensor]:
+def _make_entry_tensors(entries: Sequence[tuple[float, ...]], device: torch.device) -> list[torch.Tensor]:
     """Return the entries' rows and tokens, int64, and their other numbers, float32, on the device with one copy."""
     at, tokens, *others = zip(*entries, strict=True)
     indices = [np.array(numbers, dtype=np.int64) for numbers in (at, tokens)]
-    return to_device([*indices, *(np.array(numbers, dtype=np.float32) for numbers in others)], device)
+    return copy_to_device([*indices, *(np.array(numbers, dtype=np.float32) for numbers in others)], device)
 
 
-def _constrained(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Set tokens that grammars forbid to minus infinity; returns the same tensor if no request has a grammar."""
     asking = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
     if not asking:
         return logits
-    bits = [constraint.allowed(row.token_ids[row.num_prompt_tokens :]) for _, row, constraint in asking]
+    bits = [constraint.compute_allowed_mask(row.token_ids[row.num_prompt_tokens :]) for _, row, constraint in asking]
     packed = np.frombuffer(b"".join(bits), dtype=np.uint8).reshape(len(bits), -1)
     unpacked = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")  # [num_asking, vocab_size]
-    (forbidden,) = to_device([unpacked == 0], logits.device)
+    (forbidden,) = copy_to_device([unpacked == 0], logits.device)
     places = [i for i, _, _ in asking]
-    return _put(logits, places, take(logits, places).masked_fill(forbidden, float("-inf")))
+    return _replace_rows(logits, places, select_entries(logits, places).masked_fill(forbidden, float("-inf")))
 
 
-def _noise_keys(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
-    return index_tensor([_noise_key(row) for row in rows], device)
+def _compute_noise_keys(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    return make_index_tensor([_compute_noise_key(row) for row in rows], device)
 
 
-def _noise_key(row: SamplingRow) -> int:
+def _compute_noise_key(row: SamplingRow) -> int:
     name = f"{row.seed}/{len(row.token_ids)}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big", signed=True)
 
 
-def noise_of(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return Gumbel noise [num_keys, num_tokens], a function of keys [num_keys] and token ids [num_tokens] or
     [num_keys, num_tokens], all int64. So only the needed noise is computed, with the same formula on every device.
 
@@ -276,9 +280,9 @@ def noise_of(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """
     bits = keys[:, None] + (token_ids + 1) * _INCREMENT
     for shift, factor in _MIXING:
-        bits = (bits ^ _shifted(bits, shift)) * factor
-    bits = bits ^ _shifted(bits, 31)
-    uniform = _shifted(bits, 11).float() * 2.0**-53
+        bits = (bits ^ _shift_right(bits, shift)) * factor
+    bits = bits ^ _shift_right(bits, 31)
+    uniform = _shift_right(bits, 11).float() * 2.0**-53
     exponential = torch.log1p(-uniform).neg_()
     return exponential.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
 
@@ -287,6 +291,6 @@ _INCREMENT, _MIXING = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6
 """SplitMix64's constants, as signed numbers."""
 
 
-def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Shift `bits` right and fill with zeros; torch's own shift copies the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

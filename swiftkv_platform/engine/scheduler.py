@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.fairness import FairOrder
-from swiftkv_platform.engine.grammars import Work
+from swiftkv_platform.engine.grammars import GrammarCpuTime
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.speculative import Drafting
+    from swiftkv_platform.engine.speculative import DraftPlanner
 
-TURN_S = 0.005
+MAX_SLOW_GRAMMAR_STEP_S = 0.005
 """Maximum expected CPU seconds of a step's turns, if there are several."""
-TURNS_SHARE = 0.1
+MAX_SLOW_GRAMMAR_SHARE = 0.1
 """Maximum share of the engine's time for turns while other sequences run."""
-MOST_OWED_S = 2.0
+MAX_SLOW_GRAMMAR_DEBT_S = 2.0
 """Maximum seconds that slow grammars wait for their next turn, however much time they took while nothing else ran."""
 
 
@@ -49,11 +49,11 @@ class ScheduledSequence:
     """Draft that may be verified after the last known token."""
 
     @property
-    def needs_token(self) -> bool:
+    def reaches_last_token(self) -> bool:
         """Whether the step reaches the sequence's last known token, so that the next one can be chosen."""
         sequence = self.sequence
         at_end = sequence.num_computed_tokens + self.num_scheduled_tokens == sequence.num_tokens
-        return at_end and sequence.generates
+        return at_end and sequence.can_generate
 
 
 class Scheduler:
@@ -65,12 +65,12 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        drafting: Drafting | None = None,
-        keeps_own: bool = False,
+        drafting: DraftPlanner | None = None,
+        has_own_deep_kv: bool = False,
     ) -> None:
-        """Make an empty scheduler. `keeps_own`: tokens from a prompt's last one on keep their own K and V, which a
-        sequence with the same tokens in its prompt cannot use; so their blocks are not shared."""
-        self._keeps_own = keeps_own
+        """Make an empty scheduler. `has_own_deep_kv`: tokens from a prompt's last one on keep their own K and V, which
+        a sequence with the same tokens in its prompt cannot use; so their blocks are not shared."""
+        self._has_own_deep_kv = has_own_deep_kv
         self._blocks = blocks
         self._drafting = drafting
         self._max_num_seqs = max_num_seqs
@@ -78,7 +78,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by rank
         self._running: list[Sequence] = []  # sorted by rank
         self._last_step: dict[Sequence, int] = {}
-        self._turns = GrammarTurns()
+        self._throttle = SlowGrammarThrottle()
         self._order = FairOrder()
         self._num_steps = 0
         self.num_preemptions = 0
@@ -105,7 +105,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.WAITING
-        bisect.insort(self._waiting, sequence, key=_rank)
+        bisect.insort(self._waiting, sequence, key=_get_queue_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence and free its blocks."""
@@ -117,36 +117,37 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the sequences of the next step and allocate their blocks; empty if there is nothing to do."""
         self._num_steps += 1
-        self._turns.begin_step()
-        scheduled = self._choose(lambda grammar: not grammar.is_slow or self._turns.take(grammar))
+        self._throttle.begin_step()
+        scheduled = self._choose_sequences(lambda grammar: not grammar.is_slow or self._throttle.try_step(grammar))
         if not scheduled:
-            scheduled = self._choose(lambda grammar: self._turns.take(grammar, alone=True))
+            scheduled = self._choose_sequences(lambda grammar: self._throttle.try_step(grammar, alone=True))
         for sequence, num_tokens in scheduled.items():
             self._last_step[sequence] = self._num_steps
-            self._order.charge(sequence.sender, num_tokens)
+            self._order.record_service(sequence.sender, num_tokens)
         assert scheduled or not (self._waiting or self._running), "nothing can run, yet something waits"
-        drafts = self._grant_drafts(scheduled)
+        drafts = self._allocate_drafts(scheduled)
         return [
             ScheduledSequence(sequence, count, drafts.get(sequence, NO_DRAFT)) for sequence, count in scheduled.items()
         ]
 
-    def _choose(self, may_follow: Callable[[Work], bool]) -> dict[Sequence, int]:
-        """Choose the sequences to run and the number of their tokens; those with a grammar only if `may_follow` it."""
+    def _choose_sequences(self, may_step_grammar: Callable[[GrammarCpuTime], bool]) -> dict[Sequence, int]:
+        """Choose the sequences to run and the number of their tokens; those with a grammar only if `may_step_grammar`
+        it."""
         scheduled: dict[Sequence, int] = {}
         num_preemptions = self.num_preemptions
-        for sequence in self._in_turn():
+        for sequence in self._list_running():
             if not sequence.is_decoding and num_preemptions == self.num_preemptions:
-                self._admit(scheduled, before=sequence)
+                self._start_waiting(scheduled, before=sequence)
                 num_preemptions = self.num_preemptions
             budget = self._max_num_batched_tokens - sum(scheduled.values())
             if budget == 0 or len(scheduled) == self._max_num_seqs:
                 break
-            if sequence.constraint is not None and not may_follow(sequence.constraint.work):
+            if sequence.constraint is not None and not may_step_grammar(sequence.constraint.cpu_time):
                 continue
-            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, scheduled):
+            if sequence.status is SequenceStatus.RUNNING and self._grow_or_preempt(sequence, scheduled):
                 scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
         if num_preemptions == self.num_preemptions:
-            self._admit(scheduled)
+            self._start_waiting(scheduled)
         return scheduled
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
@@ -154,40 +155,40 @@ class Scheduler:
         beyond its known tokens."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
-        num_shared = min(sequence.num_computed_tokens, self._num_shareable(sequence))
+        num_shared = min(sequence.num_computed_tokens, self._count_shareable_tokens(sequence))
         self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
-    def _num_shareable(self, sequence: Sequence) -> int:
+    def _count_shareable_tokens(self, sequence: Sequence) -> int:
         """Return the number of leading tokens whose K and V are the same in every sequence that begins with them."""
-        return sequence.num_prompt_tokens - 1 if self._keeps_own else sequence.num_tokens
+        return sequence.num_prompt_tokens - 1 if self._has_own_deep_kv else sequence.num_tokens
 
-    def check(self) -> None:
+    def assert_consistent(self) -> None:
         """Assert that no block is lost or held by no sequence."""
-        self._blocks.check(sequence.block_table for sequence in self._running)
+        self._blocks.assert_consistent(sequence.block_table for sequence in self._running)
         assert not any(sequence.block_table.blocks for sequence in self._waiting)
         assert self._last_step.keys() <= set(self._running)
 
-    def _in_turn(self) -> Iterator[Sequence]:
+    def _list_running(self) -> Iterator[Sequence]:
         """Yield running sequences in scheduling order: decodes by priority and longest wait, then prompts by priority
         and fair order of senders."""
         decoding = [sequence for sequence in self._running if sequence.is_decoding]
         decoding.sort(key=lambda sequence: (sequence.priority, self._last_step[sequence]))
         prompts = [sequence for sequence in self._running if not sequence.is_decoding]
-        prompts.sort(key=self._turn)
+        prompts.sort(key=self._get_prompt_rank)
         yield from decoding
         yield from prompts
 
-    def _turn(self, sequence: Sequence) -> tuple[float, ...]:
+    def _get_prompt_rank(self, sequence: Sequence) -> tuple[float, ...]:
         """Return the place in the order in which prompts are started and read."""
-        return sequence.priority, *self._order.rank(sequence.sender), sequence.arrival
+        return sequence.priority, *self._order.get_rank(sequence.sender), sequence.arrival
 
-    def _make_room(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
+    def _grow_or_preempt(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
         """Allocate the block that the sequence's last token may need, preempting sequences of the sender with most
         blocks from the last in line on. False: the sequence itself was preempted."""
         table = sequence.block_table
         while not self._blocks.can_grow(table, sequence.num_tokens):
-            victim = self._last_of_largest()
+            victim = self._choose_victim()
             scheduled.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
@@ -195,7 +196,7 @@ class Scheduler:
         self._blocks.grow(table, sequence.num_tokens)
         return True
 
-    def _last_of_largest(self) -> Sequence:
+    def _choose_victim(self) -> Sequence:
         """Return the sequence to preempt for blocks: of the least urgent that run, but for the first in line, the last
         one of the sender that holds most blocks."""
         if len(self._running) == 1:
@@ -207,17 +208,17 @@ class Scheduler:
         lowest = max(sequence.priority for sequence in last.values())
         return max(
             (sequence for sequence in last.values() if sequence.priority == lowest),
-            key=lambda sequence: (held[sequence.sender], _rank(sequence)),
+            key=lambda sequence: (held[sequence.sender], _get_queue_rank(sequence)),
         )
 
-    def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
+    def _allocate_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
         """Plan drafts and allocate their blocks, within the step's tokens and free blocks; nothing is preempted."""
         if self._drafting is None:
             return {}
         num_tokens = sum(scheduled.values())
         decoding = [sequence for sequence in scheduled if sequence.is_decoding]
         num_sequences = sum(s.num_computed_tokens + count == s.num_tokens for s, count in scheduled.items())
-        wanted = self._drafting.plan(decoding, num_sequences=num_sequences, num_tokens=num_tokens)
+        wanted = self._drafting.plan_drafts(decoding, num_sequences=num_sequences, num_tokens=num_tokens)
         granted: dict[Sequence, Draft] = {}
         for sequence, draft in wanted.items():
             size = min(draft.size, self._max_num_batched_tokens - num_tokens)
@@ -225,7 +226,7 @@ class Scheduler:
                 size -= 1
             if size > 0:
                 self._blocks.grow(sequence.block_table, sequence.num_tokens + size)
-                granted[sequence] = draft.limited(size)
+                granted[sequence] = draft.truncate(size)
                 num_tokens += size
         return granted
 
@@ -237,55 +238,57 @@ class Scheduler:
         self.add(sequence)
         self.num_preemptions += 1
 
-    def _admit(self, scheduled: dict[Sequence, int], *, before: Sequence | None = None) -> None:
+    def _start_waiting(self, scheduled: dict[Sequence, int], *, before: Sequence | None = None) -> None:
         """Start waiting sequences in fair order while there are tokens, places and blocks for all their known tokens.
         `before`: only those whose senders' turn comes before that of this running one."""
         while self._waiting:
-            sequence = self._next_waiting()
-            if before is not None and not self._precedes(sequence, before):
+            sequence = self._get_next_waiting()
+            if before is not None and not self._is_served_before(sequence, before):
                 return
             while not self._try_to_start(sequence, scheduled):
-                victim = self._yielding_to(sequence)
+                victim = self._choose_victim_for(sequence)
                 if victim is None:
                     return
                 scheduled.pop(victim, None)
                 self._preempt(victim)
 
-    def _next_waiting(self) -> Sequence:
+    def _get_next_waiting(self) -> Sequence:
         first_of: dict[Sender, Sequence] = {}
         for sequence in self._waiting:
             first_of.setdefault(sequence.sender, sequence)
-        return min(first_of.values(), key=self._turn)
+        return min(first_of.values(), key=self._get_prompt_rank)
 
-    def _precedes(self, sequence: Sequence, other: Sequence) -> bool:
+    def _is_served_before(self, sequence: Sequence, other: Sequence) -> bool:
         """Whether a sequence's sender is to be served before the other's."""
-        ranks = self._order.rank(sequence.sender), self._order.rank(other.sender)
+        ranks = self._order.get_rank(sequence.sender), self._order.get_rank(other.sender)
         return sequence.priority <= other.priority and ranks[0] < ranks[1]
 
     def _try_to_start(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
         """Start a waiting sequence if there is a token, a place and blocks for it now."""
         budget = self._max_num_batched_tokens - sum(scheduled.values())
         # Sequences with slow grammars, which wait for turns, hold blocks but take no place.
-        slow = sum(1 for each in self._running if each.constraint is not None and each.constraint.work.is_slow)
+        slow = sum(1 for each in self._running if each.constraint is not None and each.constraint.cpu_time.is_slow)
         if not budget or len(self._running) >= self._max_num_seqs + slow or len(scheduled) >= self._max_num_seqs:
             return False
         table, token_ids = sequence.block_table, sequence.token_ids
         matched = []
-        if not sequence.wants_prompt_logprobs:  # they need hidden states, which are not cached
-            known = token_ids[: self._num_shareable(sequence) + 1]  # plus one: match_prefix leaves a token to run
+        if not sequence.is_missing_prompt_logprobs:  # they need hidden states, which are not cached
+            known = token_ids[
+                : self._count_shareable_tokens(sequence) + 1
+            ]  # plus one: match_prefix leaves a token to run
             matched = self._blocks.match_prefix(table, known, sequence.sender.tenant)
-        # Each running sequence may soon need another block, and would then preempt the new one: wasted work.
-        if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
+        # Each running sequence may soon need another block, and would then preempt the new one: wasted cpu_time.
+        if not self._blocks.can_allocate(matched, len(token_ids), num_spare=len(self._running)):
             return False
         self._blocks.allocate(table, matched, len(token_ids))
         sequence.start(num_cached_tokens=len(matched) * self._blocks.block_size)
         self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=_rank)
-        self._order.choose(sequence.sender)
+        bisect.insort(self._running, sequence, key=_get_queue_rank)
+        self._order.record_choice(sequence.sender)
         scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
         return True
 
-    def _yielding_to(self, sequence: Sequence) -> Sequence | None:
+    def _choose_victim_for(self, sequence: Sequence) -> Sequence | None:
         """Return a sequence to preempt, so that one can start whose sender runs none: the last in line of the sender
         that runs most, in the tenant that runs most if that is another and runs at least two more. None if no sender
         runs several, or preempting cannot make enough room."""
@@ -312,35 +315,40 @@ class Scheduler:
         return victims[-1] if victims else None
 
 
-class GrammarTurns:
-    """Turns of slow grammars in the engine's steps; while other sequences run, they get `TURNS_SHARE` of the time."""
+class SlowGrammarThrottle:
+    """Turns of slow grammars in the engine's steps; while other sequences run, they get `MAX_SLOW_GRAMMAR_SHARE` of the
+    time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._owed_s = 0.0
-        self._taken: dict[Work, float] = {}
+        self._debt_s = 0.0
+        self._spent_before: dict[GrammarCpuTime, float] = {}
 
     def begin_step(self) -> None:
-        """Add the time of the last step's turns, over `TURNS_SHARE`, to the time owed, less the time since then."""
+        """Add the time of the last step's turns, over `MAX_SLOW_GRAMMAR_SHARE`, to the time owed, less the time since
+        then."""
         now, took = self._clock(), 0.0
-        for work, before in self._taken.items():
-            work.turn_s = work.spent_s - before
-            took += work.turn_s
-        owed_s = self._owed_s + took / TURNS_SHARE - (now - self._began)
-        self._owed_s = min(max(owed_s, 0.0), MOST_OWED_S)
-        self._began, self._taken = now, {}
+        for cpu_time, before in self._spent_before.items():
+            cpu_time.last_turn_s = cpu_time.spent_s - before
+            took += cpu_time.last_turn_s
+        debt_s = self._debt_s + took / MAX_SLOW_GRAMMAR_SHARE - (now - self._began)
+        self._debt_s = min(max(debt_s, 0.0), MAX_SLOW_GRAMMAR_DEBT_S)
+        self._began, self._spent_before = now, {}
 
-    def take(self, work: Work, *, alone: bool = False) -> bool:
+    def try_step(self, cpu_time: GrammarCpuTime, *, alone: bool = False) -> bool:
         """Take a turn in this step; False: it must wait. `alone`: nothing else runs, so time owed does not matter."""
-        if self._owed_s > 0.0 and not alone:
+        if self._debt_s > 0.0 and not alone:
             return False
-        if self._taken and sum(each.turn_s for each in self._taken) + work.turn_s > TURN_S:
+        if (
+            self._spent_before
+            and sum(each.last_turn_s for each in self._spent_before) + cpu_time.last_turn_s > MAX_SLOW_GRAMMAR_STEP_S
+        ):
             return False
-        self._taken.setdefault(work, work.spent_s)
+        self._spent_before.setdefault(cpu_time, cpu_time.spent_s)
         return True
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _get_queue_rank(sequence: Sequence) -> tuple[int, int]:
     """Return the place in the queue: priority, then arrival."""
     return sequence.priority, sequence.arrival

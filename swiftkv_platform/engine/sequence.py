@@ -14,7 +14,7 @@ from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, Reques
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.web.limiters import Sender
 
-_NOBODY = Sender()
+_ANONYMOUS_SENDER = Sender()
 
 
 class SequenceStatus(enum.Enum):
@@ -49,7 +49,7 @@ class Sequence:
         arrival: int = 0,
         index: int = 0,
         priority: int = 0,
-        sender: Sender = _NOBODY,
+        sender: Sender = _ANONYMOUS_SENDER,
         constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id
@@ -105,7 +105,7 @@ class Sequence:
         return len(self.prompt_token_ids)
 
     @property
-    def answer(self) -> list[int]:
+    def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
@@ -123,16 +123,16 @@ class Sequence:
         return self.max_output_tokens - self.num_output_tokens - 1
 
     @property
-    def generates(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether tokens are generated; if not, the prompt is only prefilled and scored."""
         return self.max_output_tokens > 0
 
-    def excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
+    def get_excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
         """Return the tokens that may not come next in an answer of `num_output_tokens` tokens."""
         return self._excluded_token_ids if num_output_tokens < self.params.min_tokens else frozenset()
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
+    def is_missing_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities still have to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
@@ -143,7 +143,7 @@ class Sequence:
     def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
         """Start running, with the KV of the first `num_cached_tokens` tokens cached. `waited_s`: seconds in the queue;
         None: until now."""
-        self._become(SequenceStatus.RUNNING)
+        self._set_status(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:
             self._scheduled = time.perf_counter() if waited_s is None else self._arrived + waited_s
@@ -151,30 +151,30 @@ class Sequence:
 
     def preempt(self) -> None:
         """Return to the queue; the KV is lost and will be recomputed."""
-        self._become(SequenceStatus.WAITING)
+        self._set_status(SequenceStatus.WAITING)
         self.num_computed_tokens = 0
         if self.num_output_tokens == 0:
             self.num_skipped_tokens = 0
 
-    def take(self, result: StepResult) -> None:
+    def apply_result(self, result: StepResult) -> None:
         if self.num_output_tokens == 0:
             self.num_skipped_tokens += result.num_skipped_tokens
         self.prompt_logprobs += result.prompt_logprobs
         self.num_draft_tokens += result.num_draft_tokens
-        if result.exited:
+        if result.is_exited:
             self.num_exited_tokens += 1
             self.exited_positions.add(self.num_tokens - 1)
         for at, token_id in enumerate(result.token_ids):
             self.num_accepted_tokens += at < result.num_accepted_tokens
             self.logprobs += result.logprobs[at : at + 1]
-            self.append(token_id)
+            self.append_token(token_id)
             if self.finish_reason is not None:
                 return  # an accepted draft ended the answer; drop the tokens after it
         if result.error is not None:
             self._error, self._error_field = result.error, result.error_field
             self.finish("error")
 
-    def append(self, token_id: int) -> None:
+    def append_token(self, token_id: int) -> None:
         self._last_token = time.perf_counter()
         self._first_token = self._first_token or self._last_token
         self.token_ids.append(token_id)
@@ -186,17 +186,17 @@ class Sequence:
             return
         if self._detokenizer:
             self._detokenizer.append(token_id)
-            if self._detokenizer.stopped:
+            if self._detokenizer.is_stopped:
                 self.finish("stop")
                 return
-        if self.constraint is not None and self.constraint.is_complete(self.answer):
+        if self.constraint is not None and self.constraint.is_complete(self.output_token_ids):
             self.finish("stop")
         elif self.num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence."""
-        self._become(SequenceStatus.FINISHED)
+        self._set_status(SequenceStatus.FINISHED)
         if self._detokenizer:
             self._detokenizer.finish()
         self.finish_reason = reason
@@ -204,17 +204,17 @@ class Sequence:
             self.stop_reason = self._detokenizer.stop_string
         self._finished = time.perf_counter()
 
-    def output(self) -> RequestOutput:
+    def make_output(self) -> RequestOutput:
         params = self.params
         return RequestOutput(
             request_id=self.request_id,
             index=self.index,
             prompt_token_ids=list(self.prompt_token_ids),
-            token_ids=self.answer,
+            token_ids=self.output_token_ids,
             text=self.text,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            metrics=self._metrics(),
+            metrics=self._make_metrics(),
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             text_offsets=tuple(self._detokenizer.offsets) if self._detokenizer else (),
@@ -227,19 +227,19 @@ class Sequence:
             error_field=self._error_field,
         )
 
-    def _become(self, status: SequenceStatus) -> None:
+    def _set_status(self, status: SequenceStatus) -> None:
         assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status
 
-    def _metrics(self) -> RequestMetrics:
+    def _make_metrics(self) -> RequestMetrics:
         decoded = self.num_output_tokens - 1
         between = self._last_token - self._first_token if self._first_token and self._last_token else 0.0
         return RequestMetrics(
-            queue_time=self._since_arrival(self._scheduled),
-            ttft=self._since_arrival(self._first_token),
+            queue_time=self._measure_since_arrival(self._scheduled),
+            ttft=self._measure_since_arrival(self._first_token),
             tpot=between / decoded if decoded > 0 else None,
             total=(self._finished or time.perf_counter()) - self._arrived,
         )
 
-    def _since_arrival(self, moment: float | None) -> float | None:
+    def _measure_since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self._arrived

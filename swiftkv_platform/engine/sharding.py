@@ -21,17 +21,17 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.weights.loading import StoredWeights
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.ranks import Ranks
+    from swiftkv_platform.engine.ranks import TensorParallelGroup
 
-INTO_PARTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
+COLUMN_PARALLEL_MODULES = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
 """Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv` or `_decode_swiftkv` may follow."""
-OUT_OF_PARTS = {"o_proj", "down_proj"}
+ROW_PARALLEL_MODULES = {"o_proj", "down_proj"}
 """Names of linear modules of which a rank keeps a part of the inputs."""
-NORMS_OF_HEADS = {"q_norm", "k_norm"}
+HEAD_NORM_MODULES = {"q_norm", "k_norm"}
 """Names of norms of which a rank keeps a part, if they are over all heads."""
 
 
-def check_divides(config: Any, size: int) -> None:
+def check_divisible(config: Any, size: int) -> None:
     """Raise `ModelError` if heads or columns cannot be cut into `size` equal parts."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None) is not None
@@ -50,14 +50,14 @@ def check_divides(config: Any, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """The dimension along which a tensor is divided among ranks."""
 
     dim: int
     blocks: tuple[int, ...] = (1,)
     """Relative sizes of the blocks along it, each of which is divided: two equal ones for fused gate and up."""
 
-    def indices(self, length: int, ranks: Ranks) -> list[tuple[slice, ...]]:
+    def get_indices(self, length: int, ranks: TensorParallelGroup) -> list[tuple[slice, ...]]:
         """Return the indices of a rank's parts in the whole tensor, block by block; together they have `length` along
         the dimension."""
         unit, places, before = length // sum(self.blocks), [], 0
@@ -68,63 +68,63 @@ class Cut:
         return places
 
 
-EXPERTS = {"gate_up_proj": Cut(1, (1, 1)), "down_proj": Cut(2)}
+EXPERT_SHARDS = {"gate_up_proj": ShardSpec(1, (1, 1)), "down_proj": ShardSpec(2)}
 """Cuts of tensors with all experts: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
 
 
-def cut_of(name: str, config: Any) -> Cut | None:
+def get_shard_spec(name: str, config: Any) -> ShardSpec | None:
     """Return the cut of a parameter of a whole model; None: a rank that has it keeps all of it."""
     *_, module, leaf = name.split(".")
-    if module in NORMS_OF_HEADS and config.family.query_key_norms == "all heads":
-        return Cut(0)
+    if module in HEAD_NORM_MODULES and config.family.query_key_norms == "all heads":
+        return ShardSpec(0)
     if module == "qkv_proj":
-        return Cut(0, (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
+        return ShardSpec(0, (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
     if module == "gate_up_proj":
-        return Cut(0, (1, 1))
-    if leaf in EXPERTS:
-        return EXPERTS[leaf]
+        return ShardSpec(0, (1, 1))
+    if leaf in EXPERT_SHARDS:
+        return EXPERT_SHARDS[leaf]
     base = module.removesuffix("_swiftkv").removesuffix("_decode")
-    if base in INTO_PARTS:
-        return Cut(0)
-    return Cut(1) if base in OUT_OF_PARTS and leaf == "weight" else None
+    if base in COLUMN_PARALLEL_MODULES:
+        return ShardSpec(0)
+    return ShardSpec(1) if base in ROW_PARALLEL_MODULES and leaf == "weight" else None
 
 
-def whole_name(name: str) -> str:
+def get_unsharded_name(name: str) -> str:
     """Return the name in the whole model of a sharded model's parameter."""
     return name.replace(".part.", ".")
 
 
-def shard(model: Any, ranks: Ranks) -> None:
+def shard_model(model: Any, ranks: TensorParallelGroup) -> None:
     """Reduce one of this project's causal language models to this rank's part, in place; it may be on the meta device.
     Raises `ModelError`: heads or columns cannot be cut into equal parts."""
-    check_divides(model.config, ranks.size)
-    for parent, name, child in list(_children(model.model.layers)):
+    check_divisible(model.config, ranks.size)
+    for parent, name, child in list(_iterate_children(model.model.layers)):
         leaves = [leaf for leaf, _ in child.named_parameters(recurse=False)]
-        cuts = {leaf: cut for leaf in leaves if (cut := cut_of(f"{name}.{leaf}", model.config))}
+        cuts = {leaf: cut for leaf in leaves if (cut := get_shard_spec(f"{name}.{leaf}", model.config))}
         if not cuts:
             continue
         for leaf, cut in cuts.items():
-            _keep_own(child, leaf, cut, ranks)
-        if name in NORMS_OF_HEADS:
-            setattr(parent, name, _NormOfRanks(child, ranks))
+            _keep_shard(child, leaf, cut, ranks)
+        if name in HEAD_NORM_MODULES:
+            setattr(parent, name, _ShardedRMSNorm(child, ranks))
             continue
         if name == "qkv_proj":
-            parent.config = _ConfigOfRank(parent.config, ranks.size)
+            parent.config = _RankConfig(parent.config, ranks.size)
             parent.num_key_value_heads //= ranks.size
         if isinstance(child, nn.Linear):
             child.out_features, child.in_features = child.weight.shape
         else:
             child.intermediate_dim = child.down_proj.shape[2]  # experts
-        if not isinstance(child, nn.Linear) or name.removesuffix("_swiftkv") in OUT_OF_PARTS:
-            setattr(parent, name, _Summed(child, ranks))
+        if not isinstance(child, nn.Linear) or name.removesuffix("_swiftkv") in ROW_PARALLEL_MODULES:
+            setattr(parent, name, _AllReduced(child, ranks))
     if ranks.rank > 0:
         _drop_vocabulary(model)
 
 
-class _Summed(nn.Module):
+class _AllReduced(nn.Module):
     """A module whose output is the sum of all ranks' parts."""
 
-    def __init__(self, part: Any, ranks: Ranks) -> None:
+    def __init__(self, part: Any, ranks: TensorParallelGroup) -> None:
         super().__init__()
         self.part = part
         self.bias: torch.Tensor | None = None
@@ -139,7 +139,7 @@ class _Summed(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-class _ConfigOfRank:
+class _RankConfig:
     """A configuration with a rank's number of heads, for attention modules that read it."""
 
     def __init__(self, config: Any, size: int) -> None:
@@ -151,10 +151,10 @@ class _ConfigOfRank:
         return getattr(self._config, name)
 
 
-class _NormOfRanks(nn.Module):
+class _ShardedRMSNorm(nn.Module):
     """An RMSNorm over inputs of which each rank has a part."""
 
-    def __init__(self, part: Any, ranks: Ranks) -> None:
+    def __init__(self, part: Any, ranks: TensorParallelGroup) -> None:
         super().__init__()
         self.weight = part.weight
         self._epsilon = part.variance_epsilon
@@ -168,16 +168,16 @@ class _NormOfRanks(nn.Module):
         return normalised.to(x.dtype)
 
 
-def _children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+def _iterate_children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     for parent in root.modules():
         for name, child in parent.named_children():
             yield parent, name, child
 
 
-def _keep_own(module: nn.Module, leaf: str, cut: Cut, ranks: Ranks) -> None:
+def _keep_shard(module: nn.Module, leaf: str, cut: ShardSpec, ranks: TensorParallelGroup) -> None:
     """Replace a parameter by a copy of this rank's part, so that the whole can be freed."""
     whole = module.get_parameter(leaf).detach()
-    indices = cut.indices(whole.shape[cut.dim] // ranks.size, ranks)
+    indices = cut.get_indices(whole.shape[cut.dim] // ranks.size, ranks)
     own = torch.cat([whole[index] for index in indices], cut.dim)
     setattr(module, leaf, nn.Parameter(own, requires_grad=False))
 
@@ -191,9 +191,9 @@ def _drop_vocabulary(model: Any) -> None:
 
 
 def load_shard(
-    directory: Path, model_class: Any, config: Any, *, dtype: str, ranks: Ranks, device: torch.device
+    directory: Path, model_class: Any, config: Any, *, dtype: str, ranks: TensorParallelGroup, device: torch.device
 ) -> Any:
-    """Load this rank's part, as `shard` would keep it, of the model in `directory`, which is not an adapter.
+    """Load this rank's part, as `shard_model` would keep it, of the model in `directory`, which is not an adapter.
 
     Args:
         model_class: one of this project's causal language models.
@@ -205,12 +205,14 @@ def load_shard(
         ModelError: the checkpoint cannot be read, or heads or columns cannot be cut into equal parts.
     """
     model, weights = model_class.without_weights(directory, config=config, dtype=dtype)
-    shard(model, ranks)
-    _fill(model, weights, ranks, device, config)
+    shard_model(model, ranks)
+    _load_parameters(model, weights, ranks, device, config)
     return model
 
 
-def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.device, config: Any) -> None:
+def _load_parameters(
+    model: nn.Module, weights: StoredWeights, ranks: TensorParallelGroup, device: torch.device, config: Any
+) -> None:
     """Read every parameter that is on the meta device."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -218,14 +220,16 @@ def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.
             names[parameter].append(name)
     own: dict[str, nn.Parameter] = {}
     for parameter, aliases in names.items():
-        read = _read_own(weights, whole_name(aliases[0]), parameter, ranks, config).to(device)
+        read = _read_shard(weights, get_unsharded_name(aliases[0]), parameter, ranks, config).to(device)
         own |= dict.fromkeys(aliases, nn.Parameter(read))
     model.load_state_dict(own, strict=False, assign=True)
 
 
-def _read_own(weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: Ranks, config: Any) -> torch.Tensor:
+def _read_shard(
+    weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: TensorParallelGroup, config: Any
+) -> torch.Tensor:
     """Read this rank's part of the tensor `name`, with the shape of `parameter`."""
-    if (cut := cut_of(name, config)) is None:
+    if (cut := get_shard_spec(name, config)) is None:
         return weights.read(name)
-    parts = [weights.read(name, index) for index in cut.indices(parameter.shape[cut.dim], ranks)]
+    parts = [weights.read(name, index) for index in cut.get_indices(parameter.shape[cut.dim], ranks)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)

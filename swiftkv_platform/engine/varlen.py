@@ -17,18 +17,18 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.packed_attention import VarlenOperator, find_flash_obstacle
 
-FLASH_PAGE = 256
+FLASH_BLOCK_MULTIPLE = 256
 """The block size must be a multiple of this for FlashAttention 2, which comes with PyTorch."""
 
 
 @dataclass(frozen=True)
-class Pages:
+class VarlenSettings:
     """The operator and block size with which attention reads a cache by block tables."""
 
     operator: VarlenOperator
     block_size: int
     device: torch.device
-    expanded: bool
+    expands_contexts: bool
     """Whether the operator gets keys and values of concatenated contexts, block by block, instead of the cache's
     storage."""
 
@@ -79,11 +79,11 @@ class VarlenArguments:
             enable_gqa=grouped,
             seqused_k=self.seqused_k,
             block_table=self.block_table,
-            num_splits=self.num_splits(grouped=grouped, window=window),
+            num_splits=self.choose_num_splits(grouped=grouped, window=window),
         )
         return output
 
-    def num_splits(self, *, grouped: bool, window: int | None) -> int | None:
+    def choose_num_splits(self, *, grouped: bool, window: int | None) -> int | None:
         """Return the number of splits of a run's keys; None: the kernel chooses.
 
         With block tables and several splits, FlashAttention 2 writes every run's combined result to the first run's
@@ -152,22 +152,22 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return reference_varlen_attn
 
 
-def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
+def choose_block_size(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
     """Return a block size that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of
-    `FLASH_PAGE`, as FlashAttention requires."""
+    `FLASH_BLOCK_MULTIPLE`, as FlashAttention requires."""
     if operator is not varlen_attn:
         return wanted or default
-    if wanted is not None and wanted % FLASH_PAGE:
+    if wanted is not None and wanted % FLASH_BLOCK_MULTIPLE:
         raise InvalidInputError(
-            f"block_size is {wanted}; attention on a GPU needs a multiple of {FLASH_PAGE} tokens: give one, or leave "
-            "block_size out",
+            f"block_size is {wanted}; attention on a GPU needs a multiple of {FLASH_BLOCK_MULTIPLE} tokens: set a "
+            "multiple, or leave block_size out",
             field="block_size",
             value=wanted,
         )
-    return wanted or FLASH_PAGE
+    return wanted or FLASH_BLOCK_MULTIPLE
 
 
-def consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+def split_consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Split ascending positions into runs of consecutive ones: the number of positions, and the one after the last."""
     if positions[-1] - positions[0] == len(positions) - 1:
         return [(len(positions), positions[-1] + 1)]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from swiftkv_platform.engine.integer_weights import common_weights, integers_of
+from swiftkv_platform.engine.integer_weights import get_common_weights, get_integers
 from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.native_layers import (
     NativeAttention,
@@ -27,13 +27,13 @@ from swiftkv_platform.engine.native_layers import (
     NativeLinear,
     NativeMLP,
     NativeRMSNorm,
-    SharedKeyValues,
+    SharedKeyValueWriter,
     rotate_heads,
 )
 from swiftkv_platform.model.attention import HeadAttentionMixin
 from swiftkv_platform.model.weights.quantization import IntegerWeight
 
-SIBLINGS = (
+FUSED_PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "kv_a_proj_with_mqa"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -43,43 +43,43 @@ SIBLINGS = (
     ("kv_a_proj_with_mqa_decode_swiftkv", "q_a_proj_swiftkv"),
 )
 """Names of linear modules of one parent that read the same input, in the order they are called in."""
-SILU = (nn.SiLU, SiLUActivation)
+SILU_CLASSES = (nn.SiLU, SiLUActivation)
 ALIGNMENT = 64
 """Bytes to a multiple of which PyTorch allocates tensors on a CPU."""
 ARENA_MARGIN = 1 << 14
 """Bytes by which a packed weight may be larger than the parameter: outputs up to a whole block, scales, alignment."""
-PACKING_HINT = 16
+ONEDNN_BATCH_HINT = 16
 """Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
 
 
-def lay_out(model: Any, *, native: bool = False) -> None:
+def fuse_weights(model: Any, *, native: bool = False) -> None:
     """Fuse and, where it pays, reorder the weights of a causal language model of ours, in place; and drop what only its
     teacher runs. `native`: in the order of the engine's kernels."""
     decoder = model.model
-    _drop_teacher(decoder)
+    _drop_teacher_projections(decoder)
     arena = Arena(sum(parameter.nbytes + ARENA_MARGIN for parameter in model.parameters())) if native else None
-    make_linear = _linear_class(model, arena)
+    make_linear = _choose_linear_class(model, arena)
     if arena is not None:
-        _replace(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
+        _replace_modules(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
         _pack_heads(model, arena)
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     shared = [projection for leader in leaders for projection in leader.input_projections]
     if shared:
-        _fuse(decoder, shared, make_linear)
+        _fuse_projections(decoder, shared, make_linear)
     for module in list(decoder.modules()):
-        for siblings in _siblings(module):
-            _fuse(module, siblings, make_linear)
+        for siblings in _find_fusable(module):
+            _fuse_projections(module, siblings, make_linear)
     _replace_norms(model)
-    if make_linear is not _Linear:
+    if make_linear is not _FloatLinear:
         embedding = decoder.embed_tokens.weight
-        _replace(
+        _replace_modules(
             model,
-            lambda child: type(child) is nn.Linear and not (child.weight is embedding and integers_of(child) is None),
-            lambda linear: make_linear(common_weights([linear])[0], linear.bias),
+            lambda child: type(child) is nn.Linear and not (child.weight is embedding and get_integers(child) is None),
+            lambda linear: make_linear(get_common_weights([linear])[0], linear.bias),
         )
 
 
-def align(model: nn.Module) -> None:
+def align_weights(model: nn.Module) -> None:
     """Move the weights of products that lie unaligned, as in a file that is mapped into memory, in place. Products of a
     row on a CPU are rounded otherwise there, so answers would depend on how tensors are spread over files."""
     for module in model.modules():
@@ -95,8 +95,8 @@ def _pack_heads(model: Any, arena: Arena) -> None:
         head = getattr(model, name, None)
         if type(head) is not nn.Linear:
             continue
-        packed = NativeHead(common_weights([head])[0], head.bias, arena)
-        if head.weight is embedding.weight and integers_of(head) is None:
+        packed = NativeHead(get_common_weights([head])[0], head.bias, arena)
+        if head.weight is embedding.weight and get_integers(head) is None:
             model.model.embed_tokens = NativeEmbedding(embedding, packed)
         setattr(model, name, packed)
 
@@ -104,20 +104,20 @@ def _pack_heads(model: Any, arena: Arena) -> None:
 MakeLinear = Callable[[Any, torch.Tensor | None], Any]
 
 
-def _linear_class(model: Any, arena: Arena | None) -> MakeLinear:
+def _choose_linear_class(model: Any, arena: Arena | None) -> MakeLinear:
     if arena is not None:
         return lambda weight, bias: NativeLinear(weight, bias, arena)
-    packs = model.device.type == "cpu" and model.dtype == torch.bfloat16 and onednn_packs_bfloat16()
-    return _OneDNNLinear if packs else _Linear
+    packs = model.device.type == "cpu" and model.dtype == torch.bfloat16 and has_onednn_bfloat16()
+    return _OneDNNLinear if packs else _FloatLinear
 
 
-def onednn_packs_bfloat16() -> bool:
+def has_onednn_bfloat16() -> bool:
     """Return whether oneDNN multiplies in bfloat16 on this processor; below AVX-512 it refuses to."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
 
 
-def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
+def _replace_modules(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
     """Put what `make` makes of them in the place of all modules below `root` that are wanted."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
@@ -127,7 +127,7 @@ def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any
 
 def _replace_norms(model: Any) -> None:
     norm_class, offset = type(model.model.norm), model.config.family.norm_offset
-    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+    _replace_modules(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
 
 
 def use_kernels(model: Any) -> None:
@@ -135,7 +135,7 @@ def use_kernels(model: Any) -> None:
     `kernels.serve`."""
     if type(model.model.norm) is not _RMSNorm:
         _replace_norms(model)
-    _replace(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
+    _replace_modules(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
     for layer in model.model.layers:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
@@ -144,46 +144,48 @@ def use_kernels(model: Any) -> None:
             layer.self_attn = NativeAttention(attention)
     layers = model.model.layers
     for i, layer in enumerate(layers):
-        layers[i] = NativeLayer.of(layer) or layer
+        layers[i] = NativeLayer.from_layer(layer) or layer
     model.model.fused_layers = NativeLayers(layers)
-    model.model.shared_writer = SharedKeyValues.of(model.model)
+    model.model.shared_writer = SharedKeyValueWriter.from_decoder(model.model)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     for inner, activation in ((("gate_proj", "up_proj"), "act_fn"), (("gate_up_proj",), "activation_fn")):
-        if set(children) == {*inner, "down_proj", activation} and isinstance(children[activation], SILU):
+        if set(children) == {*inner, "down_proj", activation} and isinstance(children[activation], SILU_CLASSES):
             return all(type(children[name]) is nn.Linear and children[name].bias is None for name in inner)
     return False
 
 
-def _drop_teacher(decoder: Any) -> None:
+def _drop_teacher_projections(decoder: Any) -> None:
     if decoder.config.swiftkv_teacher_weights:
         for i in range(decoder.layer_map.num_key_value_layers, len(decoder.layers)):
             decoder.layers[i].self_attn.drop_teacher()
         decoder.config.swiftkv_teacher_weights = False
 
 
-def _siblings(module: nn.Module) -> Iterator[list[nn.Linear]]:
-    for names in SIBLINGS:
+def _find_fusable(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    for names in FUSED_PROJECTIONS:
         found = [getattr(module, name, None) for name in names]
         linear = [child for child in found if type(child) is nn.Linear]
         if len(linear) == len(names):
             yield linear
 
 
-def _fuse(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLinear) -> None:
+def _fuse_projections(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLinear) -> None:
     """Replace `projections`, modules below `root` that read one input, by parts of one."""
-    weights: list[Any] = common_weights(projections)
+    weights: list[Any] = get_common_weights(projections)
     weight = IntegerWeight.cat(weights) if isinstance(weights[0], IntegerWeight) else torch.cat(weights)
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
     assert len(biases) in (0, len(projections)), "some of the projections have a bias, others do not"
-    fused = _Fused(make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections])
-    parts = {id(projection): _Part(fused, at) for at, projection in enumerate(projections)}
-    _replace(root, lambda child: id(child) in parts, lambda child: parts[id(child)])
+    fused = _FusedLinear(
+        make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections]
+    )
+    parts = {id(projection): _FusedLinearPart(fused, at) for at, projection in enumerate(projections)}
+    _replace_modules(root, lambda child: id(child) in parts, lambda child: parts[id(child)])
 
 
-class _Linear(nn.Module):
+class _FloatLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -194,12 +196,12 @@ class _Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class _OneDNNLinear(_Linear):
+class _OneDNNLinear(_FloatLinear):
     """The same with a weight in oneDNN's order."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKING_HINT)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ONEDNN_BATCH_HINT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -218,7 +220,7 @@ class _RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)
 
 
-class _Fused:
+class _FusedLinear:
     """One projection whose output several modules share."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
@@ -227,7 +229,7 @@ class _Fused:
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
 
-    def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
+    def compute_part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         """The output of one of them; the last to ask lets go of input and outputs."""
         if self._input is not x:
             self._input, self._parts = x, self.linear(x).split(self.sizes, dim=-1)
@@ -237,10 +239,10 @@ class _Fused:
         return part
 
 
-class _Part(nn.Module):
+class _FusedLinearPart(nn.Module):
     """Stands where one of the fused projections was."""
 
-    def __init__(self, fused: _Fused, at: int) -> None:
+    def __init__(self, fused: _FusedLinear, at: int) -> None:
         super().__init__()
         self.fused = fused
         self._at = at
@@ -248,4 +250,4 @@ class _Part(nn.Module):
         self.out_features = fused.sizes[at]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fused.part(x, self._at)
+        return self.fused.compute_part(x, self._at)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
-from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
+from swiftkv_platform.configs.adapter import ADAPTER_FILE, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.calibration.rounding import round_calibrated
@@ -151,7 +151,7 @@ def export_adapter(
     check_new(target)
     config, _ = _checked(read_config(student), str(student), True, False)
     directory = local_directory(str(student), field="model.name_or_path")
-    if (directory / ADAPTER).is_file():
+    if (directory / ADAPTER_FILE).is_file():
         raise ModelError(
             f"{str(student)!r} is an adapter already; copy it, or export a whole model from it",
             field="model",

@@ -23,7 +23,7 @@ Form = Callable[[Any], bool]
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-ADAPTER, QUANTIZATION = "adapter_config.json", "hf_quant_config.json"
+ADAPTER_FILE, QUANTIZATION = "adapter_config.json", "hf_quant_config.json"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """Class that takes `tokenizer.json` as it is; other classes rebuild parts of it."""
 CLASSES = frozenset(

@@ -100,9 +100,9 @@ def model_view(directory: Path, parent: Path) -> Path:
 def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
     """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
     boundary.check_tree(directory, field, error=ModelError)
-    if (directory / rules.ADAPTER).exists():
-        message = f"{field}: the model's {rules.ADAPTER} names another model; use merged weights"
-        raise ModelError(message, field=field, value=rules.ADAPTER)
+    if (directory / rules.ADAPTER_FILE).exists():
+        message = f"{field}: the model's {rules.ADAPTER_FILE} names another model; use merged weights"
+        raise ModelError(message, field=field, value=rules.ADAPTER_FILE)
     try:
         _cleaned(directory, None)
     except ModelError as error:

@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
+from swiftkv_platform.configs.adapter import ADAPTER_FILE, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family
 from swiftkv_platform.student_shape import LayerMap
@@ -222,7 +222,7 @@ _UNREAD = ("s3://", "builtin:")
 def adapter_of(model: ModelConfig) -> AdapterConfig | None:
     """Return the adapter that vLLM is to serve; None for a whole model. Raises `ModelError`: the adapter is damaged, or
     vLLM cannot find its base."""
-    document = get_hf_file_to_dict(ADAPTER, model.model, model.revision)
+    document = get_hf_file_to_dict(ADAPTER_FILE, model.model, model.revision)
     if document is None:
         return None
     adapter = AdapterConfig.parse(document, model.model)

@@ -40,7 +40,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from swiftkv_platform.configs import layer_windows
+from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
@@ -215,7 +215,7 @@ class OwnAttention(nn.Module):
         self.k_norm = head_norm(family, config, heads, heads.total_num_kv_heads)
         self.rotary_emb = rotary_embedding(config, heads, layer)
         self.attn = Attention(
-            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
+            **_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
             kv_sharing_target_layer_name=group,
         )
@@ -254,7 +254,7 @@ class SharedAttention(nn.Module):
         self.q_norm = head_norm(family, config, heads, heads.total_num_heads)
         self.rotary_emb = rotary_embedding(config, heads, leader)
         self.attn = Attention(
-            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
+            **_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
             kv_sharing_target_layer_name=group,
         )

@@ -27,7 +27,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
-from swiftkv_platform.configs import layer_windows
+from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.families import Family
 from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
@@ -154,7 +154,7 @@ class SwiftKVDecoder(nn.Module):
 
     def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
-        windows = layer_windows(config)
+        windows = get_layer_windows(config)
         normalises = family.has_input_norm
         self.norm_swiftkv = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
         self.groups = GroupProjections(family, vllm_config, layer_map.leaders, prefix)

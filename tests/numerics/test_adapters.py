@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.configs.adapter import ADAPTER
+from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import ConflictError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter, load_dense
@@ -177,12 +177,12 @@ def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, 
 
 def test_a_damaged_adapter_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
-    path = tmp_path / "adapter" / ADAPTER
+    path = tmp_path / "adapter" / ADAPTER_FILE
     document = json.loads(path.read_text())
     grouped = document["swiftkv"] | {"key_value_group_size": 1}
     regrouped = "key_value_group_size is 2 in config.json .* and 1 in its"
     for changes, field, message in (
-        ({"format_version": 2}, ADAPTER, "format_version"),
+        ({"format_version": 2}, ADAPTER_FILE, "format_version"),
         ({"added": document["added"][1:]}, "adapter", "has no place for 1 tensor"),
         ({"added": [*document["added"], "x"]}, "adapter", "lacks 1 tensor: x"),
         ({"swiftkv": grouped}, "key_value_group_size", regrouped),
@@ -245,4 +245,4 @@ def test_a_base_that_has_moved_is_named_and_a_whole_export_outlives_both(
         for path in directory.iterdir():
             path.unlink()
     assert torch.equal(logits(whole), expected)
-    assert not (whole / ADAPTER).exists()
+    assert not (whole / ADAPTER_FILE).exists()

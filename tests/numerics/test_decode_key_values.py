@@ -234,7 +234,7 @@ def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp
                 expected = logits.log_softmax(-1).gather(1, text[1:, None])[: size - 1, 0].tolist()
                 found = [next(iter(one.values())) for one in output.prompt_logprobs if one is not None]
                 assert found == pytest.approx(expected, abs=1e-3)
-    engine.check()
+    engine.assert_consistent()
 
 
 def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:

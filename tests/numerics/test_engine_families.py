@@ -51,7 +51,7 @@ def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> N
             for output in engine.generate(PROMPTS, params):
                 assert len(output.token_ids) == PARAMS.max_tokens
                 check(plain.eval(), output)
-        engine.check()
+        engine.assert_consistent()
         assert engine.num_free_blocks == engine.num_blocks
 
 
@@ -76,11 +76,11 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
     def logprobs(**options: Any) -> torch.Tensor:
         engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update=options))
         found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
-        engine.check()
+        engine.assert_consistent()
         return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
 
     exact, native, by_torch = logprobs(dtype="float32"), logprobs(), logprobs(native_kernels=False)
-    assert torch.equal(native, by_torch) != kernels.available()
+    assert torch.equal(native, by_torch) != kernels.is_available()
     assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()
 
 
@@ -97,11 +97,11 @@ def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, t
     def logprobs(**options: Any) -> torch.Tensor:
         engine = LLMEngine.from_pretrained(tmp_path / "served", CONFIG.model_copy(update=options))
         found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
-        engine.check()
+        engine.assert_consistent()
         return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
 
     exact, integers, floats = logprobs(dtype="float32"), logprobs(), logprobs(weights="bfloat16")
-    assert torch.equal(integers, floats) != kernels.available()
+    assert torch.equal(integers, floats) != kernels.is_available()
     # A router that is nearly undecided may choose another expert for a token.
     assert (integers - exact).abs().median() < 1.5 * (floats - exact).abs().median()
 

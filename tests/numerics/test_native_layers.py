@@ -40,19 +40,19 @@ def test_layers_in_one_operator(
     student.to(torch.bfloat16).save_pretrained(tmp_path)
 
     at_once: list[int] = []
-    run = kernels.layers
+    run = kernels.run_layers
 
     def counting(x: torch.Tensor, operands: Any, *others: Any) -> torch.Tensor:
         at_once.append(len(operands.factors) // 4)
         return run(x, operands, *others)
 
-    monkeypatch.setattr(kernels, "layers", counting)
+    monkeypatch.setattr(kernels, "run_layers", counting)
 
     def found() -> tuple[set[int], list[Any]]:
         at_once.clear()
         engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update={"kv_cache_dtype": kv_cache_dtype}))
         outputs = [engine.generate(PROMPTS, params) for params in (PARAMS, replace(PARAMS, prompt_logprobs=0))]
-        engine.check()
+        engine.assert_consistent()
         return set(at_once), [(one.token_ids, one.logprobs, one.prompt_logprobs) for some in outputs for one in some]
 
     num_layers = student.config.num_hidden_layers
@@ -64,5 +64,5 @@ def test_layers_in_one_operator(
     monkeypatch.setattr(NativeLayers, "__call__", lambda *_: None)
     counts, one_by_one = found()
     assert counts == ({1} if usual else set())
-    monkeypatch.setattr(NativeLayer, "of", classmethod(lambda _cls, _layer: None))
+    monkeypatch.setattr(NativeLayer, "from_layer", classmethod(lambda _cls, _layer: None))
     assert together == one_by_one == found()[1]

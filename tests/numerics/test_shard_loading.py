@@ -15,7 +15,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.loading import _read_model
-from swiftkv_platform.engine.sharding import shard, whole_name
+from swiftkv_platform.engine.sharding import get_unsharded_name, shard_model
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.weights import loading
@@ -52,7 +52,7 @@ def check(directory: Path, *, also_read: int = 0, **config: Any) -> list[Any]:
     loaded = []
     for rank in range(SIZE):
         kept: Any = _read_model(directory, engine, None)
-        shard(kept, OneOfRanks(rank))
+        shard_model(kept, OneOfRanks(rank))
         with counted_reads() as sizes:
             model = _read_model(directory, engine, OneOfRanks(rank))  # type: ignore[arg-type]
         check_same(model, kept)
@@ -94,7 +94,7 @@ def stored_bytes(kept: Any, directory: Path) -> int:
     for name, parameter in kept.named_parameters():
         if parameter.shape == (1, 1):
             continue
-        info = headers.get(whole_name(name))
+        info = headers.get(get_unsharded_name(name))
         dtype = next(iter(headers.values())).dtype if info is None else info.dtype  # experts are stored one by one
         total += parameter.numel() * dtype.itemsize
     return total

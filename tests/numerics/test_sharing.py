@@ -52,7 +52,7 @@ def test_the_cache_holds_the_shared_heads(sharing: str, prompt: torch.Tensor, tm
     """The same holds for a student loaded from disk."""
     student = make_student(sharing)
     output = student(prompt[None], use_cache=True)
-    heads = [student.config.cache_num_key_value_heads(i) for i in range(5)]
+    heads = [student.config.get_cache_num_key_value_heads(i) for i in range(5)]
     assert heads == [2, 2, 2, HEADS[sharing], HEADS[sharing]]
     assert [layer.keys.shape[1] for layer in output.past_key_values.layers] == heads
     assert cache_bytes(output.past_key_values) == sum(heads) * 2 * 40 * 8 * 4

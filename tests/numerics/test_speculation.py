@@ -65,7 +65,7 @@ def answers(engine: LLMEngine, asked: list[list[int]], params: dict[str, Any], *
         for number in range(len(asked))
     ]
     outputs = engine.generate(asked, each)
-    engine.check()
+    engine.assert_consistent()
     assert engine.num_free_blocks == engine.num_blocks
     return outputs
 
@@ -102,7 +102,7 @@ def test_a_request_drafts_beside_others_in_small_caches_with_samples_and_chunks(
     # The cache holds two or three of the nine sequences.
     engine = drafting_engine(student, max_num_batched_tokens=13, kv_cache_bytes=48 << 10)
     outputs = engine.generate(asked, drafting)
-    engine.check()
+    engine.assert_consistent()
     assert tokens(outputs) == tokens(expected)
     assert engine.state.num_preemptions > 0
     assert engine.num_free_blocks == engine.num_blocks

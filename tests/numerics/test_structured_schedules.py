@@ -84,7 +84,7 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
     answer = list(output.token_ids)
     if output.finish_reason == "length":
         assert len(answer) == params.max_tokens
-        assert engine.grammars.compile(wanted).num_allowed([], answer) == len(answer)
+        assert engine.grammar_compiler.compile(wanted).count_allowed([], answer) == len(answer)
         return
     assert output.finish_reason == "stop"
     text = output.text
@@ -102,11 +102,11 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
 
 def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
     """Assert that each token is the reference's best among those that the grammar allows."""
-    constraint = engine.grammars.compile(params.structured_outputs)
+    constraint = engine.grammar_compiler.compile(params.structured_outputs)
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     logits = subject.logits(prompt + answer[:-1])[len(prompt) - 1 :]
     for at, token in enumerate(answer):
-        bits = constraint.allowed(answer[:at])
+        bits = constraint.compute_allowed_mask(answer[:at])
         among = [other for other in range(logits.shape[-1]) if bits[other // 8] >> other % 8 & 1]
         assert token in among
         assert float(logits[at, among].max() - logits[at, token]) < TIE

@@ -14,7 +14,7 @@ import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import load_model
-from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.engine.memory import get_layer_shapes
 from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export, export_adapter
@@ -75,7 +75,7 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
     teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
     student = scattered_exits(convert(teacher, **form, own_output_projection=True))
     subject = Subject.load(saved(student, tmp_path))
-    token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(student.config, 2)) * 4
+    token = sum(2 * shape.num_heads * shape.dim for shape, _ in get_layer_shapes(student.config, 2)) * 4
     with sharing(tmp_path, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
         assert engine.num_blocks == 40, "each rank caches half of the heads"
         seen: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
     expected = LLMEngine.from_pretrained(directory, EngineConfig(**SMALL, **fused)).generate(prompts(258), GREEDY)
     with sharing(directory, **SMALL, **fused) as engine:
         found = engine.generate(prompts(258), params)
-        engine.check()
+        engine.assert_consistent()
         assert sum(output.num_cached_tokens for output in found) > 0
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 

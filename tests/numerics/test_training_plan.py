@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.strategy import build_adamw
-from swiftkv_platform.engine.kv_cache import bytes_per_block
-from swiftkv_platform.engine.memory import layer_shapes, storage_format
+from swiftkv_platform.engine.kv_cache import get_bytes_per_block
+from swiftkv_platform.engine.memory import get_layer_shapes, get_storage_format
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
 from swiftkv_platform.planning.parameters import served_parameters
@@ -210,8 +210,8 @@ def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: 
     student = convert(make_teacher(model_type), num_key_value_layers=l, key_value_group_size=g)
     config = student.config.to_dict()
     planned = plan_serving(config, ServingSetup(memory_bytes=10**6, sequence_length=64)).swiftkv
-    stored = storage_format("auto", torch.bfloat16)
-    assert planned.kv_block_bytes == bytes_per_block(layer_shapes(student.config), 16, stored)
+    stored = get_storage_format("auto", torch.bfloat16)
+    assert planned.kv_block_bytes == get_bytes_per_block(get_layer_shapes(student.config), 16, stored)
     kept = [p.numel() for name, p in student.named_parameters() if not _is_teachers(name, l)]
     assert sum(served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)
     assert planned.weights_bytes == 2 * sum(kept)

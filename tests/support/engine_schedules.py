@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
-from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.engine.memory import get_layer_shapes
 from swiftkv_platform.model import load_dense
 from swiftkv_platform.web.limiters import Sender
 from tests.support import reference
@@ -32,7 +32,7 @@ FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
 @contextmanager
 def free_drafts() -> Iterator[None]:
     """Let engines that are created in the block draft everything that they may."""
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+    with patch("swiftkv_platform.engine.llm_engine.estimate_draft_costs", return_value=FREE):
         yield
 
 
@@ -101,7 +101,7 @@ def random_config(draw: random.Random, subject: Subject, arrivals: list[Arrival]
     block_size = draw.choice([1, 3, 8, 16])
     largest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
     num_blocks = -(-largest // block_size) + draw.randrange(0, 12)
-    token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(subject.plain.config)) * 4
+    token = sum(2 * shape.num_heads * shape.dim for shape, _ in get_layer_shapes(subject.plain.config)) * 4
     return EngineConfig(
         max_num_seqs=draw.choice([1, 2, 4, 8]),
         max_num_batched_tokens=draw.choice([1, 3, 10, 32, 128]),
@@ -150,19 +150,19 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
         for number, arrival in enumerate(arrivals):
             if arrival.step == step:
                 wanted = arrival.params.structured_outputs
-                engine.add_read_request(
-                    engine.reader.read(arrival.prompt, arrival.params),
+                engine.add_tokenized_request(
+                    engine.input_processor.tokenize(arrival.prompt, arrival.params),
                     str(number),
                     priority=arrival.priority,
                     sender=Sender(arrival.tenant),
-                    constraint=wanted and engine.grammars.compile(wanted),
+                    constraint=wanted and engine.grammar_compiler.compile(wanted),
                 )
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.abort(str(number))
         for output in engine.step():
             if output.finished:
                 finished[output.request_id].append(output)
-        engine.check()
+        engine.assert_consistent()
         step += 1
     assert engine.num_free_blocks == engine.num_blocks, "blocks leaked"
     return finished

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from swiftkv_platform.configs import layer_windows
+from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model.context import FULL, get_layer_types
@@ -65,6 +65,6 @@ def test_every_family_has_the_class_and_the_windows_of_transformers() -> None:
     for family in FAMILIES.values():
         assert family.student_class == STUDENTS[family.model_type].causal_lm.__name__
     for config in FAMILY_CONFIGS.values():
-        windows = layer_windows(config)
+        windows = get_layer_windows(config)
         assert [window is None for window in windows] == [kind == FULL for kind in get_layer_types(config)]
         assert set(windows) <= {None, getattr(config, "sliding_window", None)}

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import cpp_extension
 
-from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
+from swiftkv_platform.engine.kernels.packing import BLOCK_COLUMNS, PackedWeight, pack_weight
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weights.quantization import IntegerWeight
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
-CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
+CACHE_DIRECTORY_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
 """Compiler flags for torch's vector headers, by what torch finds in the processor. bfloat16 products come with AVX-512.
 """
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
+COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
 """Number that the size of a head must be a multiple of for `attend`."""
-_FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+_CACHE_FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 """`Format` in the source, by the payload of a quantised cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 
 
-def serve(model: Any) -> bool:
+def supports_model(model: Any) -> bool:
     """Whether they compute what this model computes: on a CPU, in bfloat16, where they are available."""
-    return bool(model.device.type == "cpu" and model.dtype == torch.bfloat16) and available()
+    return bool(model.device.type == "cpu" and model.dtype == torch.bfloat16) and is_available()
 
 
 @functools.cache
-def available() -> bool:
+def is_available() -> bool:
     """Compile and load the kernels, once a process. False, and a line in the log that says why, where that fails."""
     try:
-        torch.ops.load_library(str(_compiled()))
-        _check()
-        _num_threads()
+        torch.ops.load_library(str(_find_or_build_library()))
+        _verify_kernels()
+        _get_num_threads()
     except (_UnavailableError, OSError, RuntimeError) as error:
         get_logger().warning("native_kernels_unavailable", reason=str(error), instead="PyTorch's operators")
         return False
@@ -70,7 +70,7 @@ class _UnavailableError(Exception):
     """Reason that there are no kernels."""
 
 
-def _compiled() -> Path:
+def _find_or_build_library() -> Path:
     """The shared library, named by all it depends on, from a directory that no other user can write to. Processes that
     build it at the same time do not meet."""
     capability = torch.backends.cpu.get_cpu_capability()
@@ -79,19 +79,19 @@ def _compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise _UnavailableError("no C++ compiler; install g++ or set CXX")
-    given = os.environ.get(CACHE_VARIABLE)
+    given = os.environ.get(CACHE_DIRECTORY_VARIABLE)
     directory = Path(given) if given else Path.home() / ".cache" / "swiftkv" / "kernels"
-    flags = [*FLAGS, *VECTOR_FLAGS[capability]]
+    flags = [*COMPILER_FLAGS, *VECTOR_FLAGS[capability]]
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
     library = ensure_private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
     if not is_private(library):  # it runs as this user
-        _build(compiler, flags, library)
+        _build_library(compiler, flags, library)
     return library
 
 
-def _build(compiler: str, flags: list[str], library: Path) -> None:
+def _build_library(compiler: str, flags: list[str], library: Path) -> None:
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
@@ -107,7 +107,7 @@ def _build(compiler: str, flags: list[str], library: Path) -> None:
         built.replace(library)
 
 
-def _check() -> None:
+def _verify_kernels() -> None:
     """Raises where a product or a sum is not PyTorch's: a processor may lack what the products are made of."""
     query = torch.linspace(-1, 1, 2 * 20 * 32).sin().bfloat16().view(1, 2, 20, 32)
     keys, values = query[0].flip(1), query[0].flip(2)
@@ -118,21 +118,23 @@ def _check() -> None:
     )
     if not torch.allclose(found, wanted, atol=0.02):
         raise _UnavailableError("attention computed with them is wrong")
-    integers = torch.arange(-64, 64, dtype=torch.int8).repeat(COLUMNS, 1)
-    x = query.reshape(-1, integers.shape[1])[:1].expand(2 * COLUMNS, -1).contiguous()  # rows for tiles
-    found = linear(x, pack(IntegerWeight(integers, torch.full((COLUMNS, 1), 0.01), "int8")), None, COLUMNS)
+    integers = torch.arange(-64, 64, dtype=torch.int8).repeat(BLOCK_COLUMNS, 1)
+    x = query.reshape(-1, integers.shape[1])[:1].expand(2 * BLOCK_COLUMNS, -1).contiguous()  # rows for tiles
+    found = linear(
+        x, pack_weight(IntegerWeight(integers, torch.full((BLOCK_COLUMNS, 1), 0.01), "int8")), None, BLOCK_COLUMNS
+    )
     if not torch.allclose(found.float(), F.linear(x.float(), 0.01 * integers.float()), rtol=0.02, atol=0.02):
         raise _UnavailableError("integer products computed with them are wrong")
 
 
 @functools.cache
-def _num_threads() -> int:
+def _get_num_threads() -> int:
     """Threads that PyTorch has when this is called first."""
     return torch.get_num_threads()
 
 
 @contextmanager
-def threads_to_themselves() -> Iterator[None]:
+def use_all_threads() -> Iterator[None]:
     """Let the kernels that this thread calls have all threads, and PyTorch's operators one.
 
     Those have threads of their own, which look for more work for milliseconds after each operator, on the cores that
@@ -141,7 +143,7 @@ def threads_to_themselves() -> Iterator[None]:
     """
     count = torch.get_num_threads()
     if count == 1:
-        count = _num_threads()
+        count = _get_num_threads()
     torch.ops.swiftkv_cpu.use_threads(count)
     torch.set_num_threads(1)
     try:
@@ -152,13 +154,13 @@ def threads_to_themselves() -> Iterator[None]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[..., size] -> [..., size]; `weight` is what `padded` made of a norm's."""
+    """[..., size] -> [..., size]; `weight` is what `pad_to_block` made of a norm's."""
     y: torch.Tensor = torch.ops.swiftkv_cpu.rms_norm(x, weight, epsilon)
     return y
 
 
-def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
-    """x [..., size_in] times a packed weight, plus a bias as `padded` makes it -> [..., size_out].
+def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
+    """x [..., size_in] times a packed weight, plus a bias as `pad_to_block` makes it -> [..., size_out].
 
     Integers are multiplied by x in 16 bits, the largest number of each row being 32767. Their sums are exact, so that a
     row's result does not depend on other rows.
@@ -167,7 +169,12 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out:
 
 
 def linear_rows(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int, *, norm: NativeRMSNorm | None = None
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    size_out: int,
+    *,
+    norm: NativeRMSNorm | None = None,
 ) -> torch.Tensor:
     """`linear` of x [num_tokens, size_in], which `norm` normalises."""
     weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
@@ -175,13 +182,13 @@ def linear_rows(
     return y
 
 
-def logits(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
+def compute_logits(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
     """`linear` in float32, as it is summed."""
     y = torch.ops.swiftkv_cpu.logits(x.flatten(0, -2), *packed, bias, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
-def gated_linear(x: torch.Tensor, packed: Packed, size_out: int) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, packed: PackedWeight, size_out: int) -> torch.Tensor:
     """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
     y = torch.ops.swiftkv_cpu.gated_linear.default(x.flatten(0, -2), *packed, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
@@ -194,10 +201,12 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -
     return y
 
 
-def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, payload: torch.dtype | None = None) -> None:
+def write_slots(
+    rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, quantized_dtype: torch.dtype | None = None
+) -> None:
     """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]; or, with a
-    payload, what `model.cache.pack` makes of it into [num_heads, num_slots, dim + 2]."""
-    torch.ops.swiftkv_cpu.write(rows, slots, x, _FORMATS[payload])
+    payload, what `model.cache.pack_weight` makes of it into [num_heads, num_slots, dim + 2]."""
+    torch.ops.swiftkv_cpu.write(rows, slots, x, _CACHE_FORMATS[quantized_dtype])
 
 
 def write_projected(
@@ -207,7 +216,7 @@ def write_projected(
     *,
     norms: Sequence[NativeRMSNorm],
     rotation: Sequence[torch.Tensor] | None,
-    payload: torch.dtype | None,
+    quantized_dtype: torch.dtype | None,
 ) -> None:
     """Put keys and values of several cache layers into the slots of a step's tokens: norms, RoPE and `write` for all.
 
@@ -226,7 +235,7 @@ def write_projected(
         slots,
         [keys for keys, _ in layers],
         [values for _, values in layers],
-        _FORMATS[payload],
+        _CACHE_FORMATS[quantized_dtype],
     )
 
 
@@ -240,7 +249,7 @@ def attend(
     *,
     scaling: float,
     window: int | None = None,
-    payload: torch.dtype | None = None,
+    quantized_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Attention of a flat batch of sequences to their paged contexts.
 
@@ -265,7 +274,7 @@ def attend(
         runs,
         scaling,
         NO_WINDOW if window is None else window,
-        _FORMATS[payload],
+        _CACHE_FORMATS[quantized_dtype],
     )
     return y
 
@@ -274,8 +283,8 @@ class LayerOperands(NamedTuple):
     """Operands of `layers`, those of one layer after those of another."""
 
     weights: list[torch.Tensor | None]
-    """Each layer's `Packed` and bias of its four products (queries, keys and values; output; gate and up; down), norms
-    before attention and MLP, and of the heads of queries and keys."""
+    """Each layer's `PackedWeight` and bias of its four products (queries, keys and values; output; gate and up; down),
+    norms before attention and MLP, and of the heads of queries and keys."""
     sizes: list[int]
     """Each layer's outputs of the products, number of heads of queries, where in the first product's outputs they begin
     and where those of keys do, which values follow (-1: another layer's are read), and the window of `attend`."""
@@ -283,7 +292,7 @@ class LayerOperands(NamedTuple):
     """Each layer's epsilons of the norms before attention and MLP and of heads, and the scaling of `attend`."""
 
 
-def layers(
+def run_layers(
     x: torch.Tensor,
     operands: LayerOperands,
     rotations: list[torch.Tensor | None],
@@ -291,7 +300,7 @@ def layers(
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    payload: torch.dtype | None,
+    quantized_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """Decoder layers over x [num_tokens, hidden_size]: each adds attention(norm(x)), then MLP(norm(x)).
 
@@ -302,6 +311,6 @@ def layers(
         tables: sequences, positions and runs of `attend`.
     """
     y: torch.Tensor = torch.ops.swiftkv_cpu.layers.default(
-        x, *operands, rotations, slots, keys, values, *tables, _FORMATS[payload]
+        x, *operands, rotations, slots, keys, values, *tables, _CACHE_FORMATS[quantized_dtype]
     )
     return y

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from swiftkv_platform.model.weights.quantization import IntegerWeight
 
-PAGE = 2 << 20
-ALIGNMENT = 64
+HUGE_PAGE_BYTES = 2 << 20
+TENSOR_ALIGNMENT = 64
 
 
 class Arena:
@@ -26,10 +26,10 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._buffer = _huge_pages(num_bytes + PAGE)
+        self._buffer = _allocate_huge_pages(num_bytes + HUGE_PAGE_BYTES)
         self._next = 0
         if self._buffer is not None:
-            self._buffer = self._buffer[-self._buffer.data_ptr() % PAGE :]
+            self._buffer = self._buffer[-self._buffer.data_ptr() % HUGE_PAGE_BYTES :]
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into the arena and return the copy, or `tensor` itself without huge pages or room."""
@@ -37,11 +37,11 @@ class Arena:
         if self._buffer is None or end > len(self._buffer) or not tensor.numel():
             return tensor
         moved = self._buffer[self._next : end].view(tensor.dtype).view(tensor.shape)
-        self._next = end + -end % ALIGNMENT
+        self._next = end + -end % TENSOR_ALIGNMENT
         return moved.copy_(tensor)
 
 
-def _huge_pages(num_bytes: int) -> torch.Tensor | None:
+def _allocate_huge_pages(num_bytes: int) -> torch.Tensor | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
@@ -52,23 +52,23 @@ def _huge_pages(num_bytes: int) -> torch.Tensor | None:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-COLUMNS = 32
+BLOCK_COLUMNS = 32
 """Outputs of a block of packed weights."""
-MOST_INPUTS = 1 << 16
+MAX_INPUTS = 1 << 16
 """Inputs whose products, of 8 bits each, fit into int32 together."""
-GROUP = 32
+INT4_GROUP_SIZE = 32
 """Number that groups of inputs in int4 are a multiple of."""
 
 
-def padded(vector: torch.Tensor) -> torch.Tensor:
+def pad_to_block(vector: torch.Tensor) -> torch.Tensor:
     """A norm's weight or a bias [size] as the kernels read it: in float32, up to a whole block."""
-    return F.pad(vector.detach().float(), (0, -vector.numel() % COLUMNS))
+    return F.pad(vector.detach().float(), (0, -vector.numel() % BLOCK_COLUMNS))
 
 
-class Packed(NamedTuple):
+class PackedWeight(NamedTuple):
     """A weight as the products read it; all but the numbers are for integers."""
 
-    numbers: torch.Tensor
+    values: torch.Tensor
     """[num_blocks, size_in / n, COLUMNS, n] in bfloat16 (n = 2) or int8 (4); in int4 uint8 [num_blocks, size_in / 8,
     COLUMNS, 4], 8 added, the first four of eight inputs in the low bits."""
     scales: torch.Tensor | None = None
@@ -78,60 +78,62 @@ class Packed(NamedTuple):
     multipliers: torch.Tensor | None = None
     """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
 
-    def moved_into(self, arena: Arena) -> Packed:
+    def move_into(self, arena: Arena) -> PackedWeight:
         """The same in an arena."""
-        return Packed(arena.move(self.numbers), *(part if part is None else arena.move(part) for part in self[1:]))
+        return PackedWeight(arena.move(self.values), *(part if part is None else arena.move(part) for part in self[1:]))
 
 
-def packs(weight: IntegerWeight) -> bool:
+def can_pack(weight: IntegerWeight) -> bool:
     """Whether the products can take a weight: as many inputs as they multiply together, sums that int32 holds, and
     multipliers for int4."""
-    if weight.integers.shape[1] > MOST_INPUTS:
+    if weight.integers.shape[1] > MAX_INPUTS:
         return False
     if weight.form == "int8":
         return weight.integers.shape[1] % 4 == 0
-    return weight.group_size % GROUP == 0 and weight.multipliers() is not None
+    return weight.group_size % INT4_GROUP_SIZE == 0 and weight.multipliers() is not None
 
 
-def pack(weight: torch.Tensor | IntegerWeight) -> Packed:
-    """A weight [size_out, size_in] that `packs` as `linear` reads it."""
+def pack_weight(weight: torch.Tensor | IntegerWeight) -> PackedWeight:
+    """A weight [size_out, size_in] that `can_pack` as `linear` reads it."""
     if isinstance(weight, torch.Tensor):
-        return Packed(_in_blocks(weight.detach(), 2))
+        return PackedWeight(_interleave_blocks(weight.detach(), 2))
     integers = weight.integers
     if weight.form == "int8":
         scales = weight.scale.float()
-        return Packed(_in_blocks(integers, 4), _blocks(scales).squeeze(-1), _offsets(integers))
+        return PackedWeight(
+            _interleave_blocks(integers, 4), _split_blocks(scales).squeeze(-1), _compute_offsets(integers)
+        )
     multipliers = weight.multipliers()
     assert multipliers is not None, "scales of int4 that are no multiples of one"
     scales = weight.scale[:, :1].float() / multipliers[:, :1]
     first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
     wide = integers.unflatten(1, (-1, weight.group_size)) * multipliers.to(torch.int8).unsqueeze(-1)
-    return Packed(
-        _in_blocks((first | second << 4).flatten(1), 4),
-        _blocks(scales).squeeze(-1),
-        _offsets(wide.flatten(1)),
-        _blocks(multipliers).transpose(1, 2).contiguous(),
+    return PackedWeight(
+        _interleave_blocks((first | second << 4).flatten(1), 4),
+        _split_blocks(scales).squeeze(-1),
+        _compute_offsets(wide.flatten(1)),
+        _split_blocks(multipliers).transpose(1, 2).contiguous(),
     )
 
 
-def _offsets(integers: torch.Tensor) -> torch.Tensor:
-    return 128 * _blocks(integers).sum(-1, dtype=torch.int32)
+def _compute_offsets(integers: torch.Tensor) -> torch.Tensor:
+    return 128 * _split_blocks(integers).sum(-1, dtype=torch.int32)
 
 
-def _blocks(weight: torch.Tensor) -> torch.Tensor:
+def _split_blocks(weight: torch.Tensor) -> torch.Tensor:
     """[size_out, size_in] -> [num_blocks, COLUMNS, size_in], with rows of zeros."""
-    return torch.unflatten(F.pad(weight, (0, 0, 0, -weight.shape[0] % COLUMNS)), 0, (-1, COLUMNS))
+    return torch.unflatten(F.pad(weight, (0, 0, 0, -weight.shape[0] % BLOCK_COLUMNS)), 0, (-1, BLOCK_COLUMNS))
 
 
-def _in_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
+def _interleave_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
     """[size_out, size_in] -> [num_blocks, size_in / together, COLUMNS, together]."""
-    return torch.unflatten(_blocks(weight), 2, (-1, together)).transpose(1, 2).contiguous()
+    return torch.unflatten(_split_blocks(weight), 2, (-1, together)).transpose(1, 2).contiguous()
 
 
-def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> Packed:
+def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> PackedWeight:
     """Two weights [size_out, size_in] of one type as `gated_linear` reads them: their blocks in turn."""
 
-    def in_turn(one: Any, other: Any) -> Any:
+    def interleave(one: Any, other: Any) -> Any:
         return None if one is None else torch.stack([one, other], dim=1).flatten(0, 1)
 
-    return Packed(*map(in_turn, pack(gate), pack(up)))
+    return PackedWeight(*map(interleave, pack_weight(gate), pack_weight(up)))

@@ -26,8 +26,8 @@ from swiftkv_platform.data.chat import ChatRenderer
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.memory import cache_bytes
-from swiftkv_platform.engine.modes import engine_of, keeps_rotary_factors
+from swiftkv_platform.engine.memory import compute_cache_bytes
+from swiftkv_platform.engine.modes import has_constant_rotary_factors, open_engine
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.model.conversion import dense_config
@@ -68,7 +68,7 @@ class Prompt:
 
     def is_served(self, config: Any) -> bool:
         """Whether the engine can answer it with a model of configuration `config`."""
-        return bool(self.token_ids) and keeps_rotary_factors(config, self.num_tokens)
+        return bool(self.token_ids) and has_constant_rotary_factors(config, self.num_tokens)
 
 
 def read_settings(
@@ -139,7 +139,9 @@ class Writer:
             kv_cache_bytes=self._kv_cache_bytes(lengths, num_seqs, swiftkv=swiftkv),
         )
         answers: dict[str, list[int] | str] = {}
-        with engine_of(self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length) as engine:
+        with open_engine(
+            self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length
+        ) as engine:
             for index, prompt in enumerate(prompts):
                 engine.add_request(prompt.token_ids, prompt.params, str(index))
             while self._goes_on(engine):
@@ -167,7 +169,7 @@ class Writer:
             return None
         config = self.student.config if swiftkv else dense_config(self.student.config)
         longest = sorted(lengths, reverse=True)[:num_seqs] or [2]
-        all_of_them, one = (cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
+        all_of_them, one = (compute_cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
         available: int = psutil.virtual_memory().available
         return max(one, min(all_of_them, available // _MEMORY_SHARE // num_local))
 

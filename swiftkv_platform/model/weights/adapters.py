@@ -20,13 +20,13 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.configs.adapter import (
-    ADAPTER,
-    ADAPTER_WEIGHTS,
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_PREFIX,
     AdapterConfig,
     BaseModelReference,
     BaseTensor,
-    digest_base,
-    dtype_name,
+    compute_base_digest,
+    get_dtype_name,
     read_adapter,
 )
 from swiftkv_platform.errors import ModelError
@@ -72,7 +72,7 @@ def write_adapter(
     Raises:
         ModelError: `refuses_whole` is set, and the adapter has at least the share `WHOLE` of the student's bytes.
     """
-    writer = ShardWriter(target, ADAPTER_WEIGHTS)
+    writer = ShardWriter(target, ADAPTER_WEIGHTS_PREFIX)
     tensors: dict[str, BaseTensor] = {}
     added, replaced, cast, seen = list[str](), list[str](), dict[str, str](), set[str]()
     num_bytes = num_written = 0
@@ -92,7 +92,7 @@ def write_adapter(
             before = describe(name)
             if _same_bytes(before.to(tensor.dtype), tensor):
                 if before.dtype != tensor.dtype:
-                    cast[name] = dtype_name(tensor.dtype)
+                    cast[name] = get_dtype_name(tensor.dtype)
                 continue
             replaced.append(name)
         num_written += tensor.nbytes
@@ -116,7 +116,7 @@ def write_adapter(
         cast |= {name: next(iter(cast.values())) for name in returned}
     adapter = AdapterConfig(
         base=BaseModelReference(
-            name_or_path=name_or_path, revision=revision, digest=digest_base(tensors), tensors=tensors
+            name_or_path=name_or_path, revision=revision, digest=compute_base_digest(tensors), tensors=tensors
         ),
         swiftkv=config.shape,
         added=tuple(sorted(added)),
@@ -124,7 +124,7 @@ def write_adapter(
         dropped=tuple(sorted(dropped)),
         cast=cast,
     )
-    (target / ADAPTER).write_text(adapter.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (target / ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1) + "\n", encoding="utf-8")
     config = copy.deepcopy(config)
     config.swiftkv_teacher_weights = config.swiftkv_teacher_weights or bool(returned)
     config.save_pretrained(target)
@@ -136,22 +136,22 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
     `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
     own = Checkpoint.of_files(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
-    adapter.check_own(own.shards, str(directory))
+    adapter.check_adapter_tensor_names(own.shards, str(directory))
     check_base(adapter, base)
-    kept = {name: shard for name, shard in base.shards.items() if adapter.keeps(name)}
+    kept = {name: shard for name, shard in base.shards.items() if adapter.keeps_base_tensor(name)}
     whole = {
         shard
         for shard in kept.values()
-        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in[shard])
+        if all(adapter.keeps_base_tensor(name) and name not in adapter.cast for name in base.names_in[shard])
     }
     writer = ShardWriter(target, "changed")
     writer.place(base, "base", files, [name for name, shard in kept.items() if shard in whole])
     writer.place(own, "swiftkv", files)
     for name, shard in kept.items():
         if shard not in whole:
-            writer.add(name, adapter.as_stored(name, base.read(name)))
+            writer.add(name, adapter.cast_base_tensor(name, base.read(name)))
     writer.finish()
-    copy_companions(directory, target, leaving_out=(ADAPTER,))
+    copy_companions(directory, target, leaving_out=(ADAPTER_FILE,))
     shutil.copyfile(directory / "config.json", target / "config.json")
 
 
@@ -168,12 +168,14 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
 
 def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
     """Raise `ModelError` unless `base` is the adapter's; names and shapes are compared before a weight is read."""
-    adapter.check_names(base.shards, base.source)
+    adapter.check_base_tensor_names(base.shards, base.source)
     for name, info in base.headers.items():
-        adapter.check_header(name, "unknown" if info.dtype is None else dtype_name(info.dtype), info.shape, base.source)
+        adapter.check_base_header(
+            name, "unknown" if info.dtype is None else get_dtype_name(info.dtype), info.shape, base.source
+        )
 
     def check(name: str) -> None:
-        adapter.check_tensor(name, base.read(name), base.source)
+        adapter.check_base_tensor(name, base.read(name), base.source)
 
     with ThreadPoolExecutor(_PARALLEL_TENSORS) as pool:
         checks = [pool.submit(check, name) for name in base.shards]
@@ -244,11 +246,11 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
     subfolder = str(hub.get("subfolder", ""))
     if Path(source).is_dir():
         directory = Path(source) / subfolder
-        return directory if (directory / ADAPTER).is_file() else None
+        return directory if (directory / ADAPTER_FILE).is_file() else None
     place_of = Checkpoint(str(source), {}, hub)
     if any(place_of.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         return None  # decided without asking the hub, which an offline machine cannot do
-    if place_of.find(ADAPTER) is None:
+    if place_of.find(ADAPTER_FILE) is None:
         return None
     return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
 

@@ -33,7 +33,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import made_without_weights, read_generation_config, refusing
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, ranges
 from swiftkv_platform.model.weights.quantization import as_floats, is_quantized
-from swiftkv_platform.sources.loader_rules import ADAPTER
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
 
 _SHOWN = 3
 """Maximum number of tensor names in a message."""
@@ -67,9 +67,9 @@ def load_checked(
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
-    if is_peft_available() and checkpoint.find(ADAPTER):  # transformers would load what it names
+    if is_peft_available() and checkpoint.find(ADAPTER_FILE):  # transformers would load what it names
         raise ModelError.for_field(
-            "model.name_or_path", checkpoint.source, f": its {ADAPTER} names another model; use merged weights"
+            "model.name_or_path", checkpoint.source, f": its {ADAPTER_FILE} names another model; use merged weights"
         )
     quantized = check_fits(checkpoint, config, build)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)

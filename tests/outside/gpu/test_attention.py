@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from swiftkv_platform.engine.varlen import FLASH_PAGE, VarlenArguments, reference_varlen_attn
+from swiftkv_platform.engine.varlen import FLASH_BLOCK_MULTIPLE, VarlenArguments, reference_varlen_attn
 from tests.outside.gpu.device import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
@@ -44,7 +44,7 @@ def step(
     """Return a step's random queries, keys and values; its blocks are shuffled and end in junk after the contexts."""
     draw = torch.Generator().manual_seed(0)
     num_heads, num_kv_heads, dim = heads
-    num_blocks = [-(-context // FLASH_PAGE) for _, context in runs]
+    num_blocks = [-(-context // FLASH_BLOCK_MULTIPLE) for _, context in runs]
     total = sum(num_blocks)
     order = torch.randperm(total, generator=draw)
     table = torch.zeros(len(runs), max(num_blocks), dtype=torch.int32)
@@ -67,7 +67,7 @@ def step(
         max_q=max(sizes),
         max_k=max(contexts),
     )
-    stored = (total, FLASH_PAGE) if by_tables else (sum(contexts),)
+    stored = (total, FLASH_BLOCK_MULTIPLE) if by_tables else (sum(contexts),)
     key, value = random(*stored, num_kv_heads, dim), random(*stored, num_kv_heads, dim)
     return arguments, random(sum(sizes), num_heads, dim), key, value
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.agreement import answers_of, engine_answers, judge
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.varlen import FLASH_PAGE, reference_varlen_attn
+from swiftkv_platform.engine.varlen import FLASH_BLOCK_MULTIPLE, reference_varlen_attn
 from swiftkv_platform.model import convert
 from tests.outside.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.support.engine_schedules import (
@@ -34,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "own-g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
 }
 PROMPTS = [random_tokens(size, seed=size).tolist() for size in (240, 250, 245, 700, 1, 3)]
-"""Some of the prompts grow into another block of `FLASH_PAGE` tokens."""
+"""Some of the prompts grow into another block of `FLASH_BLOCK_MULTIPLE` tokens."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,12 +90,12 @@ LOADS: dict[str, tuple[dict[str, int], int, int]] = {
 )
 def test_answers_agree_with_pytorch_in_the_same_type(name: str, form: str, load: str, tmp_path: Path) -> None:
     path, (settings, num_blocks, num_tokens) = saved(name, form, tmp_path), LOADS[load]
-    with patch("swiftkv_platform.engine.memory._num_blocks", return_value=num_blocks):
+    with patch("swiftkv_platform.engine.memory._choose_num_blocks", return_value=num_blocks):
         engine = LLMEngine.from_pretrained(
-            path, EngineConfig(kv_cache_bytes=1 << 28, block_size=FLASH_PAGE, **settings)
+            path, EngineConfig(kv_cache_bytes=1 << 28, block_size=FLASH_BLOCK_MULTIPLE, **settings)
         )
     answers = engine_answers(engine, PROMPTS, num_tokens)
-    engine.check()
+    engine.assert_consistent()
     assert (load == "with preemption") == bool(engine.state.num_preemptions)
     found = judge(path, answers, torch.bfloat16, DEVICE)
     assert found["agrees"], found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from swiftkv_platform.configs.adapter import ADAPTER
+from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.model import export_adapter
 from tests.outside.vllm.engines import OWN, SHAPE, make_student, prompts, serving
 from tests.support.tiny_models import family_teacher
@@ -49,8 +49,8 @@ def test_another_base_and_one_that_vllm_cannot_find_are_refused(tmp_path: Path) 
     family_teacher("llama", seed=4).save_pretrained(tmp_path / "base")
     with pytest.raises(Exception, match="has the SHA-256"), serving(adapter):
         pass
-    document = json.loads((adapter / ADAPTER).read_text())
+    document = json.loads((adapter / ADAPTER_FILE).read_text())
     document["base"]["name_or_path"] = "builtin:python-5m"
-    (adapter / ADAPTER).write_text(json.dumps(document))
+    (adapter / ADAPTER_FILE).write_text(json.dumps(document))
     with pytest.raises(Exception, match=r"whole model that .swiftkv export .* WHOLE. writes"), serving(adapter):
         pass

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftkv_platform.engine.kernels.packing import ALIGNMENT, PAGE, Arena
+from swiftkv_platform.engine.kernels.packing import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Arena
 
 
 def test_tensors_are_moved_one_behind_the_other() -> None:
@@ -17,8 +17,8 @@ def test_tensors_are_moved_one_behind_the_other() -> None:
     assert all(torch.equal(one, other) for one, other in zip(moved, tensors, strict=True))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         places = [tensor.data_ptr() for tensor in moved]
-        assert places[0] % PAGE == 0
-        assert [place % ALIGNMENT for place in places] == [0, 0, 0]
+        assert places[0] % HUGE_PAGE_BYTES == 0
+        assert [place % TENSOR_ALIGNMENT for place in places] == [0, 0, 0]
         assert places[0] < places[1] < places[2] < places[0] + 1024
 
 
@@ -46,7 +46,7 @@ def test_memory_comes_back_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_does_not_fit_stays_where_it_is() -> None:
-    arena, tensor = Arena(0), torch.zeros(PAGE + 1, dtype=torch.uint8)
+    arena, tensor = Arena(0), torch.zeros(HUGE_PAGE_BYTES + 1, dtype=torch.uint8)
     assert arena.move(tensor) is tensor
     assert arena.move(empty := torch.empty(0)) is empty
 

@@ -22,7 +22,7 @@ from swiftkv_platform.engine import (
     SamplingParams,
 )
 from swiftkv_platform.engine import outputs as engine_outputs
-from swiftkv_platform.engine.frontend import Departures
+from swiftkv_platform.engine.frontend import QueueWaitEstimator
 from swiftkv_platform.engine.outputs import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
@@ -76,7 +76,7 @@ async def check_aborted(engine: AsyncLLMEngine) -> None:
     assert engine.engine.num_steps < LONG.max_tokens
     assert engine.num_requests == 0
     assert engine.engine.num_free_blocks == engine.engine.num_blocks
-    engine.engine.check()
+    engine.engine.assert_consistent()
 
 
 async def test_callers_get_answers_of_the_plain_engine_step_by_step(engine: AsyncLLMEngine, swiftkv_dir: Path) -> None:
@@ -96,7 +96,7 @@ async def test_tokens_within_an_interval_come_together(engine: AsyncLLMEngine, m
     may_step.release(100)
     outputs += [output async for output in stream]
     assert [len(output.token_ids) for output in outputs] == [1, 12]
-    assert stream.newest == {0: outputs[-1]}
+    assert stream.newest_outputs == {0: outputs[-1]}
     assert [outputs[-1].token_ids] == [(await answer(engine, [1])).token_ids]
 
 
@@ -107,7 +107,7 @@ async def test_a_passed_interval_hands_over_what_has_come(
     stream = await engine.submit([1], GREEDY, interval_s=0.05)
     assert len((await anext(stream)).token_ids) == 1
     may_step.release(3)
-    while len(stream.newest[0].token_ids) < 4:
+    while len(stream.newest_outputs[0].token_ids) < 4:
         await asyncio.sleep(0.001)
     assert len((await anext(stream)).token_ids) == 4, "tokens are handed over while the engine stands still"
     may_step.release(100)
@@ -123,11 +123,13 @@ async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
 
 
 async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_outputs, "MAX_INTERVAL_S", 3600.0)
-    monkeypatch.setattr(engine_outputs, "EVENT_SHARE", 1e-9)
+    monkeypatch.setattr(engine_outputs, "MAX_EVENT_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(engine_outputs, "MAX_EVENT_TIME_SHARE", 1e-9)
     may_step = paced(adaptive, monkeypatch)
     may_begin = threading.Event()
-    held = asyncio.create_task(adaptive.between_steps(lambda: may_begin.wait(60)))  # so that one step reads all prompts
+    held = asyncio.create_task(
+        adaptive.run_between_steps(lambda: may_begin.wait(60))
+    )  # so that one step reads all prompts
     arriving = [
         asyncio.create_task(adaptive.submit([token], GREEDY, interval_s=s))
         for token, s in ((1, None), (2, None), (3, math.inf))
@@ -164,21 +166,23 @@ def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
         nonlocal now
         for _ in range(num_events):
             now += each_s
-            pace.sent()
+            pace.record_event()
 
-    pace.joined(1)
-    send(engine_outputs.EVENTS_MEASURED + 1, 0.0002)
+    pace.add_sequences(1)
+    send(engine_outputs.EVENTS_PER_MEASUREMENT + 1, 0.0002)
     assert pace.interval_s == 0.0, "events of a single stream delay no other"
     intervals = []
     for _ in range(4):
-        pace.joined(1)
+        pace.add_sequences(1)
         intervals.append(pace.interval_s)
-    assert intervals == pytest.approx([others * 0.0002 / engine_outputs.EVENT_SHARE for others in (1, 2, 3, 4)])
-    send(engine_outputs.EVENTS_MEASURED, 0.0001)
+    assert intervals == pytest.approx(
+        [others * 0.0002 / engine_outputs.MAX_EVENT_TIME_SHARE for others in (1, 2, 3, 4)]
+    )
+    send(engine_outputs.EVENTS_PER_MEASUREMENT, 0.0001)
     assert pace.interval_s == pytest.approx(intervals[-1] / 2)
-    pace.joined(1000)
-    assert pace.interval_s == engine_outputs.MAX_INTERVAL_S
-    pace.left(1004)
+    pace.add_sequences(1000)
+    assert pace.interval_s == engine_outputs.MAX_EVENT_INTERVAL_S
+    pace.remove_sequences(1004)
     assert pace.interval_s == 0.0
 
 
@@ -188,14 +192,14 @@ async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: A
     outputs = [output async for output in stream]
     assert sorted(output.index for output in outputs if output.finished) == [0, 1]
     assert len(outputs) <= 3
-    assert stream.newest == {output.index: output for output in outputs if output.finished}
+    assert stream.newest_outputs == {output.index: output for output in outputs if output.finished}
 
 
 @asynccontextmanager
 async def queued(directory: Path, now: list[float], **config: Any) -> AsyncIterator[AsyncLLMEngine]:
     """An engine with one place and three requests, whose count of departures takes its time from `now`."""
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, EngineConfig(max_num_seqs=1, **config)))
-    engine._departures = Departures(lambda: now[0])
+    engine._wait_estimator = QueueWaitEstimator(lambda: now[0])
     tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
     await asyncio.sleep(0)
     yield engine
@@ -215,7 +219,7 @@ async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Pat
     async with queued(swiftkv_dir, now, max_num_waiting=2) as engine:
         assert (await refusal(engine)).retry_after_s == 1.0, "the pace is not known yet"
         for _ in range(8):
-            engine._departures.note(1, full=True)
+            engine._wait_estimator.record_completions(1, full=True)
             now[0] += 5.0
         assert [(await refusal(engine, n)).retry_after_s for n in (1, 2)] == [pytest.approx(5.0), pytest.approx(10.0)]
 
@@ -224,7 +228,7 @@ async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir
     now = [100.0]
     async with queued(swiftkv_dir, now, max_num_waiting=64, max_queue_s=12.0) as engine:
         for _ in range(8):
-            engine._departures.note(1, full=True)
+            engine._wait_estimator.record_completions(1, full=True)
             now[0] += 5.0
         assert (await refusal(engine)).retry_after_s == pytest.approx(3.0)
         assert "would wait 15.0 s, max_queue_s is 12" in str(await refusal(engine))
@@ -236,7 +240,7 @@ async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4, max_waiting_prompt_tokens=40)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
     release = threading.Event()
-    held = asyncio.create_task(engine.between_steps(lambda: release.wait(60)))  # so that no step reads a prompt yet
+    held = asyncio.create_task(engine.run_between_steps(lambda: release.wait(60)))  # so that no step reads a prompt yet
     arriving = [asyncio.create_task(engine.submit([number] * 30, GREEDY)) for number in (1, 2, 3)]
     while engine._worker._work_queue.qsize() < len(arriving):
         await asyncio.sleep(0.001)
@@ -312,11 +316,11 @@ async def test_callers_and_health_checks_hear_of_failures(
     def fail(*_: Any) -> list[RequestOutput]:
         raise RuntimeError("out of memory")
 
-    put = RequestStream.put
+    put = RequestStream.put_output
     if where == "step":
         monkeypatch.setattr(engine.engine, "step", fail)
     else:
-        monkeypatch.setattr(RequestStream, "put", lambda self, output: fail() if output else put(self, None))
+        monkeypatch.setattr(RequestStream, "put_output", lambda self, output: fail() if output else put(self, None))
     engine.check_health()
     results = await asyncio.gather(*(answer(engine, [i]) for i in range(2)), return_exceptions=True)
     assert all(isinstance(result, EngineDeadError) and "out of memory" in str(result) for result in results)
@@ -334,20 +338,20 @@ async def test_closing_tells_callers(engine: AsyncLLMEngine) -> None:
         await task
 
 
-def test_departures_from_idle_places_and_too_few_of_them_say_nothing() -> None:
+def test_wait_estimator_from_idle_places_and_too_few_of_them_say_nothing() -> None:
     """Only departures from a full engine count, from a minimum on; while it stalls, expected waits grow."""
     now = 100.0
-    departures = Departures(lambda: now)
-    departures.note(3, full=True)
+    departures = QueueWaitEstimator(lambda: now)
+    departures.record_completions(3, full=True)
     now += 9.0
-    assert departures.expected_wait(5) == 0.0
-    departures.note(1, full=True)
-    assert departures.expected_wait(5) > 0.0
-    departures.note(1, full=False)
-    assert departures.expected_wait(5) == 0.0
-    departures.note(8, full=True)
+    assert departures.estimate_wait_s(5) == 0.0
+    departures.record_completions(1, full=True)
+    assert departures.estimate_wait_s(5) > 0.0
+    departures.record_completions(1, full=False)
+    assert departures.estimate_wait_s(5) == 0.0
+    departures.record_completions(8, full=True)
     waits = []
     for _ in range(3):
         now += 8.0
-        waits.append(departures.expected_wait(1))
+        waits.append(departures.estimate_wait_s(1))
     assert waits == pytest.approx([1.0, 2.0, 3.0])

@@ -13,15 +13,15 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, kernels, memory
 from swiftkv_platform.engine.attention import paged_attention
-from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, with_block_tables
-from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
+from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQueries, add_block_tables
+from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun, StorageFormat, TensorShape
 from swiftkv_platform.engine.varlen import (
-    Pages,
     VarlenArguments,
-    block_size_for,
+    VarlenSettings,
+    choose_block_size,
     choose_operator,
-    consecutive_runs,
     reference_varlen_attn,
+    split_consecutive_runs,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.cache import pack, unpack
@@ -35,9 +35,9 @@ BF16, CPU = torch.bfloat16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
-def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> tuple[Run, ...]:
+def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> tuple[SlotRun, ...]:
     """Place `length` tokens in runs of `size` slots that are not taken, in any order."""
-    runs: list[Run] = []
+    runs: list[SlotRun] = []
     while length > 0:
         start = draw.randrange(0, (SLOTS - size) // BLOCK) * BLOCK
         if taken.isdisjoint(range(start, start + size + 1)):
@@ -58,15 +58,15 @@ class Case:
         dtype: torch.dtype = torch.float32,
         query_size: float = 1.0,
         dim: int = DIM,
-        native: bool = False,
-        payload: torch.dtype | None = None,
+        uses_kernels: bool = False,
+        quantized_dtype: torch.dtype | None = None,
         block_tables: bool = False,
     ) -> None:
         torch.manual_seed(0)
         draw, taken = random.Random(0), set[int]()
-        storage = StorageFormat(dtype, torch.uint8 if payload else dtype, payload)
+        storage = StorageFormat(dtype, torch.uint8 if quantized_dtype else dtype, quantized_dtype)
         self.key, self.value = (
-            PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, native=native) for _ in "kv"
+            PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, uses_kernels=uses_kernels) for _ in "kv"
         )
         sequences, self.keys, self.values, start = [], [], [], 0
         for tensor in (self.key, self.value) if block_tables else ():
@@ -77,17 +77,19 @@ class Case:
             for tensor, kept in ((self.key, self.keys), (self.value, self.values)):
                 rows = torch.randn(KV_HEADS, length, dim).to(dtype)
                 tensor.write(slots, rows)
-                exact = native and len(positions) < KERNEL_CHUNK
+                exact = uses_kernels and len(positions) < KERNEL_CHUNK
                 kept.append(
-                    unpack(pack(rows, payload), payload, torch.float32 if exact else dtype) if payload else rows
+                    unpack(pack(rows, quantized_dtype), quantized_dtype, torch.float32 if exact else dtype)
+                    if quantized_dtype
+                    else rows
                 )
             blocks = tuple(first // BLOCK for first, _ in runs)
             sequences.append(SequenceQueries(positions, () if block_tables else runs, start, blocks))
             start += len(blocks) * BLOCK if block_tables else length
-        self.paged = PagedAttention(tuple(sequences))
+        self.paged = PagedAttentionMetadata(tuple(sequences))
         if block_tables:
-            pages = Pages(reference_varlen_attn, BLOCK, CPU, expanded=False)
-            (self.paged,), _ = with_block_tables([self.paged], pages)
+            pages = VarlenSettings(reference_varlen_attn, BLOCK, CPU, expands_contexts=False)
+            (self.paged,), _ = add_block_tables([self.paged], pages)
         num_queries = sum(len(positions) for _, positions in contexts)
         self.query = (torch.randn(1, num_queries, HEADS, dim) * query_size).to(dtype).transpose(1, 2)
 
@@ -134,7 +136,7 @@ def test_it_equals_attention(
     name: str, run_size: int, window: int | None, min_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs of `min_run` tokens or more are read in place, shorter ones are gathered."""
-    monkeypatch.setattr(attention, "MIN_RUN_TOKENS", min_run)
+    monkeypatch.setattr(attention, "MIN_AVERAGE_RUN_TOKENS", min_run)
     case = Case(CONTEXTS[name], run_size)
     torch.testing.assert_close(case.actual(window), case.expected(window), atol=2e-6, rtol=1e-5)
 
@@ -157,7 +159,7 @@ def test_products_of_large_chunks_are_as_exact_as_the_operator(
     case = Case(LARGE[name], run_size, dtype=BF16, query_size=8.0)  # scores of up to 30 or so
     expected = case.expected(None)
     by_products = case.actual(None)
-    monkeypatch.setattr(attention, "MIN_PRODUCT_QUERIES", 10_000)
+    monkeypatch.setattr(attention, "MIN_MATMUL_QUERIES", 10_000)
     fused = case.actual(None)
     errors = [(output.float() - expected).square().mean().sqrt() for output in (by_products, fused)]
     assert not torch.equal(by_products, fused)
@@ -166,14 +168,16 @@ def test_products_of_large_chunks_are_as_exact_as_the_operator(
 
 
 @pytest.mark.parametrize(
-    ("name", "run_size", "window", "dim", "payload"),
+    ("name", "run_size", "window", "dim", "quantized_dtype"),
     pairwise([*CONTEXTS, *LARGE], [16, 1000], [None, 7, 300], [32, 96], [None, torch.float8_e4m3fn, torch.int8]),
 )
 def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
-    name: str, run_size: int, window: int | None, dim: int, payload: torch.dtype | None, native_kernels: None
+    name: str, run_size: int, window: int | None, dim: int, quantized_dtype: torch.dtype | None, native_kernels: None
 ) -> None:
     contexts = (CONTEXTS | LARGE)[name]
-    case = Case(contexts, run_size, dtype=BF16, query_size=4.0, dim=dim, native=True, payload=payload)
+    case = Case(
+        contexts, run_size, dtype=BF16, query_size=4.0, dim=dim, uses_kernels=True, quantized_dtype=quantized_dtype
+    )
     actual, expected = case.actual(window), case.expected(window)
     assert actual.dtype == BF16
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=1 / 64)
@@ -202,7 +206,7 @@ def test_weights_are_exact_however_scores_rise(steps: tuple[int, ...], num_queri
 
 @pytest.mark.parametrize("name", ["decodes", "first chunk"])
 def test_a_nan_stays_with_its_sequence_and_its_head(name: str, native_kernels: None) -> None:
-    case = Case([*CONTEXTS[name], (20, [*range(20)])], 200, dtype=BF16, dim=32, native=True)
+    case = Case([*CONTEXTS[name], (20, [*range(20)])], 200, dtype=BF16, dim=32, uses_kernels=True)
     first, _ = case.paged.sequences[-1].runs[0]
     case.key.rows[1, first + 3] = float("nan")
     poisoned = case.actual(None).isnan()  # [1, num_queries, HEADS, dim]
@@ -232,17 +236,17 @@ def test_a_selection_reads_the_same_blocks() -> None:
     assert (arguments.max_q, arguments.max_k) == (2, 50)
     assert selected is paged.select_tokens(TokenSelection(torch.tensor(kept)))
     for positions, runs in (([5], [(1, 6)]), (range(3, 9), [(6, 9)]), ([0, 1, 4, 7, 8], [(2, 2), (1, 5), (2, 9)])):
-        assert consecutive_runs(positions) == runs
+        assert split_consecutive_runs(positions) == runs
 
 
 def test_blocks_are_as_large_as_the_operator_reads_them() -> None:
-    assert block_size_for(None, None, 16) == 16
-    assert block_size_for(reference_varlen_attn, 4, 16) == 4
-    assert block_size_for(varlen_attn, None, 16) == 256
-    assert block_size_for(varlen_attn, 512, 16) == 512
+    assert choose_block_size(None, None, 16) == 16
+    assert choose_block_size(reference_varlen_attn, 4, 16) == 4
+    assert choose_block_size(varlen_attn, None, 16) == 256
+    assert choose_block_size(varlen_attn, 512, 16) == 512
     refused = "block_size is 16; attention on a GPU needs a multiple of 256"
     with pytest.raises(InvalidInputError, match=refused):
-        block_size_for(varlen_attn, 16, 16)
+        choose_block_size(varlen_attn, 16, 16)
 
 
 def test_the_operator_is_the_one_that_can() -> None:

@@ -39,7 +39,7 @@ def test_a_prefix_is_found_again_by_whole_blocks_and_never_wholly() -> None:
     assert second.blocks[2] != first.blocks[2]
     assert admit(blocks, tokens(8))[1] == 1  # the last token must run, because its logits are needed
     assert admit(blocks, [99, *tokens(9)])[1] == 0
-    blocks.check([first, second, *(_held(blocks, [first, second]))])
+    blocks.assert_consistent([first, second, *(_held(blocks, [first, second]))])
 
 
 def _held(blocks: BlockManager, known: list[BlockTable]) -> list[BlockTable]:
@@ -78,7 +78,7 @@ def test_tenants_and_models_share_nothing(other: dict[str, str]) -> None:
     table, _ = admit(blocks, tokens(12), tenant="us")
     blocks._fingerprint = other.get("fingerprint", blocks._fingerprint)
     assert blocks.match_prefix(BlockTable(), tokens(12), other.get("tenant", "us")) == []
-    blocks.check([table])
+    blocks.assert_consistent([table])
 
 
 def test_freed_prefixes_stay_until_blocks_run_out_and_the_oldest_goes_first() -> None:
@@ -91,7 +91,7 @@ def test_freed_prefixes_stay_until_blocks_run_out_and_the_oldest_goes_first() ->
     table, _ = admit(blocks, tokens(64, 500))  # 16 blocks, 8 are empty
     assert blocks.match_prefix(BlockTable(), [*old, 0], "") == []
     assert len(blocks.match_prefix(BlockTable(), [*new, 0], "")) == 8
-    blocks.check([table])
+    blocks.assert_consistent([table])
 
 
 def test_a_hit_counts_against_the_free_blocks_it_revives() -> None:
@@ -102,7 +102,7 @@ def test_a_hit_counts_against_the_free_blocks_it_revives() -> None:
     assert len(matched) == 3
     assert not blocks.can_allocate(matched, 16)
     assert blocks.can_allocate(matched[:2], 12)
-    assert not blocks.can_allocate(matched[:2], 12, spare=1)
+    assert not blocks.can_allocate(matched[:2], 12, num_spare=1)
 
 
 def test_neighbours_grow_side_by_side() -> None:
@@ -116,7 +116,7 @@ def test_neighbours_grow_side_by_side() -> None:
             assert blocks.can_grow(table, num_tokens)
             blocks.grow(table, num_tokens)
     assert [len(table.runs) for table in tables] == [1, 1, 1, 1]
-    blocks.check(tables)
+    blocks.assert_consistent(tables)
 
 
 class Accounting(RuleBasedStateMachine):
@@ -155,9 +155,9 @@ class Accounting(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:
-        self.blocks.check([table for table, _, _ in self.live])
+        self.blocks.assert_consistent([table for table, _, _ in self.live])
         for table, token_ids, _ in self.live:
-            assert len(table.blocks) == self.blocks.num_blocks_for(len(token_ids))
+            assert len(table.blocks) == self.blocks.count_blocks(len(token_ids))
             assert [block for start, end in table.runs for block in range(start, end)] == table.blocks
 
     def _commit(self, which: int) -> None:

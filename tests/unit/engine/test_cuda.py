@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, ranks
-from swiftkv_platform.engine.loading import LoadedModel, prepare
+from swiftkv_platform.engine.loading import LoadedModel, prepare_model
 from swiftkv_platform.engine.memory import DeviceMemory, make_cache
-from swiftkv_platform.engine.sharding import shard
+from swiftkv_platform.engine.sharding import shard_model
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.student_shape import StudentShape
@@ -60,10 +60,10 @@ def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16)
         return classes.causal_lm._from_config(classes.config_from(teacher, shape), dtype=dtype).eval()
 
 
-def engine_of(family: str = "llama", *, student: bool = True, **config: Any) -> LLMEngine:
+def open_engine(family: str = "llama", *, student: bool = True, **config: Any) -> LLMEngine:
     dtype = config.pop("model_dtype", torch.bfloat16)
     settings = EngineConfig(**{"max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 26, **config})
-    model = prepare(model_of(family, student=student, dtype=dtype), settings)
+    model = prepare_model(model_of(family, student=student, dtype=dtype), settings)
     with free_drafts():
         return LLMEngine(LoadedModel(model.config, None, frozenset(), 256, model, "digest"), settings)
 
@@ -87,12 +87,12 @@ def steps(
         outputs = engine.step()
         assert all(output.error is None for output in outputs)
         yield outputs
-    engine.check()
+    engine.assert_consistent()
 
 
 @pytest.mark.parametrize(("family", "student"), SUBJECTS)
 def test_a_step_waits_once_and_copies_once(family: str, student: bool, log: DeviceLog) -> None:
-    engine = engine_of(family, student=student)
+    engine = open_engine(family, student=student)
     for outputs in steps(engine, log, GREEDY):
         assert len(log.waits) == bool(outputs), log.waits
         assert log.copies == 1
@@ -103,7 +103,7 @@ def test_a_step_waits_once_and_copies_once(family: str, student: bool, log: Devi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types_run(dtype: torch.dtype, log: DeviceLog) -> None:
-    for outputs in steps(engine_of(model_dtype=dtype), log, GREEDY, some=[[1, 2, 3], [4]]):
+    for outputs in steps(open_engine(model_dtype=dtype), log, GREEDY, some=[[1, 2, 3], [4]]):
         assert len(log.waits) == bool(outputs), log.waits
 
 
@@ -111,27 +111,30 @@ def test_caches_that_the_operator_cannot_read_are_refused(log: DeviceLog) -> Non
     for kv_cache_dtype in ("fp8", "int8", "float32"):
         message = r"kv_cache_dtype is .* attention on a GPU reads K and V"
         with pytest.raises(InvalidInputError, match=message) as error:
-            engine_of(kv_cache_dtype=kv_cache_dtype)
+            open_engine(kv_cache_dtype=kv_cache_dtype)
         assert error.value.field == "kv_cache_dtype"
     with pytest.raises(InvalidInputError, match="block_size is 16"):
-        engine_of(block_size=16)
+        open_engine(block_size=16)
 
 
 def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
     """The cache gets 0.9 of the memory, less what was in use before the largest step and what that step took."""
-    assert engine_of(kv_cache_bytes=None).num_blocks == 64, "no more than the sequences can use"
+    assert open_engine(kv_cache_bytes=None).num_blocks == 64, "no more than the sequences can use"
     assert log.kernels["torch_attn._varlen_attn"] == 5, "the step was run, with every token in every layer"
-    engine = engine_of(kv_cache_bytes=None, max_num_seqs=1 << 20)
+    engine = open_engine(kv_cache_bytes=None, max_num_seqs=1 << 20)
     block = 256 * 4 * 2 * 2 * 8 * 2  # tokens, cache layers, K and V, heads, head size, bytes
     used, step = TOTAL_MEMORY - FREE_MEMORY, PEAK_MEMORY - ALLOCATED_MEMORY
     left = int(0.9 * TOTAL_MEMORY) - used - step
     assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "plus the blocks that the step used"
     crowded = DeviceMemory(*(gibibytes << 30 for gibibytes in (80, 4, 16, 17)))
     with (
-        patch("swiftkv_platform.engine.llm_engine.measure", return_value=crowded),
-        pytest.raises(InvalidInputError, match=f"other processes and the driver hold {60 << 30} of {80 << 30} bytes"),
+        patch("swiftkv_platform.engine.llm_engine.measure_memory", return_value=crowded),
+        pytest.raises(
+            InvalidInputError,
+            match=f"of {80 << 30} bytes of GPU memory, .* other processes and the driver hold {60 << 30}",
+        ),
     ):
-        engine_of(kv_cache_bytes=None)
+        open_engine(kv_cache_bytes=None)
 
 
 def test_choosing_a_token_waits_for_the_token_alone(log: DeviceLog) -> None:
@@ -142,15 +145,15 @@ def test_choosing_a_token_waits_for_the_token_alone(log: DeviceLog) -> None:
         SamplingParams(**shared, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
         SamplingParams(**shared, temperature=0.0, **penalties, logit_bias={3: 1.0, 7: -1.0}),
     ]
-    for outputs in steps(engine_of(), log, params):
+    for outputs in steps(open_engine(), log, params):
         assert len(log.waits) == bool(outputs), log.waits
 
 
 def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
     """Log-probabilities of a token take one wait more; those of a prompt, one more for each prompt."""
-    for outputs in steps(engine_of(), log, replace(GREEDY, logprobs=2)):
+    for outputs in steps(open_engine(), log, replace(GREEDY, logprobs=2)):
         assert len(log.waits) == 2 * bool(outputs), log.waits
-    for outputs in steps(engine_of(), log, replace(GREEDY, prompt_logprobs=1)):
+    for outputs in steps(open_engine(), log, replace(GREEDY, prompt_logprobs=1)):
         assert len(log.waits) <= 1 + 2 * 3, (outputs, log.waits)
 
 
@@ -158,7 +161,7 @@ def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
 def test_a_threshold_exit_waits_for_the_exit_head_too(threshold: float, log: DeviceLog) -> None:
     params = replace(GREEDY, early_exit=EarlyExit("threshold", threshold))
     outputs: list[RequestOutput] = []
-    for outputs in steps(engine_of(), log, params):
+    for outputs in steps(open_engine(), log, params):
         assert len(log.waits) == 2 * bool(outputs), log.waits
     assert bool(outputs[0].num_exited_tokens) == (threshold < 0.75)
 
@@ -166,7 +169,7 @@ def test_a_threshold_exit_waits_for_the_exit_head_too(threshold: float, log: Dev
 def test_each_draft_of_the_exit_head_waits_for_confidence_and_token(log: DeviceLog) -> None:
     params = replace(GREEDY, max_tokens=5, early_exit=EarlyExit("lossless", 0.0, num_draft_tokens=3))
     drafted = 0
-    for outputs in steps(engine_of(), log, params):
+    for outputs in steps(open_engine(), log, params):
         assert len(log.waits) <= bool(outputs) + 2 * 3, log.waits
         drafted += sum(output.num_draft_tokens for output in outputs)
     assert drafted
@@ -176,7 +179,7 @@ def test_each_draft_of_the_exit_head_waits_for_confidence_and_token(log: DeviceL
 def test_drafts_from_the_text_cost_no_wait(student: bool, log: DeviceLog) -> None:
     params = replace(GREEDY, max_tokens=9, num_lookup_tokens=4)
     drafted = 0
-    for outputs in steps(engine_of(student=student), log, params):
+    for outputs in steps(open_engine(student=student), log, params):
         assert len(log.waits) == bool(outputs), log.waits
         assert log.copies == 1
         drafted += sum(output.num_draft_tokens for output in outputs)
@@ -197,13 +200,13 @@ class Group:
         return self.allreduce([tensor])
 
 
-def rank_of(number: int) -> ranks.Ranks:
+def rank_of(number: int) -> ranks.TensorParallelGroup:
     with (
         patch.object(ranks._c10d, "ProcessGroupNCCL", Group, create=True),
         patch.object(Group, "Options", SimpleNamespace, create=True),
         patch.object(ranks._c10d, "PrefixStore"),
     ):
-        return ranks.Ranks(None, number, 2, DEVICE)
+        return ranks.TensorParallelGroup(None, number, 2, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +218,8 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
     for number in range(2):
         model = model_of(family, student=True)
         with torch.device(DEVICE):
-            shard(model, rank_of(number))
-        parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare(model, config, DEVICE), "digest"))
+            shard_model(model, rank_of(number))
+        parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare_model(model, config, DEVICE), "digest"))
     here, there = Pipe()
     leader = ranks.Leader(rank_of(0), [here], [])
     with free_drafts():
@@ -228,6 +231,8 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
     parts[1].model.set_attn_implementation("swiftkv_paged")
     log.clear()
     with torch.inference_mode():
-        ranks.follow(there, parts[1].model, lambda blocks: make_cache(parts[1], config, num_blocks=blocks), rank_of(1))
+        ranks.run_announced_passes(
+            there, parts[1].model, lambda blocks: make_cache(parts[1], config, num_blocks=blocks), rank_of(1)
+        )
     assert log.kernels
     assert not log.waits

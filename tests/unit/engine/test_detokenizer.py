@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Vocabulary
+from swiftkv_platform.engine.detokenizer import REPLACEMENT_CHARACTER, IncrementalDetokenizer, Vocabulary
 from tests.support.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tokenizer
 
 
@@ -42,7 +42,9 @@ def expected_text(text: str, stop: tuple[str, ...]) -> str:
 def test_a_character_appears_with_its_last_byte() -> None:
     shown = texts_shown("aé€🙂z".encode())
     assert shown == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€🙂", "aé€🙂z", "aé€🙂z"]
-    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT], "half a character only at the end"
+    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT_CHARACTER], (
+        "half a character only at the end"
+    )
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple))
@@ -91,7 +93,7 @@ def test_tokens_without_text_do_not_make_each_one_dearer() -> None:
         sizes.append(len(token_ids))
         return decode_bytes([token for token in token_ids if token < 256])
 
-    detokenizer = IncrementalDetokenizer(decode, silent=frozenset({256}))
+    detokenizer = IncrementalDetokenizer(decode, skipped_token_ids=frozenset({256}))
     for token_id in [*b"ab", *[256] * 5000, *b"c"]:
         detokenizer.append(token_id)
     detokenizer.finish()
@@ -137,25 +139,25 @@ def test_a_tokens_text_and_bytes_are_the_vocabularys(make: Callable[[], Any]) ->
     vocabulary = Vocabulary(tokenizer)
     text = "a é€🙂\x00\xff\n"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert b"".join(map(vocabulary.bytes_of, ids)).decode().removeprefix(" ") == text
-    every = [vocabulary.bytes_of(token_id) for token_id in range(256)]
+    assert b"".join(map(vocabulary.get_bytes, ids)).decode().removeprefix(" ") == text
+    every = [vocabulary.get_bytes(token_id) for token_id in range(256)]
     assert sorted(every) == [bytes([byte]) for byte in range(256)]
-    texts = [vocabulary.text_of(token_id) for token_id in range(258)]
+    texts = [vocabulary.get_text(token_id) for token_id in range(258)]
     assert len(set(texts)) == 258, "tokens that are parts of characters have texts of their own"
     assert r"bytes:\xe2" in texts
     assert texts[256:] == ["<s>", "</s>"]
-    assert (vocabulary.bytes_of(9999), vocabulary.text_of(9999)) == (b"", "")
+    assert (vocabulary.get_bytes(9999), vocabulary.get_text(9999)) == (b"", "")
 
 
 def test_a_word_of_sentencepiece_keeps_its_space() -> None:
     vocabulary = Vocabulary(sentence_tokenizer())
-    assert [vocabulary.text_of(WORD[piece]) for piece in WORDS] == [" ", " the", "the", " cat", "a", "é"]
+    assert [vocabulary.get_text(WORD[piece]) for piece in WORDS] == [" ", " the", "the", " cat", "a", "é"]
 
 
 def placed(token_ids: Sequence[int], tokenizer: Any, **options: Any) -> tuple[str, list[int]]:
     """The text of the tokens, and the offset of each token in it."""
     vocabulary = Vocabulary(tokenizer)
-    detokenizer = IncrementalDetokenizer(tokenizer.decode, text_of=vocabulary.text_of, **options)
+    detokenizer = IncrementalDetokenizer(tokenizer.decode, get_text=vocabulary.get_text, **options)
     for token_id in token_ids:
         detokenizer.append(token_id)
     detokenizer.finish()
@@ -174,7 +176,7 @@ def test_an_offset_is_where_the_character_begins(text: str) -> None:
     ("pieces", "text", "offsets"),
     [
         (["▁the", "▁cat"], "the cat", [0, 3]),
-        ([0xE2, "a"], REPLACEMENT + "a", [0, 1]),
+        ([0xE2, "a"], REPLACEMENT_CHARACTER + "a", [0, 1]),
         (["▁the", 0xE2, 0x82, 0xAC, "▁cat"], "the€ cat", [0, 3, 3, 3, 4]),
         ([0xE2, 0x82, 0xAC, 0xC3, 0xA9, "a"], "€éa", [0, 0, 0, 1, 1, 2]),
     ],
@@ -207,14 +209,14 @@ SPECIAL = {BOS: "<s>", EOS: "</s>"}
 def test_a_stop_string_may_name_special_tokens_which_are_not_shown(stop: str, include: bool, shown: str) -> None:
     tokenizer = byte_tokenizer()
     a, b, line, c, d = tokenizer("ab\ncd")["input_ids"]
-    named = {token_id: text for token_id, text in SPECIAL.items() if text in stop}
+    skipped_stop_texts = {token_id: text for token_id, text in SPECIAL.items() if text in stop}
     told = []
     detokenizer = IncrementalDetokenizer(
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         (stop,),
         frozenset(SPECIAL),
-        include_stop=include,
-        named=named,
+        include_stop_string=include,
+        skipped_stop_texts=skipped_stop_texts,
     )
     for token_id in (a, b, line, BOS, c, EOS, d):
         detokenizer.append(token_id)

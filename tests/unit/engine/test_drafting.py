@@ -5,13 +5,13 @@ import random
 import pytest
 
 from swiftkv_platform.engine.drafting import (
+    ConfidenceCalibration,
     DraftCosts,
     DraftHistory,
     PromptLookup,
-    Reliability,
-    exit_head_pays,
-    lookup_size,
-    paying_drafts,
+    choose_lookup_size,
+    choose_worthwhile_drafts,
+    should_evaluate_exit_head,
 )
 
 COSTS = DraftCosts(lower=0.5, exit_head=0.03, row=0.06, max_step_tokens=16)
@@ -28,16 +28,16 @@ def test_lookup_goes_on_as_the_text_did() -> None:
         ([7, 7, 7], (7, 7, 7)),
         ([7, 1], ()),
     ):
-        assert PromptLookup().propose(known, 3) == proposed
+        assert PromptLookup().propose_tokens(known, 3) == proposed
     draw, text = random.Random(0), list[int]()
     growing = PromptLookup()
     for _ in range(60):
         text += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
-        assert growing.propose(text, 5) == PromptLookup().propose(text, 5)
+        assert growing.propose_tokens(text, 5) == PromptLookup().propose_tokens(text, 5)
 
 
 def test_fewer_tokens_are_looked_up_the_more_sequences_wait_for_them() -> None:
-    sizes = [lookup_size(DraftHistory(), COSTS, num_sequences, limit=10) for num_sequences in (1, 2, 4, 8, 16)]
+    sizes = [choose_lookup_size(DraftHistory(), COSTS, num_sequences, limit=10) for num_sequences in (1, 2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 4
     assert sizes[-1] == 0
@@ -47,30 +47,30 @@ def test_lookup_stops_where_nothing_is_accepted_and_is_tried_again_later() -> No
     history = DraftHistory()
     for _ in range(40):
         history.observe(from_text=True, num_drafts=2, num_accepted=0)
-    assert lookup_size(history, COSTS, 2, limit=10) == 0
+    assert choose_lookup_size(history, COSTS, 2, limit=10) == 0
     num_tokens = 0
-    while lookup_size(history, COSTS, 2, limit=10) == 0:
-        history.lookup_accepted.drift()
+    while choose_lookup_size(history, COSTS, 2, limit=10) == 0:
+        history.lookup_acceptance.decay()
         num_tokens += 1
     assert 10 < num_tokens < 200
 
 
 def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
     """A draft is chosen only if it gains more than it costs, also for the other sequences of the step."""
-    assert paying_drafts([0.57], COSTS, num_sequences=1) == {0: pytest.approx(0.01)}
-    assert not paying_drafts([0.55], COSTS, num_sequences=1)
+    assert choose_worthwhile_drafts([0.57], COSTS, num_sequences=1) == {0: pytest.approx(0.01)}
+    assert not choose_worthwhile_drafts([0.55], COSTS, num_sequences=1)
     # Beside a sure draft, another one costs only its row: a chance of 0.2 is worth it, 0.1 is not.
-    assert set(paying_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
-    assert set(paying_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
-    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
-    assert not exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
-    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
-    assert set(paying_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
-    assert not paying_drafts([0.9] * 2, COSTS, num_sequences=4)
+    assert set(choose_worthwhile_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
+    assert set(choose_worthwhile_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
+    assert should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
+    assert not should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
+    assert should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
+    assert set(choose_worthwhile_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
+    assert not choose_worthwhile_drafts([0.9] * 2, COSTS, num_sequences=4)
     draw = random.Random(0)
     for num_sequences in [*range(1, 17)] * 100:
         expected = [draw.random() for _ in range(num_sequences)]
-        chosen = paying_drafts(expected, COSTS, num_sequences)
+        chosen = choose_worthwhile_drafts(expected, COSTS, num_sequences)
         if chosen:
             cost = (COSTS.lower + COSTS.row * len(chosen)) * num_sequences
             assert sum(expected[at] for at in chosen) > cost
@@ -83,26 +83,26 @@ def drafted(history: DraftHistory, confidence: float, *, accepted: bool) -> None
 
 @pytest.mark.parametrize(("confidence", "share"), [(0.9, 0.6), (0.5, 0.9), (0.3, 0.3)])
 def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, share: float) -> None:
-    reliability, draw = Reliability(0.1, 0.999), random.Random(0)
-    assert reliability.acceptance(confidence) == pytest.approx(confidence)
+    reliability, draw = ConfidenceCalibration(0.1, 0.999), random.Random(0)
+    assert reliability.estimate_acceptance(confidence) == pytest.approx(confidence)
     found = []
     for _ in range(600):
         reliability.observe(confidence, accepted=draw.random() < share)
-        found.append(reliability.acceptance(confidence))
+        found.append(reliability.estimate_acceptance(confidence))
     assert sum(found[300:]) / 300 == pytest.approx(share, abs=0.07)
 
 
 def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
-    common, first, second = Reliability(0.1, 0.999), DraftHistory(), DraftHistory()
-    first.follow(common)
+    parent, first, second = ConfidenceCalibration(0.1, 0.999), DraftHistory(), DraftHistory()
+    first.use_parent_calibration(parent)
     for _ in range(50):
         drafted(first, 0.5, accepted=True)
-    second.follow(common)
-    assert first.exit_reliability.acceptance(0.5) > second.exit_reliability.acceptance(0.5) > 0.7
-    second.follow(common)
+    second.use_parent_calibration(parent)
+    assert first.exit_calibration.estimate_acceptance(0.5) > second.exit_calibration.estimate_acceptance(0.5) > 0.7
+    second.use_parent_calibration(parent)
     drafted(second, 0.5, accepted=False)
-    second.follow(common)
-    assert second.exit_reliability.shift < common.shift, "its own history is kept"
+    second.use_parent_calibration(parent)
+    assert second.exit_calibration.log_odds_shift < parent.log_odds_shift, "its own history is kept"
 
 
 def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
@@ -110,7 +110,7 @@ def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
     one.exit_confidences[:], two.exit_confidences[:] = [0.9, 0.8], [0.9, 0.8, 0.99]
     one.observe(from_text=False, num_drafts=2, num_accepted=1)
     two.observe(from_text=False, num_drafts=3, num_accepted=1)
-    assert one.exit_reliability.shift == two.exit_reliability.shift < 0.0
+    assert one.exit_calibration.log_odds_shift == two.exit_calibration.log_odds_shift < 0.0
 
 
 def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
@@ -118,14 +118,14 @@ def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
     unsure = DraftHistory()
     for _ in range(60):
         unsure.observe_exit_head(0.0)
-    assert not exit_head_pays(unsure, COSTS, 1, 1)
+    assert not should_evaluate_exit_head(unsure, COSTS, 1, 1)
     history, spent = DraftHistory(), 0.0
-    history.follow(Reliability(0.1, 0.999))
+    history.use_parent_calibration(ConfidenceCalibration(0.1, 0.999))
     for _ in range(1000):
-        if not exit_head_pays(history, COSTS, 1, 1):
-            history.drift_exits()
+        if not should_evaluate_exit_head(history, COSTS, 1, 1):
+            history.decay_exit_statistics()
             continue
-        gains = paying_drafts([history.exit_reliability.acceptance(0.95)], COSTS, 1)
+        gains = choose_worthwhile_drafts([history.exit_calibration.estimate_acceptance(0.95)], COSTS, 1)
         history.observe_exit_head(gains.get(0, 0.0))
         spent += COSTS.exit_head
         if gains:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.engine.fairness import FairOrder, FairThreads, FairTurns, exceeded_share
+from swiftkv_platform.engine.fairness import FairOrder, FairSemaphore, FairThreadPool, find_exceeded_share
 from swiftkv_platform.errors import EngineDeadError
 from swiftkv_platform.web.limiters import Sender
 
@@ -17,7 +17,7 @@ SENDERS = [Sender(tenant, key) for tenant in "abc" for key in "xyz"]
 
 
 def take_all(sender: Sender, held: Counter[Sender], most: int) -> None:
-    while exceeded_share(sender, 1, held, most) is None:
+    while find_exceeded_share(sender, 1, held, most) is None:
         held[sender] += 1
 
 
@@ -27,7 +27,7 @@ def test_greedy_senders_always_leave_something(order: list[Sender], most: int) -
     take_all(order[0], held, most)
     assert held[order[0]] == most, "one that is alone may have as much as before"
     for sender in order[1:]:
-        assert held[sender] or exceeded_share(sender, 1, held, most) is None, "a new one gets something"
+        assert held[sender] or find_exceeded_share(sender, 1, held, most) is None, "a new one gets something"
         take_all(sender, held, most)
     assert max(held.values()) <= most
     assert held.total() < 4 * most + len(held)
@@ -35,28 +35,28 @@ def test_greedy_senders_always_leave_something(order: list[Sender], most: int) -
 
 def test_who_comes_second_gets_half_and_the_share_is_named() -> None:
     held = Counter({EVE: 72})
-    assert exceeded_share(AL, 36, held, 72) is None
+    assert find_exceeded_share(AL, 36, held, 72) is None
     for sender, name, own, most in ((EVE, "caller 'eve'", 72, 72), (AL, "caller 'al'", 0, 36)):
-        share = exceeded_share(sender, 37, held, 72)
+        share = find_exceeded_share(sender, 37, held, 72)
         assert share is not None
-        assert (share.name, share.held, share.most) == (name, own, most)
+        assert (share.name, share.held, share.limit) == (name, own, most)
 
 
 def test_the_keys_of_a_tenant_count_together() -> None:
     held = Counter({Sender("t", str(number)): 20 for number in range(8)})
-    share = exceeded_share(Sender("t", "new"), 2, held | Counter({ANN: 100}), 100)
+    share = find_exceeded_share(Sender("t", "new"), 2, held | Counter({ANN: 100}), 100)
     assert share is not None
-    assert (share.name, share.held, share.most) == ("tenant 't'", 160, 150)
-    assert exceeded_share(Sender("third", "new"), 50, held, 100) is None
+    assert (share.name, share.held, share.limit) == ("tenant 't'", 160, 150)
+    assert find_exceeded_share(Sender("third", "new"), 50, held, 100) is None
 
 
 def test_the_order_forgets_the_least_recent_senders() -> None:
     order = FairOrder()
     for number in range(5000):
         sender = Sender(f"t{number}", "k")
-        order.choose(sender)
-        order.charge(sender, 1.0)
-        order.charge(Sender("t", f"k{number}"), 1.0)
+        order.record_choice(sender)
+        order.record_service(sender, 1.0)
+        order.record_service(Sender("t", f"k{number}"), 1.0)
     assert len(order._tenants._amounts) <= 1000
     assert max(len(keys._amounts) for keys in order._keys.values()) == len(order._keys) == 1000
 
@@ -64,11 +64,11 @@ def test_the_order_forgets_the_least_recent_senders() -> None:
 @pytest.mark.parametrize("newcomer", [ANN, AL])
 async def test_a_newcomer_waits_for_one_turn_only(newcomer: Sender) -> None:
     now = 0.0
-    turns, done = FairTurns(1, clock=lambda: now), []
+    turns, done = FairSemaphore(1, clock=lambda: now), []
 
     async def work(sender: Sender) -> None:
         nonlocal now
-        async with turns.turn(sender):
+        async with turns.hold(sender):
             for _ in range(3):  # until the others wait
                 await asyncio.sleep(0)
             now += 1.0
@@ -82,11 +82,11 @@ async def test_a_newcomer_waits_for_one_turn_only(newcomer: Sender) -> None:
 
 
 async def test_one_sender_leaves_turns_to_others() -> None:
-    turns = FairTurns(3, of_one=2)
-    ends = [await turns.begin(EVE) for _ in range(2)]
-    third = asyncio.create_task(turns.begin(EVE))
+    turns = FairSemaphore(3, max_per_sender=2)
+    ends = [await turns.acquire(EVE) for _ in range(2)]
+    third = asyncio.create_task(turns.acquire(EVE))
     await asyncio.sleep(0)
-    (await asyncio.wait_for(turns.begin(ANN), 10.0))()
+    (await asyncio.wait_for(turns.acquire(ANN), 10.0))()
     await asyncio.sleep(0)
     assert not third.done()
     ends[0]()
@@ -96,9 +96,9 @@ async def test_one_sender_leaves_turns_to_others() -> None:
 
 
 async def test_who_leaves_while_waiting_takes_no_turn() -> None:
-    turns = FairTurns(1)
-    end = await turns.begin(EVE)
-    leaving, late, last = (asyncio.create_task(turns.begin(sender)) for sender in (AL, ANN, EVE))
+    turns = FairSemaphore(1)
+    end = await turns.acquire(EVE)
+    leaving, late, last = (asyncio.create_task(turns.acquire(sender)) for sender in (AL, ANN, EVE))
     await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.sleep(0)
@@ -108,11 +108,11 @@ async def test_who_leaves_while_waiting_takes_no_turn() -> None:
     granted.cancel()
     other = last if granted is late else late
     (await asyncio.wait_for(other, 10.0))()
-    (await asyncio.wait_for(turns.begin(AL), 10.0))()
+    (await asyncio.wait_for(turns.acquire(AL), 10.0))()
 
 
 async def test_threads_take_turns_and_one_that_is_abandoned_ends_its_own() -> None:
-    threads, done, go = FairThreads(1, "test"), [], threading.Event()
+    threads, done, go = FairThreadPool(1, "test"), [], threading.Event()
     held = asyncio.create_task(threads.run(EVE, lambda: go.wait(30.0)))
     await asyncio.sleep(0)
     tasks = [asyncio.create_task(threads.run(EVE, lambda: done.append("eve"))) for _ in range(5)]

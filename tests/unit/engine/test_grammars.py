@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs, frontend
 from swiftkv_platform.engine import grammars as grammars_module
-from swiftkv_platform.engine.grammars import MAX_COMPILING, Constraint
+from swiftkv_platform.engine.grammars import MAX_CONCURRENT_COMPILATIONS, Constraint
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from swiftkv_platform.web.limiters import Sender
@@ -29,7 +29,7 @@ def ids(text: str) -> list[int]:
 
 
 def allowed(constraint: Constraint, text: str) -> set[int]:
-    bits = constraint.allowed(ids(text))
+    bits = constraint.compute_allowed_mask(ids(text))
     return {token for token in range(258) if bits[token // 8] >> token % 8 & 1}
 
 
@@ -39,7 +39,7 @@ def engine(dense_dir: Path) -> LLMEngine:
 
 
 def compiled(engine: LLMEngine, **fields: Any) -> Constraint:
-    return engine.grammars.compile(StructuredOutputs(**fields))
+    return engine.grammar_compiler.compile(StructuredOutputs(**fields))
 
 
 def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) -> None:
@@ -48,8 +48,8 @@ def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) ->
     for answer in ("", "a", "abb", "a", "abc", "", "abc", "abb"):
         assert allowed(one, answer) == set(expected[answer])
         assert one.is_complete(ids(answer)) == (answer == "abc")
-    assert one.num_allowed(ids("a"), ids("bbxb")) == 2
-    assert one.num_allowed([], ids("x")) == 0
+    assert one.count_allowed(ids("a"), ids("bbxb")) == 2
+    assert one.count_allowed([], ids("x")) == 0
     assert allowed(one, "") == set(ids("a")), "counting allowed drafts changes nothing"
     assert allowed(one, "ab") == set(expected["a"])
     assert allowed(other, "") == set(ids("a")), "answers of one constraint have separate states"
@@ -58,11 +58,14 @@ def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) ->
 
 def test_equal_schemas_are_compiled_once(engine: LLMEngine) -> None:
     first = StructuredOutputs(json={"type": "object", "maxProperties": 3})
-    assert engine.grammars.find(first) is None
-    engine.grammars.compile(first)
-    assert engine.grammars.find(StructuredOutputs(json='{ "type":"object", "maxProperties":  3}')) is not None
+    assert engine.grammar_compiler.find_cached(first) is None
+    engine.grammar_compiler.compile(first)
+    assert (
+        engine.grammar_compiler.find_cached(StructuredOutputs(json='{ "type":"object", "maxProperties":  3}'))
+        is not None
+    )
     tight = StructuredOutputs(json={"type": "object", "maxProperties": 3}, disable_any_whitespace=True)
-    assert engine.grammars.find(tight) is None
+    assert engine.grammar_compiler.find_cached(tight) is None
 
 
 @pytest.mark.parametrize("kind", ["json", "grammar"])
@@ -88,8 +91,8 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("explosive", EXPLOSIVE.values(), ids=EXPLOSIVE)
 def test_compiling_that_would_go_on_is_ended(dense_dir: Path, explosive: dict[str, Any]) -> None:
     """Compilation that times out gives its place back: other grammars compile after it."""
-    compiler = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=0.5)).grammars
-    for _ in range(MAX_COMPILING + 1):
+    compiler = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=0.5)).grammar_compiler
+    for _ in range(MAX_CONCURRENT_COMPILATIONS + 1):
         with pytest.raises(InvalidInputError, match="took longer to compile"):
             compiler.compile(StructuredOutputs(**explosive))
     assert [thread for thread in threading.enumerate() if thread.name == "grammar"] == []
@@ -115,7 +118,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(engine: LLMEngi
     assert failed.error.startswith(f"{source or 'structured_outputs.regex'} is too complex")
     assert failed.error_field == (source or "structured_outputs.regex")
     assert answered.token_ids == engine.generate([[3, 4]], plain)[0].token_ids
-    engine.check()
+    engine.assert_consistent()
     assert engine.num_free_blocks == engine.num_blocks
 
 
@@ -130,13 +133,13 @@ def test_the_parsers_work_is_bounded(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, grammar: str, part: str
 ) -> None:
     """In an ambiguous grammar, each byte multiplies the derivations to follow."""
-    monkeypatch.setattr(grammars_module, "FIRST_S", 0.2)
-    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars_module, "BASE_S_PER_REQUEST", 0.2)
+    monkeypatch.setattr(grammars_module, "MAX_S_PER_TOKEN", 0.0)
     text = ids(part * 200)
     constraint, followed = compiled(engine, grammar=grammar), 0
     while constraint.failure is None and followed < len(text):
         followed += 1
-        constraint.allowed(text[:followed])
+        constraint.compute_allowed_mask(text[:followed])
     assert constraint.failure is not None
     assert constraint.failure.startswith("structured_outputs.grammar is too complex to be enforced further: ")
     assert not constraint.is_complete(text[:followed])
@@ -146,8 +149,8 @@ def test_the_parsers_work_is_bounded(
 def test_the_work_of_all_steps_is_bounded_for_a_request_with_all_its_answers(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    monkeypatch.setattr(grammars_module, "FIRST_S", 0.0)
-    monkeypatch.setattr(grammars_module, "TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars_module, "BASE_S_PER_REQUEST", 0.0)
+    monkeypatch.setattr(grammars_module, "MAX_S_PER_TOKEN", 0.0)
     wanted = StructuredOutputs(regex="[a-f]+")
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=wanted)
     plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -166,13 +169,13 @@ def test_many_properties_many_choices_and_operators_are_followed(engine: LLMEngi
     properties = {f"property_{at}": {"type": ["string", "null"]} for at in range(200)}
     constraint = compiled(engine, json={"type": "object", "properties": properties})
     answer = ids('{"property_3": "text", "property_77": null, "property_199": "a\\n"}')
-    assert constraint.num_allowed([], answer) == len(answer)
+    assert constraint.count_allowed([], answer) == len(answer)
     sums = compiled(engine, grammar='start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]/')
     answer = ids("(1+2)*3+4*(5+6)+7")
-    assert sums.num_allowed([], answer) == len(answer)
+    assert sums.count_allowed([], answer) == len(answer)
     special = compiled(engine, choice=(*(f"choice {at}" for at in range(4095)), r"/\n^$.*+?()[]{}|#&~-"))
     for choice in ("choice 4094", r"/\n^$.*+?()[]{}|#&~-"):
-        assert special.num_allowed([], ids(choice)) == len(choice)
+        assert special.count_allowed([], ids(choice)) == len(choice)
     assert (constraint.failure, sums.failure, special.failure) == (None, None, None)
 
 
@@ -181,7 +184,7 @@ def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:
     samples = engine.generate([[1]], params)[0].samples
     assert {sample.text for sample in samples} <= {"ab", "é\n\"'😀"}
     assert all(sample.finish_reason == "stop" for sample in samples)
-    assert compiled(engine, choice=("é\n\"'😀",)).num_allowed([], ids("é\n\"'😀")) == 9
+    assert compiled(engine, choice=("é\n\"'😀",)).count_allowed([], ids("é\n\"'😀")) == 9
     cut = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a{9}"))
     assert [engine.generate([[1]], cut)[0].finish_reason, engine.generate([[1]], cut)[0].text] == ["length", "aaa"]
 
@@ -229,9 +232,9 @@ async def test_compiling_keeps_no_other_request_waiting(dense_dir: Path) -> None
 async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
     dense_dir: Path, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    monkeypatch.setattr(grammars_module, "CALLER_TOKEN_S", 0.0)
-    monkeypatch.setattr(grammars_module, "CALLER_S", 1e-9)
-    monkeypatch.setattr(grammars_module, "SPARED_S", 0.0)
+    monkeypatch.setattr(grammars_module, "FREE_S_PER_TOKEN", 0.0)
+    monkeypatch.setattr(grammars_module, "CALLER_BURST_S", 1e-9)
+    monkeypatch.setattr(grammars_module, "GRACE_S_PER_REQUEST", 0.0)
     monkeypatch.setattr(grammars_module, "CALLER_S_PER_MINUTE", 1e-9)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=StructuredOutputs(regex="[a-f]+"))
@@ -246,7 +249,7 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
         beside = group.create_task(ask(plain, "acme/ann"))
     assert all(error is not None and "too complex" in error for task in first for error in task.result())
     assert beside.result() == [None]
-    monkeypatch.setattr(frontend, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(frontend, "REFUSAL_DELAY_S", 0.05)
     waiting = asyncio.create_task(ask(limited, "acme/eve"))
     await asyncio.sleep(0)
     assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without a place"

@@ -8,8 +8,13 @@ import torch
 from torch import nn
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.integer_weights import attach_stored, common_weights, integers_of, round_weights
-from swiftkv_platform.engine.loading import load_model, prepare
+from swiftkv_platform.engine.integer_weights import (
+    attach_stored_integers,
+    get_common_weights,
+    get_integers,
+    round_weights,
+)
+from swiftkv_platform.engine.loading import load_model, prepare_model
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -30,7 +35,7 @@ def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def forms(model: nn.Module) -> dict[str, str]:
     """Integer format of each module that has integers, by its name without what all layers' names begin with."""
-    found = ((name, integers_of(module)) for name, module in model.named_modules())
+    found = ((name, get_integers(module)) for name, module in model.named_modules())
     return {name.removeprefix("model.layers."): one.form for name, one in found if one is not None}
 
 
@@ -55,13 +60,13 @@ def test_what_runs_as_one_is_in_one_form(student_dir: Path) -> None:
     model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
     round_weights(model, "int8")
     layer = model.model.layers[0].self_attn
-    query, key = common_weights([layer.q_proj, layer.k_proj])
+    query, key = get_common_weights([layer.q_proj, layer.k_proj])
     assert isinstance(query, IntegerWeight)
     assert isinstance(key, IntegerWeight)
     fused = IntegerWeight.cat([query, key])
     assert torch.equal(fused.integers[len(query.integers) :], key.integers)
     del layer.k_proj.integers
-    assert all(isinstance(weight, torch.Tensor) for weight in common_weights([layer.q_proj, layer.k_proj]))
+    assert all(isinstance(weight, torch.Tensor) for weight in get_common_weights([layer.q_proj, layer.k_proj]))
 
 
 @pytest.mark.parametrize("form", ["int8", "mixed"])
@@ -71,14 +76,14 @@ def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp
         tmp_path / "served", BF16.model_copy(update={"fuse_weights": False, "weights": "bfloat16"})
     ).model
     assert forms(model) == {}
-    attach_stored(model, Checkpoint.open(tmp_path / "served"))
+    attach_stored_integers(model, Checkpoint.open(tmp_path / "served"))
     found = forms(model)
     assert found["0.mlp.gate_proj"] == ("int8" if form == "int8" else "int4")
     last = model.config.num_hidden_layers - 1
     assert found[f"{last}.self_attn.q_proj_swiftkv"] == found[f"{last}.mlp.up_proj"] == "int8"
     assert "lm_head" not in found
     for module in model.modules():
-        if (integers := integers_of(module)) is not None:
+        if (integers := get_integers(module)) is not None:
             assert torch.equal(dequantize_weight(integers.integers, integers.scale).bfloat16(), module.weight)
     if form == "int8":
         with pytest.raises(ModelError, match="weights is 'int4', and the model is stored in int8") as error:
@@ -89,7 +94,7 @@ def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp
 def test_on_a_gpu_nothing_is_rounded(student_dir: Path) -> None:
     model = load_model(student_dir, BF16).model
     with pytest.raises(ModelError, match="weights is 'int8', but the device is a GPU"):
-        prepare(model, BF16.model_copy(update={"weights": "int8"}), "meta")
+        prepare_model(model, BF16.model_copy(update={"weights": "int8"}), "meta")
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -111,7 +116,7 @@ def test_chunks_company_exits_and_drafts_give_the_tokens_of_the_floats(student_d
                 for one, token in zip(answers, scored.prompt_token_ids[len(prompt) :], strict=True)
             ]
             assert max(behind) < 0.3
-    engine.check()
+    engine.assert_consistent()
 
 
 def test_rows_and_columns_of_ranks_make_the_whole() -> None:

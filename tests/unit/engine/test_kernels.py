@@ -21,7 +21,7 @@ from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.native_layers import NativeEmbedding, NativeHead, NativeRMSNorm
-from swiftkv_platform.engine.speculative import draft_costs
+from swiftkv_platform.engine.speculative import estimate_draft_costs
 from swiftkv_platform.model.attention import rotate
 from swiftkv_platform.model.cache import pack, unpack
 from swiftkv_platform.model.weights.quantization import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
@@ -44,7 +44,7 @@ def test_rms_norm(size: int, native_kernels: None) -> None:
     """Contiguous rows are normalised, and heads of a strided view."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
-        actual = kernels.rms_norm(x, packing.padded(weight), 1e-5)
+        actual = kernels.rms_norm(x, packing.pad_to_block(weight), 1e-5)
         assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
 
 
@@ -56,7 +56,9 @@ def test_linear(size_in: int, size_out: int, native_kernels: None) -> None:
     weight, biases = numbers(size_out, size_in, scale=size_in**-0.5), (None, torch.randn(size_out))
     for num_tokens, bias in product((1, 2, 4, 7, 8, 9, 32, 33, 47, 64, 300), biases):
         x = numbers(1, num_tokens, size_in)
-        actual = kernels.linear(x, packing.pack(weight), None if bias is None else packing.padded(bias), size_out)
+        actual = kernels.linear(
+            x, packing.pack_weight(weight), None if bias is None else packing.pad_to_block(bias), size_out
+        )
         assert_rounded(actual, F.linear(x.float(), weight.float(), bias))
 
 
@@ -72,9 +74,9 @@ def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None
 
 @shapes
 def test_a_norm_before_a_product_is_as_apart(size_in: int, size_out: int, native_kernels: None) -> None:
-    packed = packing.pack(numbers(size_out, size_in, scale=size_in**-0.5))
+    packed = packing.pack_weight(numbers(size_out, size_in, scale=size_in**-0.5))
     norm = NativeRMSNorm(LlamaRMSNorm(size_in, eps=1e-5))
-    norm.weight.copy_(packing.padded(torch.randn(size_in)))
+    norm.weight.copy_(packing.pad_to_block(torch.randn(size_in)))
     for num_tokens in (1, 33):
         x = numbers(num_tokens, size_in)
         apart = kernels.linear(norm(x), packed, None, size_out)
@@ -84,7 +86,7 @@ def test_a_norm_before_a_product_is_as_apart(size_in: int, size_out: int, native
 @shapes
 def test_logits_are_not_rounded(size_in: int, size_out: int, native_kernels: None) -> None:
     weight, x = numbers(size_out, size_in, scale=size_in**-0.5), numbers(1, 5, size_in)
-    actual = kernels.logits(x, packing.pack(weight), None, size_out)
+    actual = kernels.compute_logits(x, packing.pack_weight(weight), None, size_out)
     torch.testing.assert_close(actual, F.linear(x.float(), weight.float()), atol=2e-6 * size_in**0.5, rtol=1e-5)
 
 
@@ -114,10 +116,10 @@ def test_linear_in_integers(
     x = numbers(1, 300, size_in)
     x[..., 5] *= 100  # as in models, one input dwarfs the others, which must keep 8 bits or more
     x[0, 3] = 0
-    packed = packing.pack(weight)
+    packed = packing.pack_weight(weight)
     together = kernels.linear(x, packed, None, size_out)
     assert_rounded(together, F.linear(x.float(), floats), atol=0.01)
-    found = kernels.linear(x, packed, packing.padded(bias), size_out)
+    found = kernels.linear(x, packed, packing.pad_to_block(bias), size_out)
     assert_rounded(found, F.linear(x.float(), floats, bias), atol=0.01)
     for count in (1, 2, 3, 4, 5, 8, 9, 13, 16, 33, 47, 64):
         assert torch.equal(kernels.linear(x[:, :count], packed, None, size_out), together[:, :count])
@@ -136,7 +138,7 @@ def test_gated_linear_in_integers(form: WeightFormat, group: int | None, native_
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: None) -> None:
-    packed, x = packing.pack(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
+    packed, x = packing.pack_weight(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
     exact = kernels.linear(x, packed, None, 40)
     x[2, 7] = broken
     found = kernels.linear(x, packed, None, 40)
@@ -146,9 +148,9 @@ def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: Non
 
 def test_int4_with_scales_of_others_is_not_packed() -> None:
     weight = rounded(numbers(8, 64), "int4", 32)
-    assert packing.packs(weight)
-    assert not packing.packs(weight._replace(scale=torch.rand(8, 2) + 0.1))
-    assert not packing.packs(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
+    assert packing.can_pack(weight)
+    assert not packing.can_pack(weight._replace(scale=torch.rand(8, 2) + 0.1))
+    assert not packing.can_pack(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
 
 
 @contextmanager
@@ -167,25 +169,25 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
     weight = numbers(200, 64, scale=0.1)
     for num_tokens, threads in product((2, 700, 40_000), (1, 3)):
         x = numbers(num_tokens, 64)
-        once = kernels.linear(x, packing.pack(weight), None, 200)
+        once = kernels.linear(x, packing.pack_weight(weight), None, 200)
         with at_threads(threads):
-            assert torch.equal(kernels.linear(x, packing.pack(weight), None, 200), once)
+            assert torch.equal(kernels.linear(x, packing.pack_weight(weight), None, 200), once)
 
 
 def test_a_thread_that_begins_during_a_step_has_all_threads(
     native_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread of an engine that is swapped in begins so, and PyTorch tells it of one thread."""
-    monkeypatch.setattr(kernels, "_num_threads", lambda: 3)
+    monkeypatch.setattr(kernels, "_get_num_threads", lambda: 3)
     counts = []
 
     def begin() -> None:
         counts.append(torch.get_num_threads())
-        with kernels.threads_to_themselves():
+        with kernels.use_all_threads():
             counts.append(torch.get_num_threads())
         counts.append(torch.get_num_threads())
 
-    with at_threads(3), kernels.threads_to_themselves():
+    with at_threads(3), kernels.use_all_threads():
         thread = threading.Thread(target=begin)
         thread.start()
         thread.join()
@@ -196,7 +198,7 @@ def test_threads_serve_whoever_calls(native_kernels: None) -> None:
     """Results are right for concurrent callers, and in a forked child, which has no other thread."""
     cases = []
     for size_out in (33, 320, 1024, 4096):
-        packed, x = packing.pack(numbers(size_out, 256)), numbers(1, 3, 256)
+        packed, x = packing.pack_weight(numbers(size_out, 256)), numbers(1, 3, 256)
         cases.append((x, packed, size_out, kernels.linear(x, packed, None, size_out)))
 
     def agree(times: int) -> bool:
@@ -243,12 +245,12 @@ def test_write(native_kernels: None) -> None:
     rows, x = numbers(3, 50, 40), numbers(1, 20, 3, 40)[0].transpose(0, 1)
     slots = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20]
     expected = rows.index_copy(1, slots, x)
-    kernels.write(rows, slots, x)
+    kernels.write_slots(rows, slots, x)
     assert torch.equal(rows, expected)
 
 
-@pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
-def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_kernels: None) -> None:
+@pytest.mark.parametrize("quantized_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_write_in_eight_bits_is_what_pack_makes(quantized_dtype: torch.dtype, native_kernels: None) -> None:
     """Rows of any scale are packed as `pack` does; a row that is not finite comes back as NaN."""
     x = torch.cat([numbers(3, 40, 32, scale=scale) for scale in (1e-30, 1e-3, 1.0, 1e4, 1e30)], dim=1)
     x[0, 0] = 0.0
@@ -256,18 +258,18 @@ def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_ker
     x[1, 2, 3] = -x[1, 2].abs().amax()
     slots = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:200]
     rows = torch.zeros(3, 300, 34, dtype=torch.uint8)
-    kernels.write(rows, slots, x, payload)
-    assert torch.equal(rows[:, slots], pack(x, payload))
+    kernels.write_slots(rows, slots, x, quantized_dtype)
+    assert torch.equal(rows[:, slots], pack(x, quantized_dtype))
     for broken in (float("nan"), float("inf"), float("-inf")):
         x[0, 0, 7] = broken
-        kernels.write(rows, slots[:1], x[:, :1], payload)
-        assert unpack(rows[:1, slots[:1]], payload, BF16).isnan().all()
+        kernels.write_slots(rows, slots[:1], x[:, :1], quantized_dtype)
+        assert unpack(rows[:1, slots[:1]], quantized_dtype, BF16).isnan().all()
 
 
-@pytest.mark.parametrize("payload", [None, torch.int8])
+@pytest.mark.parametrize("quantized_dtype", [None, torch.int8])
 @pytest.mark.parametrize("normalised", [False, True])
 def test_layers_written_at_once_are_as_one_by_one(
-    payload: torch.dtype | None, normalised: bool, native_kernels: None
+    quantized_dtype: torch.dtype | None, normalised: bool, native_kernels: None
 ) -> None:
     """Norms, RoPE and slots of three layers are equal to the bit, on more tokens than a part has."""
     layers, heads, dim, tokens = 3, 2, 32, 70
@@ -275,15 +277,17 @@ def test_layers_written_at_once_are_as_one_by_one(
     rotation = numbers(1, tokens, dim), numbers(1, tokens, dim, scale=0.5)
     norms = [NativeRMSNorm(LlamaRMSNorm(dim, eps=1e-5)) for _ in range(layers)] if normalised else []
     for norm in norms:
-        norm.weight.copy_(packing.padded(torch.randn(dim)))
-    size, dtype = (dim, BF16) if payload is None else (dim + 2, torch.uint8)
+        norm.weight.copy_(packing.pad_to_block(torch.randn(dim)))
+    size, dtype = (dim, BF16) if quantized_dtype is None else (dim + 2, torch.uint8)
     stored = torch.zeros(2, layers, 2, heads, 100, size, dtype=dtype)
-    kernels.write_projected(projected, slots, list(stored[0]), norms=norms, rotation=rotation, payload=payload)
+    kernels.write_projected(
+        projected, slots, list(stored[0]), norms=norms, rotation=rotation, quantized_dtype=quantized_dtype
+    )
     for layer, parts in enumerate(projected.view(tokens, layers, 2, heads, dim).permute(1, 2, 3, 0, 4)):
         keys, values = parts[0][None], parts[1]
         keys = norms[layer](keys) if normalised else keys
-        kernels.write(stored[1, layer, 0], slots, kernels.rotate(keys, rotation)[0], payload)
-        kernels.write(stored[1, layer, 1], slots, values, payload)
+        kernels.write_slots(stored[1, layer, 0], slots, kernels.rotate(keys, rotation)[0], quantized_dtype)
+        kernels.write_slots(stored[1, layer, 1], slots, values, quantized_dtype)
     assert stored[0].any()
     assert torch.equal(stored[0], stored[1])
 
@@ -294,9 +298,9 @@ def test_without_a_compiler_they_are_not_available(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(kernels.CACHE_DIRECTORY_VARIABLE, str(tmp_path))
     with capture_logs() as logs:
-        assert not kernels.available.__wrapped__()
+        assert not kernels.is_available.__wrapped__()
     assert [line["event"] for line in logs] == ["native_kernels_unavailable"]
     assert "C++ compiler" in logs[0]["reason"] or "false failed" in logs[0]["reason"]
     assert list(tmp_path.iterdir()) == []
@@ -310,21 +314,21 @@ def test_a_library_that_others_could_have_placed_is_built_again(
     compiler.chmod(0o755)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv(kernels.CACHE_VARIABLE, str(cache))
-    library = kernels._compiled()
+    monkeypatch.setenv(kernels.CACHE_DIRECTORY_VARIABLE, str(cache))
+    library = kernels._find_or_build_library()
     assert (library.read_text(), cache.stat().st_mode & 0o777) == ("built\n", 0o700)
     library.write_text("kept")
-    assert kernels._compiled().read_text() == "kept", "it is not built again"
+    assert kernels._find_or_build_library().read_text() == "kept", "it is not built again"
     library.chmod(0o777)
-    assert kernels._compiled().read_text() == "built\n"
+    assert kernels._find_or_build_library().read_text() == "built\n"
     library.unlink()
     (tmp_path / "evil.so").write_text("evil")
     library.symlink_to(tmp_path / "evil.so")
-    assert kernels._compiled().read_text() == "built\n"
+    assert kernels._find_or_build_library().read_text() == "built\n"
     if os.geteuid() == 0:
         os.chown(cache, 12345, 12345)
         with capture_logs() as logs:
-            assert not kernels.available.__wrapped__()
+            assert not kernels.is_available.__wrapped__()
         assert "belongs to user 12345" in logs[0]["reason"]
 
 
@@ -332,11 +336,11 @@ def test_a_library_that_others_could_have_placed_is_built_again(
 def test_an_engine_does_without(packs: bool, swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with capture_logs() as logs:
-        assert not kernels.available.__wrapped__()
+        assert not kernels.is_available.__wrapped__()
     assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
-    monkeypatch.setattr(kernels, "available", lambda: False)
+    monkeypatch.setattr(kernels, "is_available", lambda: False)
     if not packs:
-        monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
+        monkeypatch.setattr("swiftkv_platform.engine.weights.has_onednn_bfloat16", lambda: False)
     engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
     assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
 
@@ -344,7 +348,7 @@ def test_an_engine_does_without(packs: bool, swiftkv_dir: Path, monkeypatch: pyt
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:
     """Draft costs are computed from weight sizes, and are the same for packed weights."""
     costs = [
-        draft_costs(load_model(swiftkv_dir, EngineConfig(dtype=dtype, native_kernels=native)).model)
-        for dtype, native in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+        estimate_draft_costs(load_model(swiftkv_dir, EngineConfig(dtype=dtype, native_kernels=uses_kernels)).model)
+        for dtype, uses_kernels in (("float32", False), ("bfloat16", False), ("bfloat16", True))
     ]
     assert costs[0] == costs[1] == costs[2]

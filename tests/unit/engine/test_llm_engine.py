@@ -140,7 +140,7 @@ def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str,
         # Whether the last position is answered changes the rows of a product, and so its rounding.
         for found, expected in zip(output.prompt_logprobs, answered.prompt_logprobs, strict=True):
             assert found == (None if expected is None else pytest.approx(expected, abs=1e-5))
-    engine.check()
+    engine.assert_consistent()
     assert engine.num_free_blocks == engine.num_blocks
 
 
@@ -175,7 +175,7 @@ def test_a_request_may_have_several_answers(swiftkv_dir: Path) -> None:
     engine.step()
     assert engine.abort(request_id) is not None
     assert not engine.has_unfinished_requests
-    engine.check()
+    engine.assert_consistent()
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -> None:
@@ -190,7 +190,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -
         assert output.finish_reason == "error"
         assert "not a number" in output.error
         assert output.token_ids == []
-    engine.check()
+    engine.assert_consistent()
     assert engine.num_free_blocks == engine.num_blocks
 
 
@@ -225,7 +225,7 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str, num_steps:
     assert remaining[-1].finish_reason == "length"
     assert (engine.state.num_running, engine.state.num_waiting) == (0, 0)
     assert engine.num_free_blocks == engine.num_blocks
-    engine.check()
+    engine.assert_consistent()
 
 
 def test_metrics_are_durations_in_order(dense_engine: LLMEngine) -> None:

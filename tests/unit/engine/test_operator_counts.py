@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.loading import LoadedModel, prepare
+from swiftkv_platform.engine.loading import LoadedModel, prepare_model
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.student_shape import StudentShape
 from tests.support.fakes.cuda import DEVICE, DeviceLog, fake_cuda
@@ -34,7 +34,9 @@ def make_engine(num_layers: int, batch_size: int) -> LLMEngine:
     with torch.device(DEVICE):
         model = classes.causal_lm._from_config(config, dtype=torch.bfloat16).eval()
     settings = EngineConfig(max_num_seqs=batch_size, kv_cache_bytes=1 << 30)
-    return LLMEngine(LoadedModel(model.config, None, frozenset(), 1024, prepare(model, settings), "counts"), settings)
+    return LLMEngine(
+        LoadedModel(model.config, None, frozenset(), 1024, prepare_model(model, settings), "counts"), settings
+    )
 
 
 def decode_step(log: DeviceLog, batch_size: int, params: SamplingParams) -> None:

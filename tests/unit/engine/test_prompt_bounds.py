@@ -77,7 +77,7 @@ def test_nothing_is_claimed_where_a_token_may_stand_for_any_text() -> None:
 
 def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> None:
     def largest(**options: Any) -> int:
-        return LLMEngine.from_pretrained(dense_dir, EngineConfig(**options)).reader.max_prompt_bytes
+        return LLMEngine.from_pretrained(dense_dir, EngineConfig(**options)).input_processor.max_prompt_bytes
 
     assert largest() == 64 * len("</s>")
     assert largest(max_model_len=32) == 32 * len("</s>")
@@ -90,8 +90,8 @@ def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> 
 
 def test_threads_may_share_a_tokenizer(dense_dir: Any) -> None:
     """Reading changes no settings of the tokenizer, which would raise "Already borrowed" in other threads."""
-    reader = LLMEngine.from_pretrained(dense_dir).reader
-    tokenizer: Any = reader._tokenizer
+    input_processor = LLMEngine.from_pretrained(dense_dir).input_processor
+    tokenizer: Any = input_processor._tokenizer
     text = "the cat sat " * 500
     expected = tokenizer(text)["input_ids"]
     with ThreadPoolExecutor(4) as pool:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.sampler import SamplingRow, _adjusted, choose, logprobs, noise_of, truncated
+from swiftkv_platform.engine.sampler import (
+    SamplingRow,
+    _adjust_logits,
+    choose_tokens,
+    compute_logprobs,
+    gumbel_noise,
+    truncate_logits,
+)
 
 PROBS = torch.tensor([0.05, 0.5, 0.3, 0.15])
 LOGITS = PROBS.log() + 3.0
@@ -20,7 +27,9 @@ def row(seed: int = 0, position: int = 0, prompt: tuple[int, ...] = (), **params
 
 def draws(count: int, seed: int = 0, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     """Tokens drawn at `count` positions that all have the same logits."""
-    tokens: list[int] = choose(logits.expand(count, -1), [row(seed, at, **params) for at in range(count)]).tolist()
+    tokens: list[int] = choose_tokens(
+        logits.expand(count, -1), [row(seed, at, **params) for at in range(count)]
+    ).tolist()
     return tokens
 
 
@@ -37,9 +46,9 @@ def test_greedy_and_equal_tokens() -> None:
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    alone = [choose(LOGITS[None], [row(7, position)])[0] for position in range(20)]
+    alone = [choose_tokens(LOGITS[None], [row(7, position)])[0] for position in range(20)]
     others = [row(3, 1, top_k=2), row(4, 2, temperature=0.0), row(5, 3, top_p=0.5, frequency_penalty=0.3)]
-    among = [choose(LOGITS.expand(4, -1), [*others, row(7, position)])[-1] for position in range(20)]
+    among = [choose_tokens(LOGITS.expand(4, -1), [*others, row(7, position)])[-1] for position in range(20)]
     assert among == alone
     assert draws(50, seed=1) != draws(50, seed=2)
 
@@ -102,7 +111,7 @@ def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: fl
     logits = spread * torch.randn(len(several), 5000, generator=torch.Generator().manual_seed(1))
     logits[:, 100:140] = logits[:, :1]  # ties
     logits[:, 4000:4500] = float("-inf")
-    found, token_ids = truncated(logits, several)
+    found, token_ids = truncate_logits(logits, several)
     for values, ids, row_logits, params in zip(found, token_ids, logits, several, strict=True):
         kept = ids[values.isfinite()].tolist()
         expected = _kept_by_sorting(row_logits, params)
@@ -111,7 +120,7 @@ def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: fl
         torch.testing.assert_close(values[: len(kept)], row_logits[kept] / params.temperature)
     if spread >= 3.0:
         few = several[0], several[3]
-        assert truncated(logits[[0, 3]], few)[0].shape[1] < 2500, "most of the vocabulary is not even sorted"
+        assert truncate_logits(logits[[0, 3]], few)[0].shape[1] < 2500, "most of the vocabulary is not even sorted"
 
 
 @pytest.mark.parametrize(
@@ -130,12 +139,12 @@ def test_penalties_and_biases(
 ) -> None:
     logits = torch.tensor([[2.0, 1.0, -1.0, 0.0]])
     one = SamplingRow(SamplingParams(temperature=0.0, **params), 0, tokens, num_prompt_tokens)
-    assert _adjusted(logits, [one])[0].tolist() == expected
+    assert _adjust_logits(logits, [one])[0].tolist() == expected
     assert logits[0].tolist() == [2.0, 1.0, -1.0, 0.0]
 
 
 def test_logprobs_hold_the_token_and_the_best_ones() -> None:
-    first, second = logprobs(LOGITS.expand(2, -1), [0, 1], [2, 0])
+    first, second = compute_logprobs(LOGITS.expand(2, -1), [0, 1], [2, 0])
     assert list(first) == [0, 1, 2]
     assert list(second) == [1]
     assert [first[token] for token in (0, 1, 2)] == pytest.approx(PROBS[:3].log().tolist(), abs=1e-5)
@@ -143,10 +152,10 @@ def test_logprobs_hold_the_token_and_the_best_ones() -> None:
 
 def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     keys = torch.tensor([3, -(1 << 62), 1 << 40])
-    noise = noise_of(keys, TOKENS)
+    noise = gumbel_noise(keys, TOKENS)
     for index, key in enumerate(keys):
-        assert torch.equal(noise[index], noise_of(key[None], TOKENS)[0])
-        assert torch.equal(noise[index, 5:9], noise_of(key[None], TOKENS[None, 5:9])[0])
+        assert torch.equal(noise[index], gumbel_noise(key[None], TOKENS)[0])
+        assert torch.equal(noise[index, 5:9], gumbel_noise(key[None], TOKENS[None, 5:9])[0])
     uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the Gumbel distribution function
     expected = (torch.arange(200_000) + 0.5) / 200_000
     assert (uniform - expected).abs().max() < 0.005  # Kolmogorov-Smirnov statistic, beyond the 0.01% quantile
@@ -154,6 +163,6 @@ def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     assert torch.corrcoef(noise)[0, 1:].abs().max() < 0.01
     assert torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1].abs() < 0.01
     # Noise of neighbouring keys draws tokens by their probabilities.
-    tokens = (LOGITS + noise_of(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
+    tokens = (LOGITS + gumbel_noise(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
     shares = torch.bincount(tokens, minlength=len(PROBS)) / len(tokens)
     torch.testing.assert_close(shares, PROBS, atol=0.015, rtol=0)

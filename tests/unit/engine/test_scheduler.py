@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.drafting import Draft
-from swiftkv_platform.engine.grammars import CALLER_S, SLOW_S, Allowance, Work
-from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, GrammarTurns, ScheduledSequence, Scheduler
+from swiftkv_platform.engine.grammars import CALLER_BURST_S, SLOW_CALLER_S, GrammarBudget, GrammarCpuTime
+from swiftkv_platform.engine.scheduler import (
+    MAX_SLOW_GRAMMAR_SHARE,
+    MAX_SLOW_GRAMMAR_STEP_S,
+    ScheduledSequence,
+    Scheduler,
+    SlowGrammarThrottle,
+)
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.limiters import Sender
 
@@ -24,7 +30,7 @@ BLOCK = 4
 class Six:
     """A draft planner that wants six drafts for every decode."""
 
-    def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
+    def plan_drafts(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
         assert len(decoding) <= num_sequences <= num_tokens
         return {sequence: Draft(num_exit_tokens=min(6, sequence.num_draftable_tokens)) for sequence in decoding}
 
@@ -86,14 +92,14 @@ class Line:
         for item in scheduled:
             assert item.num_scheduled_tokens > 0
             self._compute(item)
-        self.scheduler.check()
+        self.scheduler.assert_consistent()
         return {item.sequence.request_id: item.num_scheduled_tokens for item in scheduled}
 
     def _compute(self, item: ScheduledSequence) -> None:
-        sequence, needs_token = item.sequence, item.needs_token
+        sequence, reaches_last_token = item.sequence, item.reaches_last_token
         self.scheduler.commit(sequence, item.num_scheduled_tokens)
-        if needs_token:
-            sequence.append(0)
+        if reaches_last_token:
+            sequence.append_token(0)
         if sequence.status is SequenceStatus.FINISHED:
             self.scheduler.remove(sequence)
 
@@ -171,7 +177,7 @@ def test_a_known_prefix_is_not_computed_again_unless_prompt_logprobs_need_it() -
     line.run()
     again = line.add("again", 13, max_tokens=1, after=known)
     assert line.step() == {"again": 1}
-    assert again.output().num_cached_tokens == 12
+    assert again.make_output().num_cached_tokens == 12
     line.add("scored", 13, max_tokens=1, after=known, prompt_logprobs=0)
     assert line.step() == {"scored": 13}
 
@@ -295,7 +301,7 @@ def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
     assert item.draft.size == 6
     assert line.blocks.num_free_blocks < free
     line.scheduler.commit(sequence, item.num_scheduled_tokens)
-    line.scheduler.check()
+    line.scheduler.assert_consistent()
     assert line.blocks.num_free_blocks == free
 
 
@@ -319,14 +325,14 @@ class Followed:
     """A constraint with no grammar: only its work is counted."""
 
     def __init__(self) -> None:
-        self.work = Work()
+        self.cpu_time = GrammarCpuTime()
 
     def is_complete(self, _answer: list[int]) -> bool:
         return False
 
     def take(self, seconds: float) -> None:
         """Keep the engine's thread busy with this constraint for a time."""
-        with self.work.counted():
+        with self.cpu_time.measure():
             end = time.thread_time() + seconds
             while time.thread_time() < end:
                 pass
@@ -339,16 +345,16 @@ def test_slow_grammars_take_turns_and_keep_no_place_from_others() -> None:
         line.add(name, 1, max_tokens=90).constraint = grammar  # type: ignore[assignment]
     line.step()
     for grammar in grammars.values():
-        grammar.take(2 * SLOW_S)
+        grammar.take(2 * SLOW_CALLER_S)
     line.add("free", 1, max_tokens=90)
     followed = []
     for _ in range(3):
         (turn,) = line.step().keys() - {"free"}
         followed.append(turn)
-        line.scheduler._turns = GrammarTurns(lambda: 0.0)  # no turn is owed, and time stands still
-        grammars[turn].take(2 * TURN_S)
+        line.scheduler._throttle = SlowGrammarThrottle(lambda: 0.0)  # no turn is owed, and time stands still
+        grammars[turn].take(2 * MAX_SLOW_GRAMMAR_STEP_S)
     assert followed == ["a", "b", "c"]
-    grammars["a"].take(2 * TURN_S)  # during its turn
+    grammars["a"].take(2 * MAX_SLOW_GRAMMAR_STEP_S)  # during its turn
     assert line.step().keys() == {"a", "free"}
     grammars["a"].take(0.1)
     assert [line.step().keys() for _ in range(3)] == [{"free"}] * 3, "time that a turn took is owed to other sequences"
@@ -359,25 +365,25 @@ def test_where_nothing_else_can_run_slow_grammars_go_on() -> None:
     line.add("a", 1, max_tokens=4).constraint = grammar  # type: ignore[assignment]
     while line.scheduler.num_waiting + line.scheduler.num_running:
         assert line.step() == {"a": 1}
-        grammar.take(2 * SLOW_S)
+        grammar.take(2 * SLOW_CALLER_S)
 
 
 def test_turns_take_their_share_of_the_time() -> None:
-    now, num_turns, slow = 0.0, 0, Work()
-    turns = GrammarTurns(lambda: now)
+    now, num_turns, slow = 0.0, 0, GrammarCpuTime()
+    turns = SlowGrammarThrottle(lambda: now)
     for _ in range(1000):
-        if turns.take(slow):
+        if turns.try_step(slow):
             num_turns += 1
             slow.spent_s += 0.03
             now += 0.03
         now += 0.01
         turns.begin_step()
-    assert abs(num_turns * 0.03 / now - TURNS_SHARE) < 0.01
+    assert abs(num_turns * 0.03 / now - MAX_SLOW_GRAMMAR_SHARE) < 0.01
 
 
 def test_a_callers_grammars_are_slow_together() -> None:
-    one, other, quick = Work(), Work(), Work()
-    one.allowance = other.allowance = quick.allowance = Allowance()
-    one._charge(CALLER_S / 2)
-    other._charge(1e-6)
+    one, other, quick = GrammarCpuTime(), GrammarCpuTime(), GrammarCpuTime()
+    one.budget = other.budget = quick.budget = GrammarBudget()
+    one._charge_seconds(CALLER_BURST_S / 2)
+    other._charge_seconds(1e-6)
     assert (one.is_slow, other.is_slow, quick.is_slow) == (True, True, False)

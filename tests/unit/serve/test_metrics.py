@@ -135,8 +135,8 @@ async def test_every_replica_is_asked_and_told_apart(urls: tuple[str, str, str])
     assert {name: [found[replica][name] for replica in ("one", "two")] for name in counts} == counts
     assert (found["two"]["request_success_total"], found["one"]["kv_cache_usage_perc"]) == (1, 0)
     assert not any("bucket" in name for name in found["one"])
-    of_one = await read_replica_metrics(first, 3)
-    assert [metrics.replica for metrics in of_one] == ["one"], "fewer replicas than expected end the search"
+    max_per_sender = await read_replica_metrics(first, 3)
+    assert [metrics.replica for metrics in max_per_sender] == ["one"], "fewer replicas than expected end the search"
 
 
 async def test_nobody_there_is_an_error_that_names_the_address() -> None:

@@ -26,7 +26,7 @@ from swiftkv_platform.serve.chat import set_template
 from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
@@ -77,7 +77,7 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
     """Yield (directory of the model, digest of its manifest), available within the context."""
     if not served.verify:
         name = served.artifact_uri.removeprefix(HUB_PREFIX)
-        yield local_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
+        yield fetch_model_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
         return
     settings = Settings()
     cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)

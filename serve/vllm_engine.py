@@ -40,7 +40,7 @@ from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.model_directories import model_view
+from swiftkv_platform.sources.model_directories import create_model_view
 from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
@@ -170,7 +170,7 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     """Start vLLM on a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`. Raises
     `ModelError` for a model or an option that vLLM or the plugin refuses."""
     model = describe_model(directory, config)
-    view = model_view(directory, Settings().home / "views")  # vLLM's processes see only checked files
+    view = create_model_view(directory, Settings().home / "views")  # vLLM's processes see only checked files
     _check_device(config)
     set_environment(config)
     stats = Stats()

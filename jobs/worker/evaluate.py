@@ -44,7 +44,7 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.model_card import render_model_card
 from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.cards import licence_of
+from swiftkv_platform.sources.cards import read_license
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
@@ -179,7 +179,7 @@ class _Student:
             tokenizer=load_tokenizer(spec, path),
             workspace=workspace,
             trained=CheckpointTensors(workspace.path, files.read),
-            licence=licence_of(Path(path)),
+            licence=read_license(Path(path)),
             training=_training(progress),
             tokens_trained=int(progress["tokens"]),
         )

@@ -52,8 +52,8 @@ from swiftkv_platform.model.weights.adapters import check_can_be_base
 from swiftkv_platform.planning.job import refuse_writers, teacher_bytes, training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.planning.training import plan_training
-from swiftkv_platform.sources import OPEN, Access
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources import UNRESTRICTED, Access
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
 from swiftkv_platform.storage.addresses import open_store
@@ -68,7 +68,7 @@ def prepare(
     rows: Path,
     *,
     answers: CompletionStore | None = None,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[Plan, PreparedData]:
     """Check the spec and the model, without reading weights, and prepare the rows.
@@ -227,7 +227,7 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
     """Raises `InvalidInputError` if this worker cannot hold the teacher."""
     from swiftkv_platform.engine import EngineConfig, LLMEngine
 
-    path = str(local_directory(path, spec.model.revision, field="model.name_or_path"))
+    path = str(fetch_model_directory(path, spec.model.revision, field="model.name_or_path"))
     needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
     if needed >= given:
         refuse_writers(spec, needed, given, "free")

@@ -44,7 +44,7 @@ from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.sources import OPEN, Access, S3Source
+from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_model, list_prefix, open_source_bucket
@@ -146,7 +146,7 @@ def access_of(request: AttemptRequest) -> Access:
     return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
 
 
-def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
+def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRICTED, fetch: bool = True) -> str:
     """Return a name that transformers can load: a directory, or an unchanged hub id if sources are unrestricted. A GGUF
     file is converted to a directory in this machine's cache.
 

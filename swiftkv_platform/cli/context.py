@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.http.refused_fields import most_telling, pla
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.names import absolute_paths
+from swiftkv_platform.sources.names import make_paths_absolute
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.base import Range
 from swiftkv_platform.specs.documents import DuplicateKeyError, load_yaml
@@ -84,7 +84,7 @@ def read_spec(path: Path) -> JobSpec:
     """Return the spec in a file, with relative paths made absolute from the working directory. Raises
     `InvalidInputError` naming each field that is not valid."""
     try:
-        return absolute_paths(load_spec(path))
+        return make_paths_absolute(load_spec(path))
     except ValidationError as error:
         raise _make_validation_error(f"{path} is", error, JobSpec) from error
     except DuplicateKeyError as error:

@@ -33,8 +33,8 @@ from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.planning.config import Fields
 from swiftkv_platform.reports.pages import render_evaluation_page
-from swiftkv_platform.sources.names import absolute
-from swiftkv_platform.sources.recipes import recipe, recipes, suited_to_cpu
+from swiftkv_platform.sources.names import make_absolute
+from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe, find_recipes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import with_changes
 from swiftkv_platform.student_shape import parse_layers
@@ -245,7 +245,7 @@ recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with t
 @recipes_app.command("list")
 def list_recipes(json: Json = False) -> None:
     """List the recipes; docs/recipes.md has their known results."""
-    found = {name: _read_teacher_name(path) for name, path in recipes().items()}
+    found = {name: _read_teacher_name(path) for name, path in find_recipes().items()}
     if json:
         print_json({"recipes": found})
     else:
@@ -262,7 +262,7 @@ def copy(
 ) -> None:
     """Copy a recipe, with its comments, to a new file."""
     target = to or Path(f"{name}.yaml")
-    text = recipe(name).read_text(encoding="utf-8")
+    text = find_recipe(name).read_text(encoding="utf-8")
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -315,10 +315,10 @@ def build_job_spec(
     layers = {name: value for name, value in shape.items() if value is not None}
     document: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
-        "model": {"name_or_path": absolute(model, "model", "model"), "dtype": "bfloat16"},
+        "model": {"name_or_path": make_absolute(model, "model", "model"), "dtype": "bfloat16"},
         "swiftkv": {**layers, "key_value_group_size": key_value_group_size},
         "data": {
-            "sources": [{"name_or_path": absolute(each, "data", "data")} for each in data],
+            "sources": [{"name_or_path": make_absolute(each, "data", "data")} for each in data],
             "max_length": longest if context is None else min(longest, context),
             "train_on": "assistant",
             "validation_fraction": 0.05,
@@ -331,7 +331,7 @@ def build_job_spec(
         document["sharding"] = {"strategy": "ddp" if gpus == 1 else "fsdp2"}
         document["resources"] = {"num_workers": gpus, "gpus_per_worker": 1, "cpus_per_worker": 1}
     else:
-        document = suited_to_cpu(document)
+        document = adapt_dtype_to_cpu(document)
         document["training"] |= {"max_steps": steps or _DEFAULT_CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
         document["evaluation"] |= {"needle_lengths": []}  # minutes for each hundred on a CPU
         document["sharding"] = {"strategy": "ddp"}

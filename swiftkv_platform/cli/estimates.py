@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.estimates import add_time, find_speed, 
 from swiftkv_platform.local.terminal import format_count, format_duration, format_flops, format_size, pluralize
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
-from swiftkv_platform.sources import OPEN
+from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.student_shape import format_layers
 
@@ -102,9 +102,9 @@ def _format_source(source: Mapping[str, Any]) -> str:
 
 def estimate_job(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Resource:
     """Estimate a spec in this process, without network. `config`: the teacher's `config.json` or its directory.
-    `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
+    `num_tokens`: tokens of an epoch. Raises as `Access.check_spec` and `validate`.
     """
-    OPEN.check(spec)
+    UNRESTRICTED.check_spec(spec)
     speed = find_speed(spec, (), load_settings().flops_per_second)
     found = add_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})

@@ -47,8 +47,8 @@ from swiftkv_platform.client import Client, Job
 from swiftkv_platform.client.models import Resource
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.local.terminal import format_count, format_duration, format_size, show_events
-from swiftkv_platform.sources.names import absolute_change
-from swiftkv_platform.sources.recipes import recipe
+from swiftkv_platform.sources.names import make_override_absolute
+from swiftkv_platform.sources.recipes import find_recipe
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import load_yaml, with_changes
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
@@ -373,7 +373,7 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
     """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
         raise InvalidInputError("use either --file with a job spec or --recipe with a name", field="file")
-    spec = read_spec(file if recipe_ is None else recipe(recipe_))  # type: ignore[arg-type]
+    spec = read_spec(file if recipe_ is None else find_recipe(recipe_))  # type: ignore[arg-type]
     if not changes:
         return spec
     document = spec.model_dump(mode="json", exclude_unset=True)
@@ -387,7 +387,7 @@ def parse_spec_change(text: str) -> tuple[str, Any]:
         message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
         raise InvalidInputError(message, field="set", value=text)
     try:
-        return path, absolute_change(path, load_yaml(value))
+        return path, make_override_absolute(path, load_yaml(value))
     except yaml.YAMLError as error:
         message = f"--set {path} is {value!r}, which is not valid YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error

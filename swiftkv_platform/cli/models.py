@@ -22,7 +22,7 @@ from swiftkv_platform.cli.output import (
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import format_size
-from swiftkv_platform.sources.names import absolute
+from swiftkv_platform.sources.names import make_absolute
 from swiftkv_platform.specs.documents import with_changes
 
 _CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
@@ -71,7 +71,7 @@ def import_model(
     The control plane reads the source itself: a directory on its machine, or a bucket, that its jobs may read.
     """
     with connect(url) as client:
-        model = client.models.import_(absolute(source, "location", "source"), name=name)
+        model = client.models.import_(make_absolute(source, "location", "source"), name=name)
     print_result(model, f"{model.id} is {model.name}. `swiftkv deploy {model.id}` serves it.", json=json)
 
 

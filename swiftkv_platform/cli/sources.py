@@ -14,10 +14,10 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
-from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
+from swiftkv_platform.sources import UNRESTRICTED, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import SUFFIX
-from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
-from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_small
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher, read_teacher_config
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_small_file
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import download_model
@@ -41,7 +41,7 @@ def resolve_model_path(name: str) -> str:
     """
     match parse_source(name, field="model", suffixes=(SUFFIX,)):
         case BuiltinSource():
-            path = builtin_teacher(name, field="model")
+            path = find_builtin_teacher(name, field="model")
         case PathSource(path=path) if os.path.isdir(path) or path.suffix == SUFFIX:  # noqa: PTH112 (which raises for some)
             pass
         case HubSource():
@@ -69,7 +69,7 @@ def open_base_model(name: str | None, revision: str | None) -> Iterator[str | No
     with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
 
         def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace) / "base", access=OPEN, field="base")
+            return download_model(uri, Path(workspace) / "base", access=UNRESTRICTED, field="base")
 
         yield model_directory(name, revision, download=download, field="base")
 
@@ -84,7 +84,7 @@ def read_artifact_teacher(directory: str) -> tuple[str, str | None]:
             field="base",
         )
     try:
-        lineage = parse_manifest(read_small(manifest, MANIFEST_BYTES.default)).lineage
+        lineage = parse_manifest(read_small_file(manifest, MANIFEST_BYTES.default)).lineage
     except UnusableFileError as error:
         message = f"base is not given, and the {MANIFEST} of {directory!r} {error}; use --base"
         raise InvalidInputError(message, field="base", value=directory) from error

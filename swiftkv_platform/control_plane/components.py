@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.retention import RetainedRows
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.sources.access import list_file_ids
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -60,7 +60,7 @@ class Components:
     def find_files(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
         """Return those uploaded files of the tenant that the spec names, by id. `usable_at`: time by which expired
         files are left out; None for jobs that are already accepted, which keep them."""
-        ids = file_ids(spec)
+        ids = list_file_ids(spec)
         found = self.files.find(ids, tenant=tenant).values() if ids else ()
         return {
             file.id: StoredFile(

@@ -48,17 +48,17 @@ from swiftkv_platform.limits import (
     UPLOAD_ROW_BYTES,
     UPLOAD_ROW_VALUES,
 )
-from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
-from swiftkv_platform.sources.cards import check_laid_out, check_saved
+from swiftkv_platform.sources import UNRESTRICTED, Access, BuiltinSource, FileSource, PathSource
+from swiftkv_platform.sources.cards import check_hub_layout, check_saved_dataset
 from swiftkv_platform.sources.layout import (
-    ACCEPTED,
+    ACCEPTED_FILES,
     check_builtin,
-    check_whole,
-    compression_of,
+    check_single_file,
+    find_compression,
+    find_data_suffix,
     is_hub_layout,
     is_saved_dataset,
-    kind_of,
-    source_files,
+    list_source_files,
 )
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 from swiftkv_platform.web.safe_json import exceeds_limits
@@ -148,7 +148,7 @@ class SourceEstimate:
 
 
 def check_sources(
-    sources: Sequence[DataSourceSpec], access: Access = OPEN, budget: ReadBudget | None = None
+    sources: Sequence[DataSourceSpec], access: Access = UNRESTRICTED, budget: ReadBudget | None = None
 ) -> tuple[SourceEstimate, ...]:
     """Check sources and estimate their size. Raises `DataError` for the first one that cannot be used or read."""
     budget = ReadBudget() if budget is None else budget
@@ -163,19 +163,19 @@ def _check_source(
     source: DataSourceSpec, source_field: str, access: Access, budget: ReadBudget, max_files: int
 ) -> SourceEstimate:
     name, field = source.name_or_path, f"{source_field}.name_or_path"
-    match access.data(name, field):
+    match access.parse_data(name, field):
         case BuiltinSource():
             check_builtin(source, source_field)
             return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():
             assert access.files is not None, "`Access` refuses files without an entry"
-            check_whole(source, source_field)
+            check_single_file(source, source_field)
             stored = access.files[name]
             found = _match_format_name(stored.columns, "it", source, source_field)
             return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
         case PathSource(path=path):
             try:
-                real = access.boundary.check(path, field)
+                real = access.boundary.check_path(path, field)
                 return _check_path(real, source, source_field, access, budget, max_files)
             except _BudgetExceededError as spent:
                 return SourceEstimate(name, not_checked=f"none of its files were read: {spent}")
@@ -197,11 +197,11 @@ def _check_path(
         access.boundary.check_tree(path, field)
         if is_saved_dataset(path) or is_hub_layout(path):
             if access.is_restricted:
-                (check_saved if is_saved_dataset(path) else check_laid_out)(path, field)
+                (check_saved_dataset if is_saved_dataset(path) else check_hub_layout)(path, field)
             return SourceEstimate(name)
-    found = [file for file in source_files(path, source, source_field) if kind_of(file.name) is not None]
+    found = [file for file in list_source_files(path, source, source_field) if find_data_suffix(file.name) is not None]
     if not found:
-        raise _make_source_error(source_field, name, f"it has no file in a known format; {ACCEPTED}")
+        raise _make_source_error(source_field, name, f"it has no file in a known format; {ACCEPTED_FILES}")
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _make_source_error(source_field, name, "it is empty; at least one row is needed")
@@ -240,7 +240,7 @@ def _describe_unread_files(files: Sequence[Path], num_read: int, why: str) -> st
 
 def _find_first_format(file: Path, source: DataSourceSpec, source_field: str, budget: ReadBudget) -> str | None:
     """Return the row format of the file's first row; None if its columns cannot be read here."""
-    kind = kind_of(file.name)
+    kind = find_data_suffix(file.name)
     if kind in _TEXT_FILES:
         return _TEXT
     budget.spend_file()
@@ -333,9 +333,9 @@ def _read_parquet_columns(file: Path, field: str, budget: ReadBudget) -> Collect
 
 def _is_reader_missing(file: Path) -> bool:
     """Whether the package that reads the file is not installed, as in the control plane's image."""
-    if compression_of(file.name) == ".zst":
+    if find_compression(file.name) == ".zst":
         return not can_read_zstandard()
-    return kind_of(file.name) == ".parquet" and find_spec("pyarrow") is None
+    return find_data_suffix(file.name) == ".parquet" and find_spec("pyarrow") is None
 
 
 def _read_footer_size(file: Path) -> int:

@@ -17,7 +17,7 @@ from swiftkv_platform.data.formats import PROMPT_FORMATS
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.source_rows import RemoteFiles, read_source_rows
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PromptSource:
     seed: int
     """Seed that chooses `sample_count` prompts."""
     remote: RemoteFiles | None
-    access: Access = OPEN
+    access: Access = UNRESTRICTED
     """Sources that may be read."""
 
     @property

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.layout import compression_of, kind_of
+from swiftkv_platform.sources.layout import find_compression, find_data_suffix
 
 
 @contextmanager
 def open_file(file: Path, field: str) -> Iterator[BinaryIO]:
     """Open a file for reading. Raises `DataError`, on opening or within the context, if the file cannot be read or
     decompressed."""
-    compression = compression_of(file.name)
+    compression = find_compression(file.name)
     if compression == ".zst" and not can_read_zstandard():
         why = "is compressed with Zstandard, but no reader is installed; install zstandard, or decompress it (zstd -d)"
         raise make_file_error(field, file, why)
@@ -133,7 +133,7 @@ class FileReader:
 def find_reader(file: Path, field: str) -> FileReader | None:
     """Return the reader for a file by its suffix, and for JSON by its first character; None for other files. Raises
     `DataError` if the file cannot be read or decompressed."""
-    reader = READERS.get(kind_of(file.name) or "")
+    reader = READERS.get(find_data_suffix(file.name) or "")
     if reader is _JSON_LINES and _is_array(file, field):
         return _JSON_ARRAY
     return reader
@@ -365,7 +365,7 @@ def _read_csv_columns(file: Path, field: str) -> tuple[str, ...] | None:
 
 def parse_csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ...] | None:
     """Return the columns of a CSV file from its first line at least; None if it is empty. Raises `DataError`."""
-    delimiters = _DELIMITERS[kind_of(file.name) or ""]
+    delimiters = _DELIMITERS[find_data_suffix(file.name) or ""]
     _, header = next(_parse_csv_records(stream, file, delimiters, field), (0, None))
     return None if header is None else tuple(header)
 
@@ -430,4 +430,4 @@ READERS = {
     ".txt": _TEXT,
     ".py": _TEXT,
 }
-"""Readers by `layout.kind_of` of a file's name."""
+"""Readers by `layout.find_data_suffix` of a file's name."""

@@ -37,7 +37,7 @@ from swiftkv_platform.data.prepared import (
 )
 from swiftkv_platform.data.source_rows import RemoteFiles, SourceRow, read_source_rows
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def prepare_data(
     *,
     seed: int,
     remote: RemoteFiles | None = None,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     completions: TeacherCompletions | None = None,
     mask_prompts: bool = False,
     with_steering: bool = False,

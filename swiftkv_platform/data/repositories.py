@@ -20,7 +20,7 @@ from typing import Any
 from swiftkv_platform.data.files import NumberedRow, Table, make_row_error
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
-from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
+from swiftkv_platform.sources.cards import CARDS, check_card, check_hub_layout, check_saved_dataset
 from swiftkv_platform.sources.untrusted_files import INDEX_BYTES, UnusableFileError, read_object
 from swiftkv_platform.specs import DataSourceSpec
 
@@ -38,7 +38,7 @@ def read_saved_dataset(location: Path, source: DataSourceSpec, source_field: str
 
     name, field = str(location), f"{source_field}.name_or_path"
     if boundary.directories is not None:
-        check_saved(location, field)
+        check_saved_dataset(location, field)
     try:
         found = datasets.load_from_disk(name)
     except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def read_hub_dataset(name: str, source: DataSourceSpec, source_field: str, bound
     if boundary.directories is None:
         return _load_split(name, source, source_field, None)
     field, directory = f"{source_field}.name_or_path", Path(name)
-    check_laid_out(directory, field)
+    check_hub_layout(directory, field)
 
     def is_allowed(file: str) -> bool:
         return "::" not in file and boundary.contains(file)
@@ -107,7 +107,7 @@ def _check_repository_cards(name: str, field: str) -> str | None:
                 field, name, f": no such data set on the hub, or no access to it ({error})"
             ) from error
         revision = file.parent.name
-        Boundary.of(file.parents[2]).check(file, field)
+        Boundary.from_directories(file.parents[2]).check_path(file, field)
         check_card(file, field)
     return revision
 

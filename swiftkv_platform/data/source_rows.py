@@ -29,26 +29,35 @@ from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.packing import IntArray
 from swiftkv_platform.data.repositories import read_hub_dataset, read_hub_repository, read_saved_dataset
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources import (
+    UNRESTRICTED,
+    Access,
+    Boundary,
+    BuiltinSource,
+    FileSource,
+    HubSource,
+    PathSource,
+    S3Source,
+)
 from swiftkv_platform.sources.builtin_data import (
-    chat_prompts,
-    long_recall_prompts,
-    recall_prompts,
-    standard_library_modules,
-    unseen_chat_prompts,
+    make_chat_prompts,
+    make_long_recall_prompts,
+    make_recall_prompts,
+    make_unseen_chat_prompts,
+    read_standard_library,
 )
 from swiftkv_platform.sources.layout import (
-    ACCEPTED,
+    ACCEPTED_FILES,
     check_builtin,
+    check_single_file,
     check_subset,
-    check_whole,
-    choose,
+    find_data_suffix,
     is_hub_layout,
     is_saved_dataset,
-    kind_of,
-    source_files,
+    list_source_files,
+    select_split_files,
 )
-from swiftkv_platform.sources.names import refuse_shadowed
+from swiftkv_platform.sources.names import refuse_shadowed_id
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
 
 
@@ -78,7 +87,7 @@ class RemoteFiles(Protocol):
 
 
 def open_source(
-    source: DataSourceSpec, *, source_field: str, remote: RemoteFiles | None, access: Access = OPEN
+    source: DataSourceSpec, *, source_field: str, remote: RemoteFiles | None, access: Access = UNRESTRICTED
 ) -> list[Table]:
     """Open a source. Rows are read lazily, when its tables are iterated.
 
@@ -93,13 +102,13 @@ def open_source(
         StorageError: the hub is unavailable.
     """
     field = f"{source_field}.name_or_path"
-    named = access.data(source.name_or_path, field)
+    named = access.parse_data(source.name_or_path, field)
     match named:
         case BuiltinSource():
             return _open_builtin(source, source_field)
         case FileSource(name):
             assert access.files is not None, "`Access` refuses files without an entry"
-            check_whole(source, source_field)
+            check_single_file(source, source_field)
             return [_open_upload(_require_remote(remote, name, field), access.files[name], name, field)]
         case S3Source(name):
             return _open_objects(_require_remote(remote, name, field), named, source, source_field)
@@ -107,7 +116,7 @@ def open_source(
             if not location.exists():
                 raise DataError.for_field(field, name, ": no such file or directory")
             boundary = access.boundary
-            location = boundary.check(location, field)
+            location = boundary.check_path(location, field)
             if location.is_dir():
                 boundary.check_tree(location, field)
                 if is_saved_dataset(location):
@@ -118,7 +127,7 @@ def open_source(
             return _open_local_files(location, source, source_field, boundary)
         case HubSource(name):
             if access.is_restricted:
-                refuse_shadowed(name, field)
+                refuse_shadowed_id(name, field)
                 return [read_hub_repository(source, source_field)]
             return [read_hub_dataset(name, source, source_field)]
 
@@ -143,7 +152,11 @@ def _open_upload(remote: RemoteFiles, stored: StoredFile, name: str, field: str)
     return replace(_open_file(file, READERS[FILE_SUFFIX], field), origin=name)
 
 
-_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
+_PROMPTS = {
+    BUILTIN_CHATS: make_chat_prompts,
+    BUILTIN_RECALL: make_recall_prompts,
+    BUILTIN_LONG_RECALL: make_long_recall_prompts,
+}
 
 
 def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
@@ -151,9 +164,9 @@ def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
     name = source.name_or_path
     if name in _PROMPTS:
         is_unseen, is_held_out = source.split == "unseen", source.split == "held_out"
-        prompts = unseen_chat_prompts() if is_unseen else _PROMPTS[name](held_out=is_held_out)
+        prompts = make_unseen_chat_prompts() if is_unseen else _PROMPTS[name](held_out=is_held_out)
         return [_make_table(name, "prompt", prompts)]
-    modules = list(standard_library_modules())
+    modules = list(read_standard_library())
     return [
         _make_table(name, "text", [module.text for module in modules if module.held_out is side], held_out=side)
         for side in (False, True)
@@ -169,12 +182,12 @@ def _make_table(origin: str, column: str, texts: Sequence[str], *, held_out: boo
 
 def _open_local_files(location: Path, source: DataSourceSpec, source_field: str, boundary: Boundary) -> list[Table]:
     name, field = source.name_or_path, f"{source_field}.name_or_path"
-    files = [boundary.check(file, field) for file in source_files(location, source, source_field)]
+    files = [boundary.check_path(file, field) for file in list_source_files(location, source, source_field)]
     readers = [(file, find_reader(file, field)) for file in files]
     tables = [_open_file(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError.for_field(field, name, f", {what}; {ACCEPTED}")
+        raise DataError.for_field(field, name, f", {what}; {ACCEPTED_FILES}")
     return tables
 
 
@@ -193,12 +206,12 @@ def _open_objects(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, 
     field = f"{source_field}.name_or_path"
     objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list(named)}
     if list(objects) == [""]:
-        check_whole(source, source_field)
-        chosen = [file for file in objects.values() if kind_of(file.key) is not None]
+        check_single_file(source, source_field)
+        chosen = [file for file in objects.values() if find_data_suffix(file.key) is not None]
     else:
-        chosen = [objects[name] for name in choose(list(objects), source, source_field)]
+        chosen = [objects[name] for name in select_split_files(list(objects), source, source_field)]
     if not chosen:
-        raise DataError.for_field(field, named.name, f", which has no readable objects; {ACCEPTED}")
+        raise DataError.for_field(field, named.name, f", which has no readable objects; {ACCEPTED_FILES}")
     return [_open_object(remote, file, field, keep=not source.streaming) for file in chosen]
 
 
@@ -217,7 +230,9 @@ def _open_object(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: boo
             if not keep:
                 Path(copy.origin).unlink(missing_ok=True)
 
-    return Table(file.origin, None, rows, lambda: download().count_rows(), READERS[kind_of(file.key) or ""].unit)
+    return Table(
+        file.origin, None, rows, lambda: download().count_rows(), READERS[find_data_suffix(file.key) or ""].unit
+    )
 
 
 _NUM_STREAMED_ROWS_SEARCHED = 10_000
@@ -250,7 +265,7 @@ def read_source_rows(
     *,
     seed: int,
     remote: RemoteFiles | None,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
     """Yield the rows of `data.sources[index]`: all, or `sample_count` of them, chosen by the seed (the first ones of a

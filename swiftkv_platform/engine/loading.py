@@ -26,7 +26,7 @@ from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_token
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import settle_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.student_shape import StudentShape
 
@@ -65,7 +65,7 @@ def load_model(
     checkpoint cannot be read, or `max_model_len` exceeds its context."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    directory = local_directory(str(path), field="model")
+    directory = fetch_model_directory(str(path), field="model")
     model = _read_model(weights or directory, config, ranks)
     tokenizer = _read_tokenizer(directory, model.config)
     context_length = _get_context_length(path, model.config, config)
@@ -106,7 +106,7 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
 
 def check_tensor_parallel_size(path: str | Path, config: EngineConfig) -> None:
     """Raise `ModelError` if `tensor_parallel_size` does not divide the model, or there are too few devices."""
-    directory = local_directory(str(path), field="model")
+    directory = fetch_model_directory(str(path), field="model")
     check_divisible(read_config(directory, field="model"), config.tensor_parallel_size)
     get_rank_device(config, 0)
 

@@ -35,8 +35,8 @@ from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
 from swiftkv_platform.local.terminal import format_flops, format_size, show_events
 from swiftkv_platform.planning.machines import describe_processor
 from swiftkv_platform.settings import Settings, get_default_keys_file
-from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
-from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs import REAL_TEACHER
 
 RECIPE, LLM_RECIPE = "builtin-python-5m", "builtin-smollm2-135m-demo"
@@ -97,7 +97,7 @@ def run_demo(
     """
     is_llm = model in LLM_NAMES
     if is_llm:
-        builtin_teacher(REAL_TEACHER)  # raises before anything is started
+        find_builtin_teacher(REAL_TEACHER)  # raises before anything is started
     spec = build_llm_spec(short=short) if is_llm else build_job_spec(model)
     stack = Stack(make_demo_settings(home.expanduser().resolve()))
     prepare_home(stack, keep=is_llm)
@@ -240,7 +240,7 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
 
 def build_job_spec(model: str | None) -> dict[str, Any]:
     """Return the job spec of the packaged recipe. `model`: another teacher, of which half the layers are skipped."""
-    spec: dict[str, Any] = yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8"))
+    spec: dict[str, Any] = yaml.safe_load(find_recipe(RECIPE).read_text(encoding="utf-8"))
     if model is not None:
         path = Path(model).expanduser()
         # The job runs in another directory than this process.
@@ -248,12 +248,12 @@ def build_job_spec(model: str | None) -> dict[str, Any]:
         swiftkv = spec.get("swiftkv", {})
         swiftkv.pop("num_key_value_layers", None)
         spec["swiftkv"] = {**swiftkv, "prefill_reduction": 0.5}
-    return suited_to_cpu(spec)
+    return adapt_dtype_to_cpu(spec)
 
 
 def build_llm_spec(*, short: bool = False) -> dict[str, Any]:
     """Return the recipe's job spec. `short`: run every part within a few minutes, too short to learn anything."""
-    spec = suited_to_cpu(yaml.safe_load(recipe(LLM_RECIPE).read_text(encoding="utf-8")))
+    spec = adapt_dtype_to_cpu(yaml.safe_load(find_recipe(LLM_RECIPE).read_text(encoding="utf-8")))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
             source["sample_count"] = count

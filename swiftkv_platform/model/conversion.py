@@ -39,7 +39,7 @@ from swiftkv_platform.model.weights.writing import (
     new_directory,
 )
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.student_shape import DecodeKeyValue, ShapeRequest, Sharing, StudentShape
 
 
@@ -243,7 +243,7 @@ def convert_checkpoint(
     teacher, request = read_config(source, revision=revision), ShapeRequest(**shape)
     make_student_config(teacher, request)  # refuses a shape before weights are downloaded
     quantization = quantization_fields(teacher)
-    directory = local_directory(str(source), revision, field="model.name_or_path")
+    directory = fetch_model_directory(str(source), revision, field="model.name_or_path")
     student = LazyStudent.open(directory, request, {}, dtype="auto")
     config = student.model.config
     if has_tokenizer(directory):

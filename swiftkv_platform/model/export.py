@@ -46,7 +46,7 @@ from swiftkv_platform.model.weights.writing import (
     copy_companions,
     new_directory,
 )
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 
 Quantization = Literal["int8", "int4", "mixed"]
 
@@ -150,7 +150,7 @@ def export_adapter(
     target = Path(target)
     check_new(target)
     config, _ = _checked(read_config(student), str(student), True, False)
-    directory = local_directory(str(student), field="model.name_or_path")
+    directory = fetch_model_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER_FILE).is_file():
         raise ModelError(
             f"{str(student)!r} is an adapter already; copy it, or export a whole model from it",
@@ -206,7 +206,7 @@ class _Source:
     def open(cls, source: str | Path, teacher: bool, prefill_only: bool, revision: str | None = None) -> _Source:
         whole = read_config(source, revision=revision)
         config, keeps = _checked(whole, str(source), teacher, prefill_only)
-        directory = local_directory(str(source), revision, field="model.name_or_path")
+        directory = fetch_model_directory(str(source), revision, field="model.name_or_path")
         checkpoint = Checkpoint.open(directory)
         modules = {name.rpartition(".")[0] for name in checkpoint.shards}
         if teacher and modules.isdisjoint(list_teacher_modules(config)):

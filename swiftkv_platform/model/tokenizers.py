@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import FIELD
 from swiftkv_platform.sources.loader_rules import TOKENIZER
-from swiftkv_platform.sources.model_directories import tokenizer_directory, tokenizer_view
+from swiftkv_platform.sources.model_directories import fetch_tokenizer_directory, open_tokenizer_view
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
@@ -33,9 +33,9 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
     Raises:
         ModelError: the tokenizer cannot be read, or has ids without an embedding.
     """
-    directory = tokenizer_directory(str(source), revision, field=field)
+    directory = fetch_tokenizer_directory(str(source), revision, field=field)
     try:
-        with tokenizer_view(directory) as view:
+        with open_tokenizer_view(directory) as view:
             tokenizer = _read(view, directory)
         # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))

@@ -6,7 +6,7 @@ Imports no torch and opens no network connection.
 
 from __future__ import annotations
 
-from swiftkv_platform.sources.access import NO_RULES, OPEN, Access, SourceRules
+from swiftkv_platform.sources.access import NO_RULES, UNRESTRICTED, Access, SourceRules
 from swiftkv_platform.sources.names import (
     BuiltinSource,
     FileSource,
@@ -21,8 +21,8 @@ from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 
 __all__ = [
     "NO_RULES",
-    "OPEN",
     "UNBOUNDED",
+    "UNRESTRICTED",
     "Access",
     "Boundary",
     "BuiltinSource",

@@ -1,9 +1,8 @@
 """Rules on the sources that a tenant's specs may read: the operator's rules, and the resulting `Access` of one tenant.
-Reads no source.
 
-The platform reads sources with its own credentials, so without such rules a tenant could train on another tenant's
-files and generate them. The control plane checks a spec before storing it, and passes the tenant's `Access` to the
-attempt, whose readers check every file that a name leads to.
+The platform reads sources with its own credentials. Without rules, a tenant could train on another tenant's files and
+then generate them. The control plane checks a spec before storing it, and passes the tenant's `Access` to the attempt,
+which checks every file before it is opened.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.sources.layout import ENDINGS
+from swiftkv_platform.sources.layout import DATA_SUFFIXES
 from swiftkv_platform.sources.names import (
     FileSource,
     HubSource,
@@ -30,12 +29,12 @@ from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
 
-_S3 = "s3://"
-_TENANT = "{tenant}"
-_TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
-"""Form of every task name in the harness's index; no path with a directory matches it."""
+_S3_SCHEME = "s3://"
+_TENANT_PLACEHOLDER = "{tenant}"
+_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
+"""Pattern of the harness's task names; no path with a directory matches."""
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
-_LONGEST_REVISION = 255
+_MAX_REVISION_LENGTH = 255
 
 
 @dataclass(frozen=True)
@@ -45,55 +44,55 @@ class Access:
     roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that may be read; None allows every path and address."""
     hub_organizations: tuple[str, ...] | None = None
-    """Hub organisations (and repositories without one) whose models and data may be used; None allows the whole hub."""
+    """Hub organizations (and repositories without one) whose models and data may be used; None allows the whole hub."""
     code_tasks: bool = False
-    """Whether tasks may run the code that a model writes."""
+    """Whether tasks may run code that a model generates."""
     tenant: str | None = None
-    """Tenant to name in messages."""
+    """Name of the tenant in messages."""
     files: Mapping[str, StoredFile] | None = None
     """Uploaded files of the tenant that its spec names, by id."""
 
     @property
     def is_restricted(self) -> bool:
-        """Whether paths are restricted. Then a name that could be a hub id is one, and a task may not be a file."""
+        """Whether paths are restricted. If so, ambiguous names are hub ids, and tasks may not be files."""
         return self.roots is not None
 
     @property
     def boundary(self) -> Boundary:
-        """Directories in which local files may lie."""
+        """Allowed directories of local files."""
         if self.roots is None:
             return UNBOUNDED
-        return Boundary.of(*(root for root in self.roots if not root.startswith(_S3)))
+        return Boundary.from_directories(*(root for root in self.roots if not root.startswith(_S3_SCHEME)))
 
-    def model(self, name: str, field: str = "model.name_or_path") -> ModelSource:
+    def parse_model(self, name: str, field: str = "model.name_or_path") -> ModelSource:
         """Parse the name of a model. Raises `InvalidInputError` if it is not valid, or the tenant may not read it."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
             raise InvalidInputError.for_field(
                 field, name, ", an uploaded file of rows; use a hub id, a directory or a built-in teacher"
             )
-        self._check(parsed, field)
+        self._check_source(parsed, field)
         return parsed
 
-    def data(self, name: str, field: str) -> Source:
-        """Parse the name of a data set. Raises as `model`."""
-        parsed = parse_source(name, field=field, suffixes=ENDINGS, relative_paths=not self.is_restricted)
-        self._check(parsed, field)
+    def parse_data(self, name: str, field: str) -> Source:
+        """Parse the name of a data set. Raises as `parse_model`."""
+        parsed = parse_source(name, field=field, suffixes=DATA_SUFFIXES, relative_paths=not self.is_restricted)
+        self._check_source(parsed, field)
         return parsed
 
-    def location(self, name: str, field: str) -> S3Source | PathSource:
-        """Parse a path or `s3://` address, never a hub id. Raises as `model`."""
+    def parse_location(self, name: str, field: str) -> S3Source | PathSource:
+        """Parse a path or `s3://` address, never a hub id. Raises as `parse_model`."""
         parsed = parse_location(name, field=field)
-        self._check(parsed, field)
+        self._check_source(parsed, field)
         return parsed
 
-    def check(self, spec: JobSpec) -> None:
+    def check_spec(self, spec: JobSpec) -> None:
         """Raise `InvalidInputError` for the first field with a name that is not valid or may not be read."""
-        self.model(spec.model.name_or_path)
+        self.parse_model(spec.model.name_or_path)
         if spec.model.revision is not None:
             _check_revision(spec.model.revision)
         for index, source in enumerate(spec.data.sources):
-            self.data(source.name_or_path, f"data.sources[{index}].name_or_path")
+            self.parse_data(source.name_or_path, f"data.sources[{index}].name_or_path")
         for index, task in enumerate(spec.evaluation.tasks):
             self.check_task(task, f"evaluation.tasks[{index}]")
 
@@ -101,59 +100,62 @@ class Access:
         """Raise `InvalidInputError` for an evaluation task whose name or data may not be used."""
         name, data_dir = get_task_name_and_data_dir(task)
         check_name(name, field)
-        names_file = is_task_file_name(name) or _TASK.fullmatch(name) is None
+        names_file = is_task_file_name(name) or _TASK_NAME.fullmatch(name) is None
         if self.is_restricted and names_file and not name.startswith("builtin:"):
-            accepted = "only the name of a task that the harness knows, or of a `builtin:` one, is accepted"
-            why = f"; a task's file may name functions to run, so where sources are restricted, {accepted}"
+            why = "; only tasks of the harness and `builtin:` tasks are accepted, since task files may run code"
             raise InvalidInputError.for_field(field, name, why)
         if data_dir is not None:
-            self.location(data_dir, f"{field}.data_dir")
+            self.parse_location(data_dir, f"{field}.data_dir")
 
-    def _check(self, source: Source, field: str) -> None:
+    def _check_source(self, source: Source, field: str) -> None:
         """Raise `InvalidInputError` if the tenant may not read `source`."""
-        opened = f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
+        allowed = f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
                 raise InvalidInputError.for_field(
                     field,
                     source.name,
-                    ", and there is no such file here; `swiftkv files list` lists a control plane's files",
+                    ", but no file with this id is uploaded; list the files with `swiftkv files list`",
                 )
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
             if organizations is not None and source.organization not in organizations:
-                raise self._closed(source, field, f"the hub's organizations: {', '.join(organizations) or 'none'}")
+                raise self._make_forbidden_error(
+                    source, field, f"the hub's organizations: {', '.join(organizations) or 'none'}"
+                )
         elif isinstance(source, S3Source) and self.roots is not None:
-            if not any(source.lies_below(root) for root in self.roots if root.startswith(_S3)):
-                raise self._closed(source, field, opened)
+            if not any(source.is_below(root) for root in self.roots if root.startswith(_S3_SCHEME)):
+                raise self._make_forbidden_error(source, field, allowed)
         elif isinstance(source, PathSource) and not self.boundary.contains(source.path):
-            raise self._closed(source, field, opened)
+            raise self._make_forbidden_error(source, field, allowed)
 
-    def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
+    def _make_forbidden_error(self, source: Source, field: str, allowed: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
-        return InvalidInputError.for_field(field, source.name, f", which {reader} may not read; it may read {opened}")
+        return InvalidInputError.for_field(field, source.name, f", which {reader} may not read; it may read {allowed}")
 
 
-OPEN = Access()
-"""Access of a program run by its own user."""
+UNRESTRICTED = Access()
+"""Access of programs that users run themselves."""
 
 
 @dataclass(frozen=True)
 class SourceRules:
-    """Sources that the operator opens to tenants, in addition to built-in ones and the hub."""
+    """Sources that the operator allows tenants to read, in addition to built-in sources and the hub."""
 
     roots: Sequence[str] | None = None
-    """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None opens everything."""
+    """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None allows everything."""
     code_tasks: bool = False
-    """Whether tasks may run the code that a model writes."""
+    """Whether tasks may run code that a model generates."""
 
-    def access(
+    def build_access(
         self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
     ) -> Access:
-        """Return a tenant's access under these rules, to the hub organisations of its policy (None: all) and the
-        uploaded files that its spec names."""
+        """Return a tenant's access under these rules, with the hub organizations of its policy (None: all) and the
+        uploaded files of its spec."""
         return Access(
-            roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
+            roots=None
+            if self.roots is None
+            else tuple(root.replace(_TENANT_PLACEHOLDER, tenant) for root in self.roots),
             hub_organizations=None if hub_organizations is None else tuple(hub_organizations),
             code_tasks=self.code_tasks,
             tenant=tenant,
@@ -162,17 +164,17 @@ class SourceRules:
 
 
 NO_RULES = SourceRules()
-"""Rules of a server that only the user of its own machine can reach."""
+"""Rules of a server that only local users can reach."""
 
 
-def file_ids(spec: JobSpec) -> list[str]:
+def list_file_ids(spec: JobSpec) -> list[str]:
     """Return the ids of the uploaded files that a spec names as data, each once."""
     return list(dict.fromkeys(each.name_or_path for each in spec.data.sources if is_file_id(each.name_or_path)))
 
 
 def _check_revision(revision: str) -> None:
-    """Raise `InvalidInputError` for a revision that, as part of a path, could lead out of the hub's cache."""
-    if len(revision) > _LONGEST_REVISION or _REVISION.fullmatch(revision) is None:
+    """Raise `InvalidInputError` for a revision that, as part of a path, could escape the hub's cache."""
+    if len(revision) > _MAX_REVISION_LENGTH or _REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
             f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
             field="model.revision",

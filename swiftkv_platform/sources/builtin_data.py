@@ -1,9 +1,9 @@
-"""Built-in data: source files of the Python standard library, and prompts made from templates and words in this file,
-the same on every machine. Knows text only.
+"""Built-in data: source files of the Python standard library, and prompts from templates in this file, the same on
+every machine.
 
-Prompts have no answers: the teacher writes those (`data.sources[].complete`). Chats ask a model for what it knows,
-recall prompts for what it has read. A student distilled on chats only rarely has to read its own KV cache, and forgets
-how.
+Prompts have no completions; the teacher writes them (`data.sources[].complete`). Chat prompts require knowledge of the
+model, recall prompts facts from the prompt. A student distilled on chats only loses recall, since it rarely has to read
+its own KV cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-HELD_OUT_BUCKETS = 5
-"""Number of the 100 hash buckets of module names that are held out (a share of about 5% of the modules)."""
+HELD_OUT_PERCENT = 5
+"""Percentage of modules that are held out, by a hash of their names."""
 
 _SKIPPED_DIRECTORIES = frozenset(
     {
@@ -25,8 +25,7 @@ _SKIPPED_DIRECTORIES = frozenset(
         *("test", "tests", "idle_test"),
     }
 )
-"""Third-party code, packages that are generated tables rather than written text, and tests, which some distributions
-leave out."""
+"""Third-party code, packages with generated tables, and tests, which some distributions omit."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,17 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        return is_held_out(self.name)
+        return is_held_out_module(self.name)
 
 
-def is_held_out(module_name: str) -> bool:
-    """Whether a module belongs to the held-out split.
-
-    The split hashes the name alone, so a module stays on its side whatever the Python version or the machine.
-    """
+def is_held_out_module(module_name: str) -> bool:
+    """Whether a module is in the held-out split. Depends on the name only, so it is the same for every Python
+    version."""
     digest = hashlib.sha256(module_name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_BUCKETS
+    return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-def standard_library_modules(*, root: Path | None = None) -> Iterator[Module]:
+def read_standard_library(*, root: Path | None = None) -> Iterator[Module]:
     """Yield the modules below `root` (default: the interpreter's standard library) in sorted order of path."""
     directory = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(directory.rglob("*.py")):
@@ -67,8 +64,8 @@ def standard_library_modules(*, root: Path | None = None) -> Iterator[Module]:
             yield Module(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), text)
 
 
-HELD_OUT_TOPICS = 5
-"""One topic in this many is held out, with every prompt about it."""
+HELD_OUT_TOPIC_DIVISOR = 5
+"""One in 5 topics is held out, with all of its prompts."""
 
 _TOPICS = (
     "bees", "volcanoes", "the Moon", "bicycles", "bread", "the human heart", "rivers", "glass", "maps", "dolphins",
@@ -103,7 +100,7 @@ _REQUESTS = (
     "Is it worth reading a whole book about {}? Give reasons.",
     "Write a quiz of three questions about {}, with the answers.",
 )  # fmt: skip
-_OTHER_REQUESTS = (
+_UNSEEN_REQUESTS = (
     "My neighbour keeps talking about {}. Where would I start if I knew nothing at all?",
     "Invent a riddle whose answer is {}.",
     "Pretend you are a museum guide and introduce {} to your visitors.",
@@ -134,37 +131,37 @@ _FUNCTIONS = (
 _LANGUAGES = ("Python", "JavaScript", "Java", "C")
 
 
-def chat_prompts(*, held_out: bool) -> list[str]:
-    """Return the training or held-out prompts, in an order (by hash) that is the same on every machine."""
-    prompts = [text for key, text in _all() if _is_held_out(key) is held_out]
+def make_chat_prompts(*, held_out: bool) -> list[str]:
+    """Return the training or held-out chat prompts, ordered by hash."""
+    prompts = [text for key, text in _make_prompts_by_topic() if _is_held_out_topic(key) is held_out]
     return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
-def unseen_chat_prompts() -> list[str]:
-    """Return prompts about the held-out topics made from templates that no training or held-out prompt uses."""
-    prompts = [request.format(topic) for topic in _TOPICS if _is_held_out(topic) for request in _OTHER_REQUESTS]
+def make_unseen_chat_prompts() -> list[str]:
+    """Return prompts about held-out topics from templates that no other prompt uses."""
+    prompts = [request.format(topic) for topic in _TOPICS if _is_held_out_topic(topic) for request in _UNSEEN_REQUESTS]
     return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
-def _is_held_out(key: str) -> bool:
+def _is_held_out_topic(key: str) -> bool:
     """Whether a topic is held out, so that held-out prompts share no subject with others."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % HELD_OUT_TOPICS == 0
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % HELD_OUT_TOPIC_DIVISOR == 0
 
 
-def _all() -> Iterator[tuple[str, str]]:
-    """Yield (key that decides the side, prompt) for all prompts."""
+def _make_prompts_by_topic() -> Iterator[tuple[str, str]]:
+    """Yield (topic or other key that decides the split, prompt) for all chat prompts."""
     for topic, request in product(_TOPICS, _REQUESTS):
         yield topic, request.format(topic)
     for function, language in product(_FUNCTIONS, _LANGUAGES):
         yield function, f"Write a {language} function that {function}."
         yield function, f"Explain with a short {language} example how one {function}."
     for number in range(400):
-        yield f"sum {number}", _arithmetic(random.Random(f"sum {number}"))  # noqa: S311 (no secret)
+        yield f"sum {number}", _make_arithmetic_prompt(random.Random(f"sum {number}"))  # noqa: S311 (no secret)
     for number in range(300):
-        yield f"text {number}", _reading(random.Random(f"text {number}"))  # noqa: S311 (no secret)
+        yield f"text {number}", _make_reading_prompt(random.Random(f"text {number}"))  # noqa: S311 (no secret)
 
 
-def _arithmetic(rng: random.Random) -> str:
+def _make_arithmetic_prompt(rng: random.Random) -> str:
     first, second = rng.sample(_NAMES, 2)
     item, many, few, times = rng.choice(_ITEMS), rng.randint(20, 90), rng.randint(2, 15), rng.randint(2, 6)
     return rng.choice(
@@ -179,10 +176,10 @@ def _arithmetic(rng: random.Random) -> str:
     )
 
 
-def _reading(rng: random.Random) -> str:
+def _make_reading_prompt(rng: random.Random) -> str:
     first, second = rng.sample(_NAMES, 2)
     topic, other = rng.sample(_TOPICS, 2)
-    passage = " ".join(_sentences(rng, first, second, topic, other))
+    passage = " ".join(_make_sentences(rng, first, second, topic, other))
     question = rng.choice(
         (
             f"What did {first} do first?",
@@ -196,7 +193,7 @@ def _reading(rng: random.Random) -> str:
     return f"{passage}\n\n{question}"
 
 
-def _sentences(rng: random.Random, first: str, second: str, topic: str, other: str) -> Sequence[str]:
+def _make_sentences(rng: random.Random, first: str, second: str, topic: str, other: str) -> Sequence[str]:
     return (
         f"On {rng.choice(('Monday', 'Friday', 'Sunday'))} {first} went to the library to read about {topic}.",
         f"After an hour {second} arrived and asked about {other} instead.",
@@ -207,7 +204,7 @@ def _sentences(rng: random.Random, first: str, second: str, topic: str, other: s
 
 
 _NUM_PROMPTS = {False: 2000, True: 200}
-_NUM_LONG = {False: 1000, True: 100}
+_NUM_LONG_PROMPTS = {False: 1000, True: 100}
 _PEOPLE = {
     False: (
         "Alma", "Bruno", "Clara", "Dario", "Elif", "Greta", "Kavya", "Leon", "Mira", "Nadia", "Omar", "Petra", "Quinn",
@@ -229,7 +226,7 @@ _REMARKS = (
     "In the {room} there was a smell of coffee and paint.",
     "{person} hummed a song while carrying the {item}.",
 )
-_KINDS = (
+_FACTS = (
     ("{person}'s locker opens with {value}.", "With which digits does {person}'s locker open?", "locker", "digits"),
     ("The ticket code of {person} is {value}.", "Which ticket code does {person} have?", "ticket", "code"),
     ("{person} paid {value} coins.", "How many coins did {person} pay?", "payment", "coins"),
@@ -242,51 +239,53 @@ _KINDS = (
 )
 """Kinds of facts: statement in the text, question, subject, and kind of value."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-_MOST_COPIED = 12
-_REMARKS_OF_TEXT, _REMARKS_OF_LONG = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120, 160)
+_MAX_COPIED_SENTENCES = 12
+_NUM_REMARKS, _NUM_LONG_REMARKS = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120, 160)
 
 
-def recall_prompts(*, held_out: bool) -> list[str]:
-    """Return the training or held-out prompts, the same on every machine. Each asks for one fact of a text, for all of
-    its facts, or for a copy of the text; up to about 400 tokens long."""
+def make_recall_prompts(*, held_out: bool) -> list[str]:
+    """Return the training or held-out recall prompts, of up to about 400 tokens. Each asks for one fact of a text, for
+    all of its facts, or for a copy of the text."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
     prompts = []
     for number in range(_NUM_PROMPTS[held_out]):
         rng = random.Random(f"recall {seed} {number}")  # noqa: S311 (no secret)
-        sentences, questions = _text(rng, people, _REMARKS_OF_TEXT)
+        sentences, questions = _make_recall_text(rng, people, _NUM_REMARKS)
         copied = rng.choice(("Repeat this text word for word:", "Copy the following text exactly:"))
-        prompts.append(rng.choice((*questions, f"{copied}\n\n{' '.join(sentences[:_MOST_COPIED])}")))
+        prompts.append(rng.choice((*questions, f"{copied}\n\n{' '.join(sentences[:_MAX_COPIED_SENTENCES])}")))
     return prompts
 
 
-def long_recall_prompts(*, held_out: bool) -> list[str]:
-    """Return prompts for one fact of a long text, or for all of its facts; about 500 to 2,100 tokens long."""
+def make_long_recall_prompts(*, held_out: bool) -> list[str]:
+    """Return prompts of about 500 to 2,100 tokens that ask for one fact of a text, or for all of its facts."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
     prompts = []
-    for number in range(_NUM_LONG[held_out]):
+    for number in range(_NUM_LONG_PROMPTS[held_out]):
         rng = random.Random(f"long recall {seed} {number}")  # noqa: S311 (no secret)
-        _, questions = _text(rng, people, _REMARKS_OF_LONG)
+        _, questions = _make_recall_text(rng, people, _NUM_LONG_REMARKS)
         prompts.append(rng.choice(questions))
     return prompts
 
 
-def _text(rng: random.Random, people: Sequence[str], remarks: Sequence[int]) -> tuple[list[str], tuple[str, str, str]]:
-    """Draw a text. `remarks`: numbers of filler sentences to choose from. Returns its sentences, and three prompts that
-    contain it."""
-    statement, question, subject, told = rng.choice(_KINDS)
+def _make_recall_text(
+    rng: random.Random, people: Sequence[str], num_remarks: Sequence[int]
+) -> tuple[list[str], tuple[str, str, str]]:
+    """Draw a text. `num_remarks`: numbers of filler sentences to choose from. Returns its sentences, and three prompts
+    that contain it."""
+    statement, question, subject, value_kind = rng.choice(_FACTS)
     named = rng.sample(people, rng.choice((1, 2, 3, 4, 6)))
-    sentences = [_remark(rng, people) for _ in range(rng.choice(remarks))]
+    sentences = [_make_remark(rng, people) for _ in range(rng.choice(num_remarks))]
     for person in named:
-        value = _code(rng) if told == "code" else str(rng.randrange(10 ** rng.randint(2, 6)))
+        value = _make_code(rng) if value_kind == "code" else str(rng.randrange(10 ** rng.randint(2, 6)))
         sentences.insert(rng.randint(0, len(sentences)), statement.format(person=person, value=value))
-    text, asked = " ".join(sentences), question.format(person=rng.choice(named))
-    everyone = f"List every person whose {subject} is mentioned, each with the {told}."
-    return sentences, (f"{text}\n\n{asked}", f"{asked} Look it up in these notes.\n\n{text}", f"{text}\n\n{everyone}")
+    text, prompt = " ".join(sentences), question.format(person=rng.choice(named))
+    everyone = f"List every person whose {subject} is mentioned, each with the {value_kind}."
+    return sentences, (f"{text}\n\n{prompt}", f"{prompt} Look it up in these notes.\n\n{text}", f"{text}\n\n{everyone}")
 
 
-def _remark(rng: random.Random, people: Sequence[str]) -> str:
+def _make_remark(rng: random.Random, people: Sequence[str]) -> str:
     return rng.choice(_REMARKS).format(person=rng.choice(people), item=rng.choice(_OBJECTS), room=rng.choice(_ROOMS))
 
 
-def _code(rng: random.Random) -> str:
+def _make_code(rng: random.Random) -> str:
     return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(4, 7)))

@@ -1,8 +1,7 @@
-"""Checks of the file names in cards and states of data sets, and the licence that a model's own files name. Reads those
-files, no rows.
+"""Check the file names in cards and states of data sets, and read a model's license.
 
-`datasets` follows patterns of a card, and file names of a saved data set, to any path of the machine and through fsspec
-to any URL. If sources are restricted, cards and states may name only files of their own directory.
+`datasets` follows patterns of a card, and file names of a saved data set, to any local path and through fsspec to any
+URL. With restricted sources, cards and states may name only files of their own directory.
 """
 
 from __future__ import annotations
@@ -15,34 +14,32 @@ from typing import Any
 import yaml
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.names import leads_out
+from swiftkv_platform.sources.names import escapes_directory
 from swiftkv_platform.sources.untrusted_files import (
     CARD_BYTES,
     METADATA_BYTES,
     UnusableFileError,
-    checked_length,
+    check_length,
     read_head,
     read_object,
-    read_small,
+    read_small_file,
 )
 
 CARDS = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second overrides the first."""
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
-_BRACKETS, _DEEPEST = re.compile(rb"[\[\]{}]"), 100
+_BRACKETS, _MAX_DEPTH = re.compile(rb"[\[\]{}]"), 100
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 _PROSE = frozenset({"config_name", "description"})
 """Keys of a configuration whose text names no file."""
 
 
-def check_laid_out(directory: Path, field: str) -> None:
-    """Check a directory laid out as on the hub.
-
-    Raises `DataError` if it has a script that builds the data set, or a card that `check_card` refuses.
-    """
+def check_hub_layout(directory: Path, field: str) -> None:
+    """Raise `DataError` for a directory with a hub layout that has a build script, or a card that `check_card`
+    refuses."""
     script = directory / f"{directory.name}.py"
     if script.exists():
-        raise _unusable(script, field, "is a script that builds the data set; use its rows in files")
+        raise _make_error(script, field, "is a script that builds the data set; use its rows in files")
     for card in (directory / name for name in CARDS):
         if card.is_file():
             check_card(card, field)
@@ -52,58 +49,59 @@ def check_card(path: Path, field: str) -> None:
     """Check that the configurations of a card name only files of its own directory. `path`: one of `CARDS`. Raises
     `DataError` for an absolute path, one with `..`, a URL or a pickle, and for a card that cannot be read."""
     try:
-        document = _metadata(path)
+        document = _read_metadata(path)
     except UnusableFileError as error:
-        raise _unusable(path, field, str(error)) from error
+        raise _make_error(path, field, str(error)) from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _unusable(path, field, "has no valid YAML") from error
+        raise _make_error(path, field, "has no valid YAML") from error
     if not isinstance(document, Mapping):
         return
-    for pattern in _strings(document.get("configs")):
+    for pattern in _iter_strings(document.get("configs")):
         if pattern.endswith(_PICKLES):
-            raise _unusable(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
-        if leads_out(pattern):
-            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory are accepted")
+            raise _make_error(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
+        if escapes_directory(pattern):
+            raise _make_error(
+                path, field, f"names {pattern[:200]!r}; files of the data set's own directory are accepted"
+            )
 
 
-def check_saved(directory: Path, field: str) -> None:
+def check_saved_dataset(directory: Path, field: str) -> None:
     """Raise `DataError` if the state of a data set saved by `datasets` names files of other directories."""
     states = [directory]
     if (splits := directory / "dataset_dict.json").is_file():
-        names = _plain_names(_json(splits, field).get("splits"), splits, field)
+        names = _check_plain_names(_read_json(splits, field).get("splits"), splits, field)
         states += [directory / name for name in names]
     for state in (path / "state.json" for path in states):
         if state.is_file():
-            files = _json(state, field).get("_data_files")
+            files = _read_json(state, field).get("_data_files")
             named = [file.get("filename") for file in files if isinstance(file, Mapping)] if files else []
-            _plain_names(named, state, field)
+            _check_plain_names(named, state, field)
 
 
-def _metadata(path: Path) -> Any:
+def _read_metadata(path: Path) -> Any:
     """Return the metadata of a card; None if it has none. Raises `UnusableFileError` if they are too long,
     `ValueError` and `yaml.YAMLError`."""
     if path.suffix != ".md":
-        return _yaml(read_small(path, METADATA_BYTES))
+        return _parse_yaml(read_small_file(path, METADATA_BYTES))
     text = read_head(path, CARD_BYTES).decode(errors="replace")  # the last character may be cut in two
     matter = _FRONT_MATTER.match(text)
     if matter is None and text.lstrip().startswith("---") and len(text) * 4 > CARD_BYTES:
         raise UnusableFileError(f"has metadata that does not end within {CARD_BYTES} bytes")
-    return _yaml(checked_length(matter[1].encode(), METADATA_BYTES)) if matter else None
+    return _parse_yaml(check_length(matter[1].encode(), METADATA_BYTES)) if matter else None
 
 
-def _yaml(data: bytes) -> Any:
-    """Parse YAML, refusing deeply nested brackets, for which PyYAML takes minutes."""
+def _parse_yaml(data: bytes) -> Any:
+    """Parse YAML; refuse deeply nested brackets, which take PyYAML minutes."""
     depth = 0
     for bracket in _BRACKETS.findall(data):
         depth += 1 if bracket in b"[{" else -1
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise UnusableFileError("is nested too deeply")
     return yaml.safe_load(data)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in nested lists and mappings under any key but `_PROSE`, since builders' configurations
-    differ."""
+def _iter_strings(value: Any) -> Iterator[str]:
+    """Yield every string in nested lists and mappings, except under `_PROSE`, since builders' configurations differ."""
     pending, seen = [value], set[int]()  # with YAML's aliases one list may occur many times
     while pending:
         item = pending.pop()
@@ -114,42 +112,42 @@ def _strings(value: Any) -> Iterator[str]:
             pending += item if isinstance(item, list) else [each for key, each in item.items() if key not in _PROSE]
 
 
-def _json(path: Path, field: str) -> Mapping[str, Any]:
+def _read_json(path: Path, field: str) -> Mapping[str, Any]:
     try:
         return read_object(path)
     except OSError as error:
-        raise _unusable(path, field, f"cannot be read ({error.strerror})") from error
+        raise _make_error(path, field, f"cannot be read ({error.strerror})") from error
     except UnusableFileError as error:
-        raise _unusable(path, field, str(error)) from error
+        raise _make_error(path, field, str(error)) from error
 
 
-def _plain_names(names: Any, path: Path, field: str) -> list[str]:
+def _check_plain_names(names: Any, path: Path, field: str) -> list[str]:
     """Return `names`. Raises `DataError` for one that is not a plain file name."""
     found = names if isinstance(names, list) else []
     for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
-            raise _unusable(
+            raise _make_error(
                 path, field, f"names {str(name)[:200]!r}; only plain names of files in the same directory are accepted"
             )
     return found
 
 
-def _unusable(path: Path, field: str, why: str) -> DataError:
+def _make_error(path: Path, field: str, why: str) -> DataError:
     return DataError(f"{field}: {path.name} {why}", field=field, value=path.name)
 
 
-_LONGEST_NAME = 100
+_MAX_LICENSE_LENGTH = 100
 
 
-def licence_of(directory: Path) -> str | None:
-    """Return the licence named by the card or configuration in `directory`; None if neither names one."""
-    for read, name in ((_metadata, "README.md"), (read_object, "config.json")):
+def read_license(directory: Path) -> str | None:
+    """Return the license in the card or configuration of `directory`; None if neither has one."""
+    for read, name in ((_read_metadata, "README.md"), (read_object, "config.json")):
         try:
             document = read(directory / name)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):  # an unreadable file names no licence
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):  # an unreadable file has no license
             continue
         for key in ("license_name", "license"):
             named = document.get(key) if isinstance(document, dict) else None
             if isinstance(named, str) and named.strip() and named != "other":
-                return " ".join(named.split())[:_LONGEST_NAME]
+                return " ".join(named.split())[:_MAX_LICENSE_LENGTH]
     return None

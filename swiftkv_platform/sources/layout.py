@@ -1,7 +1,6 @@
-"""Files of a data source by name: which files are read, which split each belongs to, and a directory's kind of layout.
-Reads names, and from a directory's card only whether it lists data.
+"""Select the files of a data source by name: supported files, their splits, and a directory's kind of layout.
 
-Splits are recognised by the names that `datasets` knows, so that a test set next to a training set is never trained on.
+Splits are recognized by the words that `datasets` knows, so that a test set next to a training set is never trained on.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from swiftkv_platform.specs import (
     DataSourceSpec,
 )
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
-"""Name endings of files that are read, in upper or lower case."""
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
+"""Suffixes of supported files, in upper or lower case."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-"""Endings that may follow those of any format but Parquet, which compresses itself."""
-ENDINGS = (*SUFFIXES, *COMPRESSIONS)
-ACCEPTED = f"{', '.join(SUFFIXES)} are accepted, and all but Parquet compressed ({', '.join(COMPRESSIONS)})"
-_UNREAD = frozenset(
+"""Suffixes of compressed files, after the suffix of any format but Parquet."""
+DATA_SUFFIXES = (*FILE_SUFFIXES, *COMPRESSIONS)
+ACCEPTED_FILES = f"{', '.join(FILE_SUFFIXES)} are accepted, and all but Parquet compressed ({', '.join(COMPRESSIONS)})"
+_UNSUPPORTED_SUFFIXES = frozenset(
     {*COMPRESSIONS, ".7z", ".arrow", ".avro", ".feather", ".lz4", ".orc", ".rar", ".tar", ".tgz", ".xlsx", ".zip"}
 )
-"""Endings of data formats that are not supported, and are refused rather than silently skipped."""
+"""Suffixes of unsupported data formats, which are refused rather than skipped."""
 _SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 _DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
 """Files that `datasets` writes next to the rows."""
@@ -38,7 +37,7 @@ _HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
 """Names of a split's Parquet files on the hub."""
 _CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
-SPLITS = {
+SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": (
@@ -46,39 +45,39 @@ SPLITS = {
         *("held_out", "held-out", "heldout", "hold_out", "hold-out", "holdout"),
     ),
 }
-"""Words in the name of a file or directory that tell its split."""
-_WORDS = {word: split for split, words in SPLITS.items() for word in words}
-_SPLIT = re.compile(
-    rf"(?:^|(?<=[-._ \d]))({'|'.join(sorted(map(re.escape, _WORDS), key=len, reverse=True))})"
+"""Words in the names of files and directories, by split."""
+_SPLIT_BY_WORD = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+_SPLIT_WORD = re.compile(
+    rf"(?:^|(?<=[-._ \d]))({'|'.join(sorted(map(re.escape, _SPLIT_BY_WORD), key=len, reverse=True))})"
     r"(?:set|data)?(?=[-._ \d]|$)"
 )
-_SHOWN = 3
-"""Most names in a message."""
+_MAX_LISTED_NAMES = 3
+"""Max names in a message."""
 
 
-def kind_of(name: str) -> str | None:
-    """Return the ending, one of `SUFFIXES`, that decides how a file is read; None if it is not read."""
+def find_data_suffix(name: str) -> str | None:
+    """Return the suffix of a data file, one of `FILE_SUFFIXES`, without compression; None for other files."""
     path = PurePosixPath(name.lower())
     compressed = path.suffix in COMPRESSIONS
     suffix = PurePosixPath(path.stem).suffix if compressed else path.suffix
-    return suffix if suffix in SUFFIXES and not (compressed and suffix == ".parquet") else None
+    return suffix if suffix in FILE_SUFFIXES and not (compressed and suffix == ".parquet") else None
 
 
-def compression_of(name: str) -> str | None:
-    """Return the ending, one of `COMPRESSIONS`, of a compressed file's name; None for other names."""
+def find_compression(name: str) -> str | None:
+    """Return the suffix of a compressed file, one of `COMPRESSIONS`; None for other files."""
     suffix = PurePosixPath(name).suffix.lower()
     return suffix if suffix in COMPRESSIONS else None
 
 
-def data_files(path: Path) -> list[Path]:
-    """Return the regular file `path` itself, or the readable files below the directory `path`, sorted. Links are
-    followed; broken links and names that begin with a dot are left out."""
+def list_data_files(path: Path) -> list[Path]:
+    """Return the file `path`, or the data files below the directory `path`, sorted. Follows links; skips broken links
+    and names that begin with a dot."""
     if not path.is_dir():
         return [path] if path.is_file() else []
-    return [file for file in _files(path) if kind_of(file.name) is not None]
+    return [file for file in _list_files(path) if find_data_suffix(file.name) is not None]
 
 
-def _files(directory: Path) -> list[Path]:
+def _list_files(directory: Path) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()
     for parent, subdirectories, files in os.walk(directory, followlinks=True):
@@ -92,32 +91,36 @@ def _files(directory: Path) -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
-def source_files(path: Path, source: DataSourceSpec, source_field: str) -> list[Path]:
-    """Return the files of the split that `source` reads from the file or directory `path`. Raises as `choose`."""
+def list_source_files(path: Path, source: DataSourceSpec, source_field: str) -> list[Path]:
+    """Return the files of the split that `source` reads from the file or directory `path`. Raises as
+    `select_split_files`."""
     if not path.is_dir():
-        check_whole(source, source_field)
-        return data_files(path)
-    files = {file.relative_to(path).as_posix(): file for file in _files(path)}
-    return [files[name] for name in choose(list(files), source, source_field)]
+        check_single_file(source, source_field)
+        return list_data_files(path)
+    files = {file.relative_to(path).as_posix(): file for file in _list_files(path)}
+    return [files[name] for name in select_split_files(list(files), source, source_field)]
 
 
-def choose(names: Sequence[str], source: DataSourceSpec, source_field: str) -> list[str]:
-    """Return the names of readable files that belong to the source's split.
-
-    `names`: files below a directory, relative to it. If none has a word of `SPLITS`, all belong to the split `train`.
-    Raises `DataError` for a data format that is not supported, files of no clear split next to files of one, a split
-    that does not exist, or a subset.
+def select_split_files(names: Sequence[str], source: DataSourceSpec, source_field: str) -> list[str]:
+    """Return the `names` (relative to a directory) of data files in the source's split. If none has a word of
+    `SPLIT_WORDS`, all belong to the split `train`. Raises `DataError` for an unsupported data format, files without a
+    clear split next to files with one, a missing split, or a subset.
     """
     check_subset(source, source_field)
-    unread = [name for name in names if kind_of(name) is None and PurePosixPath(name.lower()).suffix in _UNREAD]
-    if unread:
+    unsupported = [
+        name
+        for name in names
+        if find_data_suffix(name) is None and PurePosixPath(name.lower()).suffix in _UNSUPPORTED_SUFFIXES
+    ]
+    if unsupported:
         raise DataError.for_field(
             f"{source_field}.name_or_path",
             source.name_or_path,
-            f", which holds {_shown(unread)}, which cannot be read; unpack, convert or remove it: {ACCEPTED}",
+            f", which has unsupported files ({_list_names(unsupported)}); unpack, convert or remove them: "
+            f"{ACCEPTED_FILES}",
         )
-    found = [name for name in names if kind_of(name) is not None]
-    splits = {name: _split_of(name) for name in found}
+    found = [name for name in names if find_data_suffix(name) is not None]
+    splits = {name: _find_splits(name) for name in found}
     if source.split == "train" and not any(splits.values()):
         return found
     if source.split == "train" and len(found) == 1 and len(splits[found[0]]) > 1:
@@ -127,28 +130,27 @@ def choose(names: Sequence[str], source: DataSourceSpec, source_field: str) -> l
         raise DataError.for_field(
             f"{source_field}.name_or_path",
             source.name_or_path,
-            f", which holds files of splits ({_shown([name for name in found if name not in unclear])}) beside "
-            f"{_shown(unclear)}, whose names do not contain exactly one split; name the file to read, or remove those",
+            f", which has files of splits ({_list_names([name for name in found if name not in unclear])}) and files "
+            f"without a clear split ({_list_names(unclear)}); name the file to read, or remove the latter",
         )
-    wanted = {_WORDS.get(source.split.lower().replace("-", "_"), source.split)}
+    wanted = {_SPLIT_BY_WORD.get(source.split.lower().replace("-", "_"), source.split)}
     chosen = [name for name in found if splits[name] == wanted]
     if found and not chosen:
         raise DataError.for_field(
-            f"{source_field}.split", source.split, f"; {source.name_or_path} has {_described(splits)}"
+            f"{source_field}.split", source.split, f"; {source.name_or_path} has {_describe_splits(splits)}"
         )
     return chosen
 
 
-def check_whole(source: DataSourceSpec, source_field: str) -> None:
-    """Raise `DataError` for a subset of a single file, or for a split other than `train` that its name does not
-    tell."""
+def check_single_file(source: DataSourceSpec, source_field: str) -> None:
+    """Raise `DataError` for a subset of a single file, or for a split other than `train` that is not in its name."""
     check_subset(source, source_field)
-    wanted = _WORDS.get(source.split.lower().replace("-", "_"), source.split)
-    if source.split != "train" and _split_of(PurePosixPath(source.name_or_path).name) != {wanted}:
+    wanted = _SPLIT_BY_WORD.get(source.split.lower().replace("-", "_"), source.split)
+    if source.split != "train" and _find_splits(PurePosixPath(source.name_or_path).name) != {wanted}:
         raise DataError.for_field(
             f"{source_field}.split",
             source.split,
-            f", and {source.name_or_path} is a file, which is read whole; leave split out, or name the split's file",
+            f", but {source.name_or_path} is a single file without splits; remove split, or name the split's file",
         )
 
 
@@ -158,12 +160,11 @@ BUILTIN_SPLITS = {
     BUILTIN_RECALL: ("train", "held_out"),
     BUILTIN_LONG_RECALL: ("train", "held_out"),
 }
-"""Splits of each built-in data set. Only the teacher answers the rows of all but the first."""
+"""Splits of each built-in data set. All but the first have prompts only, which the teacher completes."""
 
 
 def check_builtin(source: DataSourceSpec, source_field: str) -> None:
-    """Raise `DataError` for an unknown built-in data set, a subset or split that it lacks, or requests that no teacher
-    answers."""
+    """Raise `DataError` for an unknown built-in data set, split or subset, or prompts without `complete`."""
     name = source.name_or_path
     if name not in BUILTIN_SPLITS:
         raise DataError.for_field(
@@ -171,7 +172,7 @@ def check_builtin(source: DataSourceSpec, source_field: str) -> None:
         )
     check_subset(source, source_field)
     if name != BUILTIN_DATA and source.complete is None:
-        why = ", whose rows are requests that the teacher has to answer; add complete: {}"
+        why = ", which has prompts only; add complete: {} to let the teacher complete them"
         raise DataError.for_field(f"{source_field}.name_or_path", name, why)
     if source.split not in BUILTIN_SPLITS[name]:
         raise DataError.for_field(
@@ -180,38 +181,38 @@ def check_builtin(source: DataSourceSpec, source_field: str) -> None:
 
 
 def check_subset(source: DataSourceSpec, source_field: str) -> None:
-    """Raise `DataError` for a subset of a source that has no configurations."""
+    """Raise `DataError` for a subset; only hub data sets have subsets."""
     if source.subset is not None:
         raise DataError.for_field(
             f"{source_field}.subset",
             source.subset,
-            f", and {source.name_or_path} has no configurations; leave it out, or name the directory to read",
+            f", but {source.name_or_path} has no configurations; remove subset, or name the directory to read",
         )
 
 
-def _split_of(name: str) -> frozenset[str]:
-    """Return the splits told by a file's name, or else by the nearest of its directories that tells any. Code files
+def _find_splits(name: str) -> frozenset[str]:
+    """Return the splits in a file's name, or else in the name of the nearest parent directory with any. Code files
     belong to no split, since many packages have tests."""
-    path, kind = PurePosixPath(name.lower()), kind_of(name)
+    path, kind = PurePosixPath(name.lower()), find_data_suffix(name)
     if kind == ".py":
         return frozenset()
-    stem = path.name.removesuffix(compression_of(name) or "").removesuffix(kind or "")
+    stem = path.name.removesuffix(find_compression(name) or "").removesuffix(kind or "")
     # In names of text files, a word between spaces is part of a title, not a split.
     parts = [stem.replace(" ", "x") if kind == ".txt" else stem, *reversed(path.parts[:-1])]
-    told = (frozenset(_WORDS[word] for word in _SPLIT.findall(part)) for part in parts)
-    return next(filter(None, told), frozenset())
+    splits = (frozenset(_SPLIT_BY_WORD[word] for word in _SPLIT_WORD.findall(part)) for part in parts)
+    return next(filter(None, splits), frozenset())
 
 
-def _described(splits: dict[str, frozenset[str]]) -> str:
+def _describe_splits(splits: dict[str, frozenset[str]]) -> str:
     by_split: dict[str, list[str]] = {}
     for name, split in splits.items():
         by_split.setdefault(" and ".join(sorted(split)) or "no split", []).append(name)
-    return ", ".join(f"{split} ({_shown(names)})" for split, names in sorted(by_split.items()))
+    return ", ".join(f"{split} ({_list_names(names)})" for split, names in sorted(by_split.items()))
 
 
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_LISTED_NAMES
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_saved_dataset(directory: Path) -> bool:
@@ -220,9 +221,9 @@ def is_saved_dataset(directory: Path) -> bool:
 
 
 def is_hub_layout(directory: Path) -> bool:
-    """Whether a directory is laid out as on the hub: its card lists data, or all of its files are shards of splits."""
+    """Whether a directory has a hub layout: its card lists data, or all of its files are shards of splits."""
     card = directory / "README.md"
     if card.is_file() and _CARD_LISTS_DATA.search(read_head(card, CARD_BYTES).decode(errors="replace")):
         return True
-    files = data_files(directory)
+    files = list_data_files(directory)
     return bool(files) and all(_HUB_SHARD.fullmatch(file.name) for file in files)

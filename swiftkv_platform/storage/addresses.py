@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.sources.names import BUCKET, BUCKETS, key_fault
+from swiftkv_platform.sources.names import BUCKET_NAME, BUCKET_NAME_RULE, find_key_fault
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 
 _BUCKETS = {"s3", "gs", "az"}
@@ -39,10 +39,10 @@ def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
         raise _make_error(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
-    if not BUCKET.fullmatch(parts.netloc):
-        raise _make_error(uri, f"it names no bucket ({BUCKETS})")
+    if not BUCKET_NAME.fullmatch(parts.netloc):
+        raise _make_error(uri, f"it names no bucket ({BUCKET_NAME_RULE})")
     prefix = parts.path.strip("/")
-    fault = key_fault(prefix) if prefix else None
+    fault = find_key_fault(prefix) if prefix else None
     if fault is not None:
         raise _make_error(uri, f"its prefix {fault}")
     return parts.netloc, prefix

@@ -27,8 +27,8 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.limits import MANIFEST_BYTES, MANIFEST_STRINGS, MANIFEST_VALUES
-from swiftkv_platform.sources.untrusted_files import UnusableFileError, checked_length
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small, validate_key
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, check_length
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small_file, validate_key
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _PARALLEL_FILES = 4
@@ -133,14 +133,14 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     missing, and `ArtifactCorruptError` if the manifest is not valid."""
     key = join_key(prefix, MANIFEST)
     try:
-        return parse_manifest(read_small(store, key, MANIFEST_BYTES.default))
+        return parse_manifest(read_small_file(store, key, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         raise ArtifactCorruptError(f"manifest {key!r} in {store.uri} {error}", field="key", value=key) from error
 
 
 def parse_manifest(data: bytes) -> Manifest:
     """Return the manifest in `data`. Raises `UnusableFileError` if it is not one, or has too many values."""
-    checked_length(data, MANIFEST_BYTES.default)
+    check_length(data, MANIFEST_BYTES.default)
     if exceeds_limits(data, MANIFEST_VALUES.default, MANIFEST_STRINGS.default):
         raise UnusableFileError(
             f"has more than {MANIFEST_VALUES.default} values or {MANIFEST_STRINGS.default} strings, which is the limit"

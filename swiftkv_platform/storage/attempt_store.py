@@ -30,7 +30,7 @@ from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, open_log, save_log
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small_file
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
@@ -154,7 +154,7 @@ class AttemptStore:
 
     def _read_event(self, key: str) -> AttemptEvent:
         try:
-            data = read_small(self._store, key, EVENT_BYTES.default)
+            data = read_small_file(self._store, key, EVENT_BYTES.default)
         except UnusableFileError as error:
             return MessageEvent(time=time.time(), level="warn", message=f"event {key!r} {error}")
         return parse_event(data, name=key, now=time.time())

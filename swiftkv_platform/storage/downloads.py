@@ -19,7 +19,7 @@ from swiftkv_platform.errors import BucketError, InvalidInputError, ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, IMPORT_SMALL_FILES_BYTES
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
-from swiftkv_platform.sources.names import key_fault
+from swiftkv_platform.sources.names import find_key_fault
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, ObjectStore
 
@@ -29,7 +29,7 @@ def download_model(uri: str, target: Path, *, access: Access, field: str) -> Pat
     restricted, the model asks for code or for files other than its own."""
     download_prefix(uri, target, ModelError, field=field)
     if access.is_restricted:
-        check_model_files(target, Boundary.of(target), field)
+        check_model_files(target, Boundary.from_directories(target), field)
     return target
 
 
@@ -109,7 +109,7 @@ def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[I
     for more files or directories than allowed.
     """
     found: list[IncomingFile] = []
-    pending = [(boundary.check(directory, field, error=ModelError), "")]
+    pending = [(boundary.check_path(directory, field, error=ModelError), "")]
     num_entries = 0
     while pending:
         parent, prefix = pending.pop()
@@ -169,7 +169,7 @@ def _check_entry(name: str, num_entries: int, field: str) -> None:
     if name.count("/") > IMPORT_DEPTH.default:
         message = f"{field}: it has more than {IMPORT_DEPTH.default} nested directories"
         raise ModelError(message, field=field, value=ascii(name[:200]))
-    fault = key_fault(os.fsencode(name).decode(errors="backslashreplace"))
+    fault = find_key_fault(os.fsencode(name).decode(errors="backslashreplace"))
     if fault is not None:
         raise ModelError(
             f"{field}: the file name {name[:200]!a} {fault}; rename it", field=field, value=ascii(name[:200])
@@ -181,7 +181,7 @@ def _make_file_error(field: str, name: str, why: str) -> ModelError:
 
 
 def _inspect_file(path: Path, name: str, boundary: Boundary, field: str) -> IncomingFile:
-    real = Path(os.path.realpath(boundary.check(path, field, error=ModelError)))
+    real = Path(os.path.realpath(boundary.check_path(path, field, error=ModelError)))
     try:
         status = real.lstat()
     except OSError as error:

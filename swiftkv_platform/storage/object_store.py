@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
-from swiftkv_platform.sources.names import TEMPORARY_PREFIX, key_fault
-from swiftkv_platform.sources.untrusted_files import checked_length
+from swiftkv_platform.sources.names import TEMPORARY_PREFIX, find_key_fault
+from swiftkv_platform.sources.untrusted_files import check_length
 
 CHUNK_SIZE = 1 << 20
 """Bytes per read of a streamed object."""
@@ -101,7 +101,7 @@ class ObjectStore(Protocol):
 
 def validate_key(key: str) -> str:
     """Return `key` if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
-    reason = key_fault(key)
+    reason = find_key_fault(key)
     if reason is not None:
         raise InvalidInputError(
             f"object key {key!r} {reason}; keys are relative paths such as 'jobs/1/a.json'", field="key", value=key
@@ -120,7 +120,7 @@ def join_key(prefix: str, name: str) -> str:
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
 
 
-def read_small(store: ObjectStore, key: str, max_bytes: int) -> bytes:
+def read_small_file(store: ObjectStore, key: str, max_bytes: int) -> bytes:
     """Return the content of an object of at most `most` bytes; no more are read. Raises `ObjectNotFoundError`, and
     `UnusableFileError` if it is longer."""
     data = bytearray()
@@ -128,7 +128,7 @@ def read_small(store: ObjectStore, key: str, max_bytes: int) -> bytes:
         data += piece
         if len(data) > max_bytes:
             break
-    return checked_length(bytes(data), max_bytes)
+    return check_length(bytes(data), max_bytes)
 
 
 @contextmanager

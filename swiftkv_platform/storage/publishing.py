@@ -21,7 +21,7 @@ from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.specs.publish import get_repository_name, parse_target_kind
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_file, parse_manifest, read_manifest, to_canonical_json
-from swiftkv_platform.storage.object_store import ObjectStore, read_small
+from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -79,13 +79,13 @@ class _TargetDirectory:
     def of(cls, target: str, targets: Sequence[str] | None) -> Self:
         if not target.startswith("/") or targets is None:
             return cls(None, UNBOUNDED)
-        return cls(Path(target), Boundary.of(*(each for each in targets if each.startswith("/"))))
+        return cls(Path(target), Boundary.from_directories(*(each for each in targets if each.startswith("/"))))
 
     def check_path(self, name: str) -> str:
         """Return `name`. Raises `InvalidInputError` if, links resolved, the target lies outside of the allowed places,
         or the name's directory outside of the target."""
         if self.directory is not None:
-            inside = Boundary.of(self.directory)
+            inside = Boundary.from_directories(self.directory)
             parent = (self.directory / name).parent
             if not (self.boundary.contains(self.directory) and inside.contains(parent)):
                 why = f", where {name!r} leads to a place that is not open to this tenant"
@@ -124,7 +124,7 @@ def _publish_to_store(
 
 def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
     try:
-        return parse_manifest(read_small(store, key, MANIFEST_BYTES.default))
+        return parse_manifest(read_small_file(store, key, MANIFEST_BYTES.default))
     except ObjectNotFoundError:
         return None
     except ValueError as error:

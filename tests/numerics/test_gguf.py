@@ -129,7 +129,7 @@ def test_a_file_that_became_a_link_is_not_opened(tmp_path: Path, monkeypatch: py
     (tmp_path / "own").mkdir()
     secret = save_gguf(teacher("llama"), tmp_path / "secret.gguf")
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
-    boundary, check = Boundary.of(tmp_path / "own"), Boundary.check
+    boundary, check = Boundary.from_directories(tmp_path / "own"), Boundary.check_path
 
     def check_and_lose_the_race(self: Boundary, path: Path, *arguments: Any, **options: Any) -> Path:
         found = check(self, path, *arguments, **options)
@@ -139,7 +139,7 @@ def test_a_file_that_became_a_link_is_not_opened(tmp_path: Path, monkeypatch: py
         return found
 
     monkeypatch.setattr(Boundary, "check", check_and_lose_the_race)
-    with pytest.raises(ModelError, match="may not read"), boundary.open(file, "model", error=ModelError):
+    with pytest.raises(ModelError, match="may not read"), boundary.open_file(file, "model", error=ModelError):
         pass
 
 

@@ -27,7 +27,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def access(tmp_path: Path, tenant: str) -> Access:
-    return SourceRules((str(tmp_path / "{tenant}"),)).access(tenant)
+    return SourceRules((str(tmp_path / "{tenant}"),)).build_access(tenant)
 
 
 def read(tmp_path: Path, tenant: str, name: Path | str, **options: object) -> set[str]:
@@ -88,7 +88,7 @@ def test_rows_of_an_organization_that_a_tenant_may_not_name_stay_unread(
         hub.datasets[repository] = {"train-00000-of-00001.parquet": parquet("secret")}
         assert read(tmp_path, "a", repository) == {"secret"}
     go_online(monkeypatch, False)
-    closed = SourceRules((str(tmp_path / "{tenant}"),)).access("b", ("open",))
+    closed = SourceRules((str(tmp_path / "{tenant}"),)).build_access("b", ("open",))
     for each in (name, "open/secret___x"):
         source = DataSourceSpec(name_or_path=each)
         with pytest.raises(SwiftKVError, match=r"may not read|prepared no rows"):

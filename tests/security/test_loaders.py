@@ -23,7 +23,7 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.weights.bases import gguf_directory
 from swiftkv_platform.sources import Boundary
-from swiftkv_platform.sources.model_directories import check_model_files, model_view
+from swiftkv_platform.sources.model_directories import check_model_files, create_model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from tests.support.checkpoints import SHAPE, save
 from tests.support.fakes.gguf import save_gguf
@@ -140,9 +140,9 @@ DROPPED: dict[str, Write] = {
     ),
 }
 LOADERS: dict[str, Callable[[Path], Any]] = {
-    "import": lambda path: check_model_files(path, Boundary.of(path), "source"),
+    "import": lambda path: check_model_files(path, Boundary.from_directories(path), "source"),
     "native engine": lambda path: LLMEngine.from_pretrained(path, EngineConfig(dtype="float32")),
-    "vLLM": lambda path: (describe_model(path, EngineConfig()), model_view(path, path.parent / "views")),
+    "vLLM": lambda path: (describe_model(path, EngineConfig()), create_model_view(path, path.parent / "views")),
     "evaluation": load_for_evaluation,
 }
 
@@ -220,14 +220,14 @@ def test_vllm_is_given_listed_files_only(student: Path, tmp_path: Path) -> None:
     (student / "additional_chat_templates").mkdir()
     (student / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     os.mkfifo(student / "pipe.safetensors")
-    view = model_view(student, tmp_path / "views")
+    view = create_model_view(student, tmp_path / "views")
     assert {str(path.relative_to(view)) for path in view.rglob("*") if path.is_file()} == listed
     assert not json.loads((view / "config.json").read_text()).keys() & {"_name_or_path", "auto_map", "author"}
     assert read_config(view).to_diff_dict() == read_config(student).to_diff_dict()
-    assert model_view(student, tmp_path / "views") == view, "caches that depend on its path are found again"
+    assert create_model_view(student, tmp_path / "views") == view, "caches that depend on its path are found again"
     shutil.copytree(student, tmp_path / "moved", ignore=shutil.ignore_patterns("pipe*"))
     shutil.rmtree(student)
-    model_view(tmp_path / "moved", tmp_path / "views")
+    create_model_view(tmp_path / "moved", tmp_path / "views")
     assert not view.exists(), "its weights have gone"
 
 

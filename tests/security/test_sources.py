@@ -47,14 +47,14 @@ def stage(tmp_path: Path, listener: Listener, tiny_teacher: Path, monkeypatch: p
 
 
 def access(stage: Stage) -> Access:
-    return SourceRules((str(stage.root),)).access(TENANT)
+    return SourceRules((str(stage.root),)).build_access(TENANT)
 
 
 def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
     """Return the text of all rows that a job of the tenant reads from a source, once its spec is accepted."""
     source = DataSourceSpec(name_or_path=str(name), **options)
     spec = JobSpec.model_validate({"name": "t", "data": {"sources": [source]}})
-    access(stage).check(spec)
+    access(stage).check_spec(spec)
     tables = open_source(source, source_field="data.sources[0]", remote=None, access=access(stage))
     return "".join(str(row) for table in tables for _, row in table.read_rows(None))
 
@@ -64,7 +64,7 @@ def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
     from swiftkv_platform.jobs.worker.setup import load_student, load_tokenizer, teacher_path
 
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(name), "dtype": "float32"}})
-    access(stage).check(spec)
+    access(stage).check_spec(spec)
     path = teacher_path(spec.model, workspace, access=access(stage))
     load_student(spec, path)
     load_tokenizer(spec, path).save_pretrained(workspace / "kept")
@@ -148,7 +148,7 @@ def job(task: str | dict[str, Any]) -> JobSpec:
 
 
 def accept(quiet: Stage, spec: JobSpec) -> None:
-    SourceRules((str(quiet.root),)).access(TENANT).check(spec)
+    SourceRules((str(quiet.root),)).build_access(TENANT).check_spec(spec)
 
 
 def answer(quiet: Stage, spec: JobSpec) -> None:
@@ -209,9 +209,9 @@ def test_templates_of_the_harness_are_rendered_in_a_sandbox(quiet: Stage) -> Non
 def test_tasks_that_run_generated_code_are_the_operators_to_allow() -> None:
     for name in ("humaneval", "mbpp_plus", "cruxeval_input_cot"):
         with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS") as caught:
-            resolve_tasks([name], access=SourceRules(()).access(TENANT))
+            resolve_tasks([name], access=SourceRules(()).build_access(TENANT))
         assert caught.value.value == name
-        [task] = resolve_tasks([name], access=SourceRules((), code_tasks=True).access(TENANT))
+        [task] = resolve_tasks([name], access=SourceRules((), code_tasks=True).build_access(TENANT))
         assert task.runs_code
 
 

@@ -111,7 +111,7 @@ def test_what_shadows_a_hub_id_is_refused_by_the_worker_where_paths_have_rules(
     monkeypatch.chdir(tmp_path)
     source = DataSourceSpec(name_or_path="org/rows")
     with pytest.raises(InvalidInputError, match="hub id") as caught:
-        open_source(source, source_field="data.sources[0]", remote=None, access=SourceRules(()).access("acme"))
+        open_source(source, source_field="data.sources[0]", remote=None, access=SourceRules(()).build_access("acme"))
     assert caught.value.field == "data.sources[0].name_or_path"
     [table] = open_source(source, source_field="data.sources[0]", remote=None)
     assert table.count_rows() == 1
@@ -124,7 +124,7 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
     )
     policies = Tenants(file)
     acme, research = (
-        SourceRules(()).access(name, policies.policy(name).hub_organizations) for name in ("acme", "research")
+        SourceRules(()).build_access(name, policies.policy(name).hub_organizations) for name in ("acme", "research")
     )
 
     def job(model: str, data: str = "meta-llama/rows") -> JobSpec:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.sources.recipes import recipes
-from swiftkv_platform.sources.teacher_config import builtin_teacher, read_config_file
+from swiftkv_platform.sources.recipes import find_recipes
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher, read_config_file
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER, JobSpec
 
-RECIPES = list(recipes().values())
+RECIPES = list(find_recipes().values())
 
 TEACHERS = {
     REAL_TEACHER: {
@@ -60,7 +60,7 @@ TEACHERS = {
 def teacher_config(spec: JobSpec) -> dict[str, Any]:
     """Return the `config.json` of a recipe's teacher."""
     name = spec.model.name_or_path
-    return read_config_file(builtin_teacher(name)) if name == BUILTIN_TEACHER else dict(TEACHERS[name])
+    return read_config_file(find_builtin_teacher(name)) if name == BUILTIN_TEACHER else dict(TEACHERS[name])
 
 
 def device_peak(spec: JobSpec, train: Mapping[str, int]) -> int:

@@ -12,7 +12,7 @@ import pytest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import DataSpec
 from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
@@ -66,7 +66,7 @@ def prepare(
     directory: Path | None = None,
     mask_prompts: bool = False,
     with_steering: bool = False,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     **settings: Any,
 ) -> PreparedData:
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]

@@ -137,4 +137,4 @@ def tenant_access(settings: Settings, policies: Tenants, tenant: str | None) -> 
     rules = source_rules(settings)
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
-    return rules.access(tenant, policies.policy(tenant).hub_organizations)
+    return rules.build_access(tenant, policies.policy(tenant).hub_organizations)

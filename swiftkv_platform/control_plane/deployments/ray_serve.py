@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 from swiftkv_platform.web.origins import is_local_name
 
@@ -158,7 +158,7 @@ class RayServe:
         api_keys_file: Path | None = None,
         oidc_file: Path | None = None,
         allowed_hosts: Sequence[str] = (),
-        access: Callable[[str | None], Access] = lambda _: OPEN,
+        access: Callable[[str | None], Access] = lambda _: UNRESTRICTED,
     ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
@@ -221,7 +221,7 @@ class RayServe:
 
 
 def _application(
-    deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN, hosts: Sequence[str] = ()
+    deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = UNRESTRICTED, hosts: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return a deployment in Serve's config; the application's name is the deployment's id.
 

@@ -211,7 +211,7 @@ class DeploymentService:
             raise InvalidInputError(message, field=field, value=name) from error
         if ADAPTER_LINEAGE in model.lineage:
             access = tenant_access(self.settings, self.parts.policies, tenant)
-            access.model(str(model.lineage["teacher"]), f"{field}.base")
+            access.parse_model(str(model.lineage["teacher"]), f"{field}.base")
         return {"model": model.id, "artifact_uri": model.artifact_uri}, alias
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:

@@ -31,10 +31,15 @@ from swiftkv_platform.planning.machines import assumed_speed
 from swiftkv_platform.planning.prefill import plan_prefill, student_map
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources import OPEN, Access, PathSource, S3Source, parse_location, parse_source
+from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource, S3Source, parse_location, parse_source
 from swiftkv_platform.sources.names import refuse_relative_paths
-from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
-from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, checked_length
+from swiftkv_platform.sources.teacher_config import (
+    ReadObject,
+    make_teacher_error,
+    read_config_file,
+    read_teacher_config,
+)
+from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, check_length
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.base import MAX_LAYERS
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, get_task_name_and_data_dir, is_task_file_name
@@ -269,7 +274,7 @@ def prices(settings: Settings) -> Prices:
 def read_object(store: str, key: str) -> bytes:
     """Read a small object of any store, to check a spec's sources. Raises `UnusableFileError` if it is too long."""
     data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
-    return checked_length(data, CONFIG_BYTES)
+    return check_length(data, CONFIG_BYTES)
 
 
 def reads_files(spec: JobSpec) -> bool:
@@ -286,7 +291,7 @@ def reads_files(spec: JobSpec) -> bool:
 def check_spec(spec: JobSpec, access: Access) -> JobEstimate:
     """Check a spec that a caller sends to the control plane. Raises as `validate`, and `InvalidInputError` for a
     relative path."""
-    access.check(spec)
+    access.check_spec(spec)
     refuse_relative_paths(spec, relative_paths=not access.is_restricted)
     return validate(spec, access=access)
 
@@ -296,7 +301,7 @@ def validate(
     read_object: ReadObject = read_object,
     *,
     config: Path | None = None,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     num_tokens: int | None = None,
 ) -> JobEstimate:
     """Check `spec` as far as this machine can.
@@ -311,7 +316,7 @@ def validate(
             that no model can have.
         DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
         InvalidInputError: the transformation does not fit the teacher, or a task does not exist. Names are checked
-            before (`Access.check`).
+            before (`Access.check_spec`).
         StorageError: an `s3://` address does not answer.
     """
     name = spec.model.name_or_path if config is None else str(config)
@@ -350,15 +355,15 @@ def _read_num_hidden_layers(config: dict[str, Any], name: str) -> int:
         read_architecture(config)
         has_quantized_weights(config)
     except ModelError as error:
-        raise unusable(name, f"its {error.message}") from error
+        raise make_teacher_error(name, f"its {error.message}") from error
     value = config.get("num_hidden_layers")
     if not isinstance(value, int) or not 2 <= value <= MAX_LAYERS:
         accepted = f"expected a decoder of 2 to {MAX_LAYERS:,} layers"
-        raise unusable(name, f"its config.json has num_hidden_layers {value!r:.80}; {accepted}")
+        raise make_teacher_error(name, f"its config.json has num_hidden_layers {value!r:.80}; {accepted}")
     return value
 
 
-def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
+def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = UNRESTRICTED) -> None:
     """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
     one without `data_dir`, or a task's file that does not exist; `DataError`: `data_dir` does not exist, lacks the
     files of a built-in task, or leads to files that may not be read."""
@@ -384,11 +389,11 @@ def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> 
 
 
 def _check_task_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:
-    location = access.location(data_dir, field)
+    location = access.parse_location(data_dir, field)
     if not isinstance(location, PathSource):
         return
     try:
-        directory = access.boundary.check(location.path, field)
+        directory = access.boundary.check_path(location.path, field)
         if not directory.is_dir():
             raise DataError(f"{field} is {data_dir!r}: no such directory", field=field, value=data_dir)
         missing = [pattern for pattern in patterns if not any(directory.glob(pattern))]

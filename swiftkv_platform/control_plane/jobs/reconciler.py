@@ -397,7 +397,7 @@ class Reconciler:
         """Return what the job's attempt reads when it starts."""
         organizations = self._parts.policies.policy(job.tenant).hub_organizations
         files = self._parts.find_files(job.spec, job.tenant)
-        access = source_rules(self._settings).access(job.tenant, organizations, files)
+        access = source_rules(self._settings).build_access(job.tenant, organizations, files)
         targets = None if job.spec.publish.to is None else list_publish_targets(self._settings, job.tenant)
         found = self._parts.parents.find_parent(job.spec, job.tenant)
         return AttemptRequest(

@@ -62,7 +62,7 @@ from swiftkv_platform.errors import (
     QuotaExceededError,
     StaleVersionError,
 )
-from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.sources.access import list_file_ids
 from swiftkv_platform.specs.base import STORED_CONTEXT
 
 
@@ -179,7 +179,7 @@ class JobRepository(Store):
         try:
             with self._database.writing() as session:
                 self._check_quotas(session, job.tenant, policy)
-                if ids := file_ids(job.spec):
+                if ids := list_file_ids(job.spec):
                     take_turn(self._database, session, job.tenant)
                     check_present(session, ids, job.tenant)
                 columns = make_job_columns(job)

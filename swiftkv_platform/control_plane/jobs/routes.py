@@ -55,7 +55,7 @@ from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.sources.recipes import recipes as shipped_recipes
+from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest

@@ -60,7 +60,7 @@ class JobService:
     def validate(self, spec: JobSpec, caller: Caller, client: Client) -> JobEstimate:
         """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
 
-        Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.check_spec`.
+        Raises `OverQuotaError`, and as `Access.check_spec`, `WebhookRules.check` and `validation.check_spec`.
         """
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self.parts.jobs.list(Page(limit=_MAX_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
@@ -82,7 +82,7 @@ class JobService:
             self._check_demand(spec, caller.tenant)
             return self._resolve_parent(spec, caller, JobEstimate())
         files = self.parts.find_files(spec, caller.tenant, usable_at=self.parts.clock())
-        access = source_rules(self.settings).access(caller.tenant, organizations, files)
+        access = source_rules(self.settings).build_access(caller.tenant, organizations, files)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             webhook_rules(self.settings).check(spec.webhook, caller.tenant)

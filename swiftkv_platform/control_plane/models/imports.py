@@ -37,7 +37,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import is_relative
-from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small
+from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
@@ -84,7 +84,7 @@ class ModelImports:
     def _listed(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
         """The files of the source, which can be read within the context."""
         access = tenant_access(self.settings, self.parts.policies, caller.tenant)
-        place = access.location(source, _FIELD)
+        place = access.parse_location(source, _FIELD)
         if isinstance(place, S3Source):
             with list_bucket(place, field=_FIELD) as files:
                 yield files
@@ -187,7 +187,7 @@ class ModelImports:
 def _checked(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
     """Check a student's small files and names, and return its manifest, or an empty one if it has none. Raises
     `InvalidInputError`."""
-    check_model_files(copy, Boundary.of(copy), _FIELD)
+    check_model_files(copy, Boundary.from_directories(copy), _FIELD)
     if _ADAPTER in sizes:
         raise _unusable(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
     try:
@@ -201,7 +201,7 @@ def _checked(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str,
     if MANIFEST not in sizes:
         return Manifest(kind="artifact", files={}, created_at=0.0)
     try:
-        manifest = parse_manifest(read_small(copy / MANIFEST, MANIFEST_BYTES.default))
+        manifest = parse_manifest(read_small_file(copy / MANIFEST, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         why = f"whose {MANIFEST} {error}; remove it, or distill again"
         raise _unusable(source, why) from error

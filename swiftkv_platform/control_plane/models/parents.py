@@ -243,7 +243,7 @@ def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settin
     opened = list_publish_targets(settings, tenant)
     if publish.to.startswith("/"):  # a symbolic link may lead anywhere
         real = os.path.realpath(publish.to)
-        if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
+        if Boundary.from_directories(*(each for each in opened if each.startswith("/"))).contains(real):
             return real
     elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
         return publish.to

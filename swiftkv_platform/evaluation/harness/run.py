@@ -36,7 +36,7 @@ from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
 from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, compute_points_lost, compute_points_per_unit, is_share
 
@@ -227,7 +227,7 @@ class TaskScore(FrozenModel):
 
 
 def check_tasks(
-    specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None, access: Access = OPEN
+    specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None, access: Access = UNRESTRICTED
 ) -> None:
     """Raise the errors that `run_tasks` would raise for these tasks, without a model, network or reading data.
 

@@ -25,7 +25,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import IFEVAL_FILE, ifeval, needle, tool_calls
 from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.installing import make_install_command
-from swiftkv_platform.sources import OPEN, Access, PathSource
+from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, is_task_file_name
 
@@ -55,7 +55,9 @@ class Task:
     """Whether it may run text as code, which the operator has to allow."""
 
 
-def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = OPEN) -> list[Task]:
+def resolve_tasks(
+    specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = UNRESTRICTED
+) -> list[Task]:
     """Resolve the tasks that a spec names; `paper` expands to its tasks.
 
     Args:
@@ -140,9 +142,9 @@ def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
 def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
         raise refusal("a built-in task needs data_dir, the directory of its files")
-    location = access.location(address, FIELD)
+    location = access.parse_location(address, FIELD)
     if isinstance(location, PathSource):
-        directory = access.boundary.check(location.path.absolute(), FIELD)
+        directory = access.boundary.check_path(location.path.absolute(), FIELD)
         if directory.is_dir():
             access.boundary.check_tree(directory, FIELD)
         return directory

@@ -34,7 +34,7 @@ from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
 from swiftkv_platform.model.weights.quantization import QUANTIZED_DTYPES
 from swiftkv_platform.model.weights.writing import Files, ShardWriter, copy_companions
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
 """Function that returns the directory or hub id of a base model."""
@@ -252,7 +252,7 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
         return None  # decided without asking the hub, which an offline machine cannot do
     if place_of.find(ADAPTER_FILE) is None:
         return None
-    return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
+    return fetch_model_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

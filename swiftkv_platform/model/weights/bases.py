@@ -22,11 +22,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.weights.writing import new_directory
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
-from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources import (
+    UNBOUNDED,
+    UNRESTRICTED,
+    Access,
+    Boundary,
+    BuiltinSource,
+    HubSource,
+    PathSource,
+    S3Source,
+)
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
-from swiftkv_platform.sources.model_directories import check_model_files, local_directory
-from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.sources.teacher_config import SPEC_FIELD, builtin_teacher
+from swiftkv_platform.sources.model_directories import check_model_files, fetch_model_directory
+from swiftkv_platform.sources.names import refuse_shadowed_id
+from swiftkv_platform.sources.teacher_config import SPEC_FIELD, find_builtin_teacher
 
 Download = Callable[[str], Path]
 """Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""
@@ -36,7 +45,7 @@ def model_directory(
     name: str,
     revision: str | None = None,
     *,
-    access: Access = OPEN,
+    access: Access = UNRESTRICTED,
     download: Download | None = None,
     field: str = SPEC_FIELD,
 ) -> str:
@@ -54,9 +63,9 @@ def model_directory(
             files that may not be read.
         InvalidInputError: the name is not allowed, or a path in the working directory shadows the hub id.
     """
-    match access.model(name, field):
+    match access.parse_model(name, field):
         case BuiltinSource(name):
-            path = builtin_teacher(name, field=field)
+            path = find_builtin_teacher(name, field=field)
             return str(path if path.suffix != SUFFIX else gguf_directory(path, name, field=field))
         case S3Source(name):
             if download is None:
@@ -72,7 +81,7 @@ def model_directory(
                 return str(gguf_directory(path, name, field=field, boundary=access.boundary))
             if not access.is_restricted:
                 return str(path) if path.exists() else name
-            directory = access.boundary.check(path, field, error=ModelError)
+            directory = access.boundary.check_path(path, field, error=ModelError)
             if not directory.is_dir():
                 raise ModelError(f"{field} is {name!r}: no such directory", field=field, value=name)
             check_model_files(directory, access.boundary, field)
@@ -80,9 +89,11 @@ def model_directory(
         case HubSource(name):
             if not access.is_restricted:
                 return name
-            refuse_shadowed(name, field)
-            directory = local_directory(name, revision, field=field)
-            check_model_files(directory, Boundary.of(directory.parents[1]), field)  # loaders read these files
+            refuse_shadowed_id(name, field)
+            directory = fetch_model_directory(name, revision, field=field)
+            check_model_files(
+                directory, Boundary.from_directories(directory.parents[1]), field
+            )  # loaders read these files
             return str(directory)
 
 
@@ -120,7 +131,7 @@ def gguf_directory(
         ensure_private_directory(CACHE)
     except PermissionError as error:
         raise ModelError.for_field(field, name, f": it cannot be converted in the cache: {error}") from error
-    with boundary.open(file, field, error=ModelError) as stream:
+    with boundary.open_file(file, field, error=ModelError) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         directory = CACHE / f"{digest[:32]}-{_FORMAT}"
         if not is_private(directory):

@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import cached_file
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.sources.loader_rules import is_beside
+from swiftkv_platform.sources.loader_rules import is_plain_file_name
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 _DTYPES = {
@@ -102,7 +102,7 @@ class Checkpoint(LazyTensors):
             shards = _weight_map(Path(index))
             if shards is None:
                 raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
-            if elsewhere := next((shard for shard in shards.values() if not is_beside(shard)), None):
+            if elsewhere := next((shard for shard in shards.values() if not is_plain_file_name(shard)), None):
                 raise _unusable(
                     source, f"{SAFE_WEIGHTS_INDEX_NAME} names {elsewhere[:200]!r}; use a file in the same directory"
                 )

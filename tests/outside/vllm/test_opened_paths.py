@@ -9,7 +9,7 @@ import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from swiftkv_platform.sources.model_directories import model_view
+from swiftkv_platform.sources.model_directories import create_model_view
 from swiftkv_platform.vllm import register
 from tests.support.opened_paths import compare, opening_calls
 
@@ -43,7 +43,7 @@ def test_vllm_follows_no_name_in_a_model_of_which_it_gets_a_view(llama: Path, tm
     (directory / "config.json").write_text(json.dumps({**config, **names}))
     for name in ("params.json", "modules.json", "hf_quant_config.json"):
         (directory / name).write_text(json.dumps({"path": str(other)}) if name != "modules.json" else "[]")
-    view = model_view(directory, tmp_path / "views")
+    view = create_model_view(directory, tmp_path / "views")
     register()
     found = EngineArgs(model=str(view), dtype="float32").create_model_config()
     assert found.model == str(view)

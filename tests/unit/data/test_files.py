@@ -15,7 +15,7 @@ import pytest
 from swiftkv_platform.data import files as data_files
 from swiftkv_platform.data.files import find_reader
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.layout import FILE_SUFFIXES
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> No
 
 
 def test_every_ending_that_counts_as_data_has_a_reader_and_no_other() -> None:
-    assert set(data_files.READERS) == set(SUFFIXES)
+    assert set(data_files.READERS) == set(FILE_SUFFIXES)
     assert find_reader(Path("rows.xlsx"), "data") is None
 
 

@@ -18,7 +18,7 @@ import swiftkv_platform.sources
 from swiftkv_platform.data.checks import check_sources, check_upload
 from swiftkv_platform.data.source_rows import RemoteFile
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
-from swiftkv_platform.sources import OPEN, Access, S3Source
+from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec
 from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
 
@@ -96,14 +96,14 @@ SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
         (
             ("a.jsonl", *SPLIT),
             "train",
-            "files of splits (dev-00001.jsonl.gz, test.jsonl, train.jsonl) beside a.jsonl",
+            "files of splits (dev-00001.jsonl.gz, test.jsonl, train.jsonl) and files without a clear split (a.jsonl)",
         ),
         (
             ("train-test.jsonl", "train.jsonl"),
             "train",
             "beside train-test.jsonl, whose names do not contain exactly one split",
         ),
-        (("a.jsonl", "b.zip"), "train", "which holds b.zip, which cannot be read; unpack, convert or remove it"),
+        (("a.jsonl", "b.zip"), "train", "which has unsupported files (b.zip); unpack, convert or remove them"),
         (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which holds b.gz, c.tar.xz, which cannot be read"),
         (("b.parquet.gz",), "train", "which holds b.parquet.gz, which cannot be read"),
     ],
@@ -176,7 +176,7 @@ def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, lay
     if layout == "card":
         write(card(default="'*.jsonl'"), f"{directory}/README.md")
     source = {"name_or_path": str(tmp_path / directory)}
-    for access in (OPEN, Access(roots=(str(tmp_path / directory),))):
+    for access in (UNRESTRICTED, Access(roots=(str(tmp_path / directory),))):
         for streaming in (False, True):
             prepared = prepare({**source, "streaming": streaming}, access=access)
             assert texts(prepared.train) == ["^own$"]
@@ -349,7 +349,7 @@ def test_unreadable_files_are_named_with_the_place(
         ("/nowhere/at/all", "no such file or directory"),
         ("./rows.jsonl", "no such file or directory"),
         ("builtin:ruby", "builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts, "),
-        ("builtin:chat-prompts", "requests that the teacher has to answer; add complete"),
+        ("builtin:chat-prompts", "which has prompts only; add complete"),
     ],
 )
 def test_missing_sources_are_named(source: str, message: str) -> None:

@@ -11,8 +11,8 @@ import yaml
 from swiftkv_platform.contract.sweeps import expand_sweep, make_trial_result, summarize_trials
 from swiftkv_platform.reports.model_card import render_model_card
 from swiftkv_platform.reports.pages import render_evaluation_page, render_sweep_page
-from swiftkv_platform.sources.cards import licence_of
-from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.sources.cards import read_license
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs import JobSpec
 
 VOID = {"meta", "path", "use", "rect", "circle", "line", "br"}
@@ -257,5 +257,5 @@ def test_the_licence_is_that_of_the_card_or_the_configuration(tmp_path: Path) ->
         directory.mkdir()
         for name, text in files.items():
             (directory / name).write_text(text)
-        assert licence_of(directory) == licence
-    assert licence_of(builtin_teacher("builtin:python-5m")) == "apache-2.0"
+        assert read_license(directory) == licence
+    assert read_license(find_builtin_teacher("builtin:python-5m")) == "apache-2.0"

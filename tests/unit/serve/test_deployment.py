@@ -28,7 +28,7 @@ from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.versions import Loaded, choose_backend, load, load_version, model_card
-from swiftkv_platform.sources import OPEN, SourceRules
+from swiftkv_platform.sources import UNRESTRICTED, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 from tests.contract.serving.replicas import artifact, digest, publish
@@ -199,7 +199,7 @@ def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
     rules, script = SourceRules(roots=("/data/{tenant}",)), Script()
     script.on("PUT", APPLICATIONS, json_answer({}))
     configs = []
-    for access in (lambda tenant: rules.access(str(tenant), ("acme",)), lambda _: OPEN):
+    for access in (lambda tenant: rules.build_access(str(tenant), ("acme",)), lambda _: UNRESTRICTED):
         with serve(script) as url, closing(RayServe(url, access=access)) as cluster:
             cluster.apply([spec])
         (application,) = script.requests[-1].body["applications"]
@@ -338,7 +338,7 @@ def test_a_base_outside_the_tenants_roots_is_refused(adapter: Path, tmp_path: Pa
     link.unlink()
     (tmp_path / "secret.json").write_text("{}")
     link.symlink_to(tmp_path / "secret.json")
-    with pytest.raises(ModelError, match="leads to a place"):
+    with pytest.raises(ModelError, match="links to a path"):
         load(served(adapter, base_access={"roots": [str(tmp_path / "own")]}))
 
 

@@ -27,7 +27,7 @@ from swiftkv_platform.serve.tools.families import (
     family_of,
 )
 from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, CallBegin, Text, ToolCallParser
-from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
 from tests.contract.serving.replicas import application, asgi_client, version_of
@@ -280,7 +280,7 @@ def test_a_message_keeps_arguments_that_are_no_object() -> None:
 
 
 def test_a_students_directory_gets_the_built_in_template_and_it_marks_what_the_assistant_says(tmp_path: Path) -> None:
-    copy_companions(builtin_teacher(BUILTIN_TEACHER), tmp_path)
+    copy_companions(find_builtin_teacher(BUILTIN_TEACHER), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert family_of(tokenizer.chat_template) == "hermes"
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it warm in Rome?"}

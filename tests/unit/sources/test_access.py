@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources import NO_RULES, SourceRules
-from swiftkv_platform.sources.names import absolute_change, absolute_paths, refuse_relative_paths
+from swiftkv_platform.sources.names import make_override_absolute, make_paths_absolute, refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 
@@ -32,7 +32,7 @@ def rules(shelves: Path) -> SourceRules:
 
 @pytest.mark.parametrize("name", ["org/teacher", "builtin:python-stdlib", "s3://bucket/acme/rows", "{}/acme/data"])
 def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
-    rules(shelves).access("acme").check(spec(source=name.format(shelves)))
+    rules(shelves).build_access("acme").check_spec(spec(source=name.format(shelves)))
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
 def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
     name = name.format(shelves)
     with pytest.raises(InvalidInputError, match="tenant 'acme' may not read") as caught:
-        rules(shelves).access("acme").check(spec(source=name))
+        rules(shelves).build_access("acme").check_spec(spec(source=name))
     assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", name)
     with pytest.raises(InvalidInputError) as caught:
-        rules(shelves).access("acme").check(spec(model=name))
+        rules(shelves).build_access("acme").check_spec(spec(model=name))
     assert caught.value.field == "model.name_or_path"
 
 
@@ -78,14 +78,14 @@ def test_an_address_that_nothing_fetches_is_refused_whatever_is_open(shelves: Pa
     for job, field in [*given, (JobSpec.model_validate(document), "evaluation.tasks[0].data_dir")]:
         for opened in (rules(shelves), NO_RULES):
             with pytest.raises(InvalidInputError, match=re.escape(why)) as caught:
-                opened.access("acme").check(job)
+                opened.build_access("acme").check_spec(job)
             assert (caught.value.field, caught.value.value) == (field, repr(name))
 
 
 def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
     with pytest.raises(InvalidInputError, match="everything below: none"):
-        SourceRules(()).access("acme").check(spec(source=f"{shelves}/acme/data"))
-    NO_RULES.access("acme").check(spec(source="/etc/passwd"))
+        SourceRules(()).build_access("acme").check_spec(spec(source=f"{shelves}/acme/data"))
+    NO_RULES.build_access("acme").check_spec(spec(source="/etc/passwd"))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelve
 def test_tasks_neither_run_code_nor_read_what_is_closed(shelves: Path, task: dict[str, str]) -> None:
     document = {"name": "t", "model": {"name_or_path": "org/teacher"}, "evaluation": {"tasks": [task]}}
     with pytest.raises(InvalidInputError) as caught:
-        rules(shelves).access("acme").check(JobSpec.model_validate(document))
+        rules(shelves).build_access("acme").check_spec(JobSpec.model_validate(document))
     assert caught.value.field is not None
     assert caught.value.field.startswith("evaluation.tasks[0]")
     allowed = {"name": "builtin:mmlu", "data_dir": f"{shelves}/acme/data"}
     open_ = {**document, "evaluation": {"tasks": ["gsm8k", allowed]}}
-    rules(shelves).access("acme").check(JobSpec.model_validate(open_))
+    rules(shelves).build_access("acme").check_spec(JobSpec.model_validate(open_))
 
 
 RELATIVE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -131,17 +131,19 @@ def test_relative_paths_are_the_callers_and_nobody_elses(
     with pytest.raises(InvalidInputError, match=r"a relative path, .* use an absolute path") as caught:
         refuse_relative_paths(given, relative_paths=True)
     assert caught.value.field == field
-    seen = absolute_paths(given)
+    seen = make_paths_absolute(given)
     refuse_relative_paths(seen, relative_paths=True)
     assert str(tmp_path.parent) in seen.model_dump_json()
-    assert absolute_paths(seen) == seen
+    assert make_paths_absolute(seen) == seen
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("org/teacher", "builtin:python-5m", "s3://bucket/model", "/models/teacher"):
         given = spec(name)
-        assert absolute_paths(given) is given
-    assert absolute_change("model.name_or_path", "./teacher") == str(tmp_path / "teacher")
-    assert absolute_change("data.sources", [{"name_or_path": "a.txt"}]) == [{"name_or_path": str(tmp_path / "a.txt")}]
-    assert absolute_change("training.max_steps", 3) == 3
+        assert make_paths_absolute(given) is given
+    assert make_override_absolute("model.name_or_path", "./teacher") == str(tmp_path / "teacher")
+    assert make_override_absolute("data.sources", [{"name_or_path": "a.txt"}]) == [
+        {"name_or_path": str(tmp_path / "a.txt")}
+    ]
+    assert make_override_absolute("training.max_steps", 3) == 3

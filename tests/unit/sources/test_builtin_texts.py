@@ -9,28 +9,28 @@ import pytest
 
 from swiftkv_platform.evaluation.harness import builtin
 from swiftkv_platform.sources.builtin_data import (
-    _OTHER_REQUESTS,
     _PEOPLE,
     _REQUESTS,
     _TOPICS,
-    chat_prompts,
-    is_held_out,
-    long_recall_prompts,
-    recall_prompts,
-    standard_library_modules,
-    unseen_chat_prompts,
+    _UNSEEN_REQUESTS,
+    is_held_out_module,
+    make_chat_prompts,
+    make_long_recall_prompts,
+    make_recall_prompts,
+    make_unseen_chat_prompts,
+    read_standard_library,
 )
 
 Prompts = Callable[..., list[str]]
-RECALL = pytest.mark.parametrize("prompts", [recall_prompts, long_recall_prompts])
+RECALL = pytest.mark.parametrize("prompts", [make_recall_prompts, make_long_recall_prompts])
 
 
 @pytest.mark.parametrize(
     ("prompts", "training", "held_out", "number", "characters"),
     [
-        (chat_prompts, "84d1689bcfd48b54", "d214c2f3b64cece5", range(2000, 4000), range(600)),
-        (recall_prompts, "d2d3adcf1ed19aa0", "3629167de1f40f17", [2200], range(30, 2048)),
-        (long_recall_prompts, "992d1a3dba967b03", "bbdba7237cafc347", [1100], range(1500, 9216)),
+        (make_chat_prompts, "84d1689bcfd48b54", "d214c2f3b64cece5", range(2000, 4000), range(600)),
+        (make_recall_prompts, "d2d3adcf1ed19aa0", "3629167de1f40f17", [2200], range(30, 2048)),
+        (make_long_recall_prompts, "992d1a3dba967b03", "bbdba7237cafc347", [1100], range(1500, 9216)),
     ],
 )
 def test_every_machine_makes_the_same_requests(
@@ -45,7 +45,7 @@ def test_every_machine_makes_the_same_requests(
 
 
 def test_the_sides_of_chats_share_no_topic() -> None:
-    training, held_out = set(chat_prompts(held_out=False)), set(chat_prompts(held_out=True))
+    training, held_out = set(make_chat_prompts(held_out=False)), set(make_chat_prompts(held_out=True))
     for topic in _TOPICS:
         requests = {request.format(topic) for request in _REQUESTS}
         assert requests <= training or requests <= held_out
@@ -54,7 +54,7 @@ def test_the_sides_of_chats_share_no_topic() -> None:
 
 def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> None:
     """The words of a topic itself do not count: texts may mention a topic without being asked about it."""
-    training, unseen = chat_prompts(held_out=False), unseen_chat_prompts()
+    training, unseen = make_chat_prompts(held_out=False), make_unseen_chat_prompts()
     assert len(set(unseen)) == len(unseen) > 150
     asked = {topic for topic in _TOPICS if any(re.search(rf"\b{topic}\b", text) for text in unseen)}
     assert not [topic for topic in asked for request in _REQUESTS if request.format(topic) in training]
@@ -63,9 +63,9 @@ def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> N
         words = [re.findall(r"[\w'-]+", text.lower()) for text in texts]
         return {tuple(each[at : at + 4]) for each in words for at in range(len(each) - 3)}
 
-    worded = phrases([request.format("_") for request in _OTHER_REQUESTS])
+    worded = phrases([request.format("_") for request in _UNSEEN_REQUESTS])
     assert not worded & phrases(training)
-    assert phrases(chat_prompts(held_out=True)) & phrases(training), "the sides share templates"
+    assert phrases(make_chat_prompts(held_out=True)) & phrases(training), "the sides share templates"
 
 
 @RECALL
@@ -87,9 +87,11 @@ def test_what_is_asked_for_stands_in_the_text(prompts: Prompts) -> None:
 
 
 def test_the_standard_library_is_split_by_name_alone() -> None:
-    held_out = [name for name in ("plistlib", "secrets", "tty", "json.decoder", "ast", "abc") if is_held_out(name)]
+    held_out = [
+        name for name in ("plistlib", "secrets", "tty", "json.decoder", "ast", "abc") if is_held_out_module(name)
+    ]
     assert held_out == ["plistlib", "secrets", "tty"]
-    modules = list(standard_library_modules())
+    modules = list(read_standard_library())
     assert len(modules) > 300
     assert 0.01 < sum(module.held_out for module in modules) / len(modules) < 0.10
     assert not any("site-packages" in module.name for module in modules)
@@ -100,5 +102,5 @@ def test_only_modules_with_readable_text_count(tmp_path: Path) -> None:
     for name, text in {**files, "test/test_x.py": b"z = 3\n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text)
-    found = [(module.name, module.text) for module in standard_library_modules(root=tmp_path)]
+    found = [(module.name, module.text) for module in read_standard_library(root=tmp_path)]
     assert found == [("package", "x = 1\n"), ("secrets", "y = 2\n")]

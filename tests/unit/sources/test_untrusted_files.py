@@ -16,12 +16,12 @@ from swiftkv_platform.control_plane.jobs.estimates import validate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.sources import Boundary, SourceRules
-from swiftkv_platform.sources.cards import check_card, check_saved, licence_of
+from swiftkv_platform.sources.cards import check_card, check_saved_dataset, read_license
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.sources.layout import is_hub_layout
 from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.teacher_config import read_teacher_config
-from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, parse_object, read_small
+from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, parse_object, read_small_file
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.support.model_configs import llama_config
 
@@ -60,7 +60,7 @@ def teacher(directory: Path) -> Any:
 
 
 def model_files(directory: Path) -> None:
-    check_model_files(directory, Boundary.of(directory), "model")
+    check_model_files(directory, Boundary.from_directories(directory), "model")
 
 
 def card(directory: Path) -> None:
@@ -68,7 +68,7 @@ def card(directory: Path) -> None:
 
 
 def saved(directory: Path) -> None:
-    check_saved(directory, "data")
+    check_saved_dataset(directory, "data")
 
 
 def gguf(directory: Path) -> Any:
@@ -76,15 +76,17 @@ def gguf(directory: Path) -> Any:
 
 
 def rows(directory: Path) -> Any:
-    return check_sources([DataSourceSpec(name_or_path=str(directory))], SourceRules((str(directory),)).access("acme"))
+    return check_sources(
+        [DataSourceSpec(name_or_path=str(directory))], SourceRules((str(directory),)).build_access("acme")
+    )
 
 
 READERS: list[tuple[str, Callable[[Path], Any]]] = [
     ("config.json", teacher),
     ("config.json", model_files),
     ("tokenizer_config.json", model_files),
-    ("config.json", licence_of),
-    ("README.md", licence_of),
+    ("config.json", read_license),
+    ("README.md", read_license),
     ("README.md", card),
     (".huggingface.yaml", card),
     ("README.md", is_hub_layout),
@@ -147,9 +149,9 @@ def test_a_list_of_a_gguf_file_that_announces_too_much_is_refused_at_once(
 def test_content_up_to_the_bound_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'{"a": 1}')
-    assert parse_object(read_small(path, 8)) == {"a": 1}
+    assert parse_object(read_small_file(path, 8)) == {"a": 1}
     with pytest.raises(UnusableFileError, match="is longer than 7 bytes"):
-        read_small(path, 7)
+        read_small_file(path, 7)
     for data, why in (
         (b"\xff", "not JSON"),
         (b"9" * 5000, "not JSON"),

@@ -192,4 +192,4 @@ def test_a_source_is_read_by_the_rules_of_its_tenant(start: Start, tmp_path: Pat
     inside.mkdir()
     for path in source.iterdir():
         (inside / path.name).symlink_to(path)
-    assert "leads to a place" in refusal(server.client.post("/models/import", json={"source": str(inside)}))["message"]
+    assert "links to a path" in refusal(server.client.post("/models/import", json={"source": str(inside)}))["message"]

@@ -190,8 +190,8 @@ def _rates(page: Page) -> None:
 
 
 def _planned(page: Page) -> None:
-    page.get_by_label("Begin from").select_option("recipe:builtin-python-5m")
-    page.get_by_label("Plan", exact=True).get_by_text("accepted").wait_for()
+    page.get_by_label("Start from").select_option("recipe:builtin-python-5m")
+    page.get_by_label("Plan", exact=True).get_by_text("valid", exact=True).wait_for()
 
 
 def _answered(page: Page) -> None:

@@ -41,7 +41,7 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
                 page.get_by_role("button", name="Deploy ckpt").first.click()
                 page.evaluate("scrollTo(0, 0)")
             if name in ("new job", "new job on a file", "clone"):
-                expect(page.get_by_label("Plan", exact=True).get_by_role("status")).to_have_text("accepted")
+                expect(page.get_by_label("Plan", exact=True).get_by_role("status")).to_have_text("valid")
             page.evaluate(AXE)
             assert page.evaluate(FOUND) == [], (name, width)
             assert page.evaluate(NAMELESS) == [], (name, width)

@@ -21,7 +21,7 @@ def rows(page: Page) -> playwright.Locator:
 @pytest.mark.soak("a long scene")
 def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/audit")
-    expect(page.get_by_text("No entry yet")).to_be_visible()
+    expect(page.get_by_text("No entries yet")).to_be_visible()
     job_id = server.submit()["id"]
     server.client.post(f"/jobs/{job_id}/cancel").raise_for_status()
     assert server.client.post("/jobs/job_x/cancel").status_code == 404
@@ -41,7 +41,7 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
         if count:
             expect(rows(page)).to_have_count(count)
         else:
-            expect(page.get_by_text("No entry matches")).to_be_visible()
+            expect(page.get_by_text("No matching entries")).to_be_visible()
         page.get_by_role("button", name="Clear").click()
         expect(field).to_have_value("")
         expect(rows(page)).to_have_count(3)
@@ -100,5 +100,5 @@ def test_the_way_to_the_trail_is_shown_to_who_may_read_it(
         else:
             expect(link).to_have_count(0)
             page.goto(f"{url}/#/audit")
-            expect(page.get_by_text("Not for this key")).to_be_visible()
+            expect(page.get_by_text("No access with this key")).to_be_visible()
         page.goto("about:blank")

@@ -1,6 +1,7 @@
 """The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and signing in with
 keys."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_sweep_shows_its_frontier_and_its_choice(server: Server, page: Page) -
     name = plot.get_attribute("aria-label") or ""
     assert "The quality gate is at KL 0.2." in name
     assert [trial in name for trial in ("l9-g1", "l6-g1", "l6-g2", "l7-g4")] == [True, True, True, False]
-    expect(page.get_by_role("row", name="l6-g1 51.6% 100% 0.104 1.1 yes taken")).to_be_visible()
+    expect(page.get_by_role("row", name="l6-g1 51.6% 100% 0.104 1.1 yes published")).to_be_visible()
     expect(page.get_by_role("row", name="l6-g2 50.8% 75% 0.269 1.1 no on the frontier")).to_be_visible()
     expect(page.get_by_role("row", name="l9-g4")).to_contain_text("g is at most 3")
 
@@ -60,7 +61,7 @@ def test_a_sweep_shows_its_frontier_and_its_choice(server: Server, page: Page) -
 def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page) -> None:
     page.goto(address(server))
     page.get_by_role("heading", name="Overview", exact=True).wait_for()
-    skip, main = page.get_by_role("link", name="Skip to the content"), page.locator("#main")
+    skip, main = page.get_by_role("link", name="Skip to content"), page.locator("#main")
     page.keyboard.press("Tab")
     expect(skip).to_be_focused()
     page.keyboard.press("Enter")
@@ -90,10 +91,10 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
         expect(page.get_by_role("alert")).to_contain_text("unknown, or was revoked")
         field.fill(token)
         page.get_by_role("button", name="Sign in").click()
-        expect(page.get_by_text("No job runs or waits")).to_be_visible()
+        expect(page.get_by_text("No running or queued jobs")).to_be_visible()
         assert page.evaluate("document.cookie") == "", "a script can read the key"
         page.reload()
-        expect(page.get_by_text("No job runs or waits")).to_be_visible()
+        expect(page.get_by_text("No running or queued jobs")).to_be_visible()
         page.get_by_role("button", name="Sign out ann").click()
         expect(page.get_by_label("API key")).to_be_visible()
         page.reload()
@@ -104,9 +105,9 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
 @pytest.mark.soak("a long scene")
 def test_an_empty_control_plane_leads_to_a_first_job(server: Server, page: Page) -> None:
     page.goto(address(server))
-    expect(page.get_by_text("No job runs or waits")).to_be_visible()
-    expect(page.get_by_text("Nothing is served")).to_be_visible()
-    expect(page.get_by_text("Nothing failed")).to_be_visible()
+    expect(page.get_by_text("No running or queued jobs")).to_be_visible()
+    expect(page.get_by_text("No deployments")).to_be_visible()
+    expect(page.get_by_text("No failed jobs")).to_be_visible()
     page.get_by_role("link", name="Start one from a recipe").click()
     expect(page.get_by_role("heading", name="New job")).to_be_visible()
 
@@ -128,24 +129,24 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     def panel(title: str) -> playwright.Locator:
         return page.locator("section.panel", has=page.get_by_role("heading", name=title))
 
-    work = panel("Running and waiting")
+    work = panel("Running and queued jobs")
     left = server.get(f"/jobs/{job}")["progress"]["seconds_remaining"]
     assert left == 140, "7 steps of 20 s remain"
     shown = f"{units.format_duration(left)} left"  # `watch` prints the same
     expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text(shown)
-    expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
+    expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text(re.compile("wait", re.IGNORECASE))
     held = server.get("/quota")["held_by_jobs"]["cpus"]
     assert held >= 6, "two workers with three cores each"
-    expect(panel("Cluster in use")).to_contain_text(f"{held:g} by jobs")
-    expect(panel("Cluster in use")).to_contain_text("tenant default")
+    expect(panel("Cluster usage")).to_contain_text(f"{held:g} by jobs")
+    expect(panel("Cluster usage")).to_contain_text("tenant default")
     for kind, share in (("GPUs", "0 of 4"), ("CPUs", "6.5 of 8")):
-        expect(panel("Cluster in use").locator(".meter", has_text=f"{kind} in use")).to_contain_text(share)
+        expect(panel("Cluster usage").locator(".meter", has_text=f"{kind} in use")).to_contain_text(share)
     server.cluster.away = True
-    expect(panel("Cluster in use")).to_contain_text("GPUs and CPUs are unknown: Ray does not answer")
+    expect(panel("Cluster usage")).to_contain_text("GPUs and CPUs are unknown: Ray is unavailable")
     served = panel("Deployments")
     expect(served).to_contain_text("/chat")
     expect(served).to_contain_text("TTFT 200 ms")  # after two measurements
-    expect(panel("Failed lately")).to_contain_text(f"out_of_memory {OUT_OF_MEMORY}")
+    expect(panel("Recent failures")).to_contain_text(f"out_of_memory {OUT_OF_MEMORY}")
 
 
 @pytest.mark.soak("a long scene")
@@ -172,9 +173,9 @@ def expect_paper(page: Page, color: str) -> None:
 def test_a_theme_is_chosen_by_keyboard_and_kept(server: Server, page: Page) -> None:
     page.emulate_media(color_scheme="light")
     page.goto(address(server))
-    expect(theme(page, "As the system")).to_be_checked()
+    expect(theme(page, "System theme")).to_be_checked()
     expect_paper(page, LIGHT)
-    theme(page, "As the system").focus()
+    theme(page, "System theme").focus()
     page.keyboard.press("ArrowRight")
     expect(theme(page, "Light")).to_be_checked()
     page.keyboard.press("ArrowRight")
@@ -183,7 +184,7 @@ def test_a_theme_is_chosen_by_keyboard_and_kept(server: Server, page: Page) -> N
     page.reload()
     expect(theme(page, "Dark")).to_be_checked()
     expect_paper(page, DARK)
-    theme(page, "As the system").focus()
+    theme(page, "System theme").focus()
     page.keyboard.press("Space")
     expect_paper(page, LIGHT)
     page.emulate_media(color_scheme="dark")

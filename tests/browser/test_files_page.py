@@ -49,7 +49,7 @@ def answer_next_question(page: Page, *, yes: bool) -> list[str]:
 
 def test_files_are_uploaded_described_refused_and_deleted(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/files")
-    expect(page.get_by_text("No file yet")).to_be_visible()
+    expect(page.get_by_text("No files yet")).to_be_visible()
     field = page.get_by_label("Upload rows")
     field.set_input_files(rows("broken.jsonl", b'{"text": "x"}\nnonsense\n'))
     expect(page.get_by_role("alert")).to_contain_text("broken.jsonl, line 2, column 1 is not JSON")
@@ -85,7 +85,7 @@ def test_files_are_uploaded_described_refused_and_deleted(server: Server, page: 
     server.client.post(f"/jobs/{job['id']}/cancel").raise_for_status()
     answer_next_question(page, yes=True)
     delete.click()
-    expect(page.get_by_text("No file yet")).to_be_visible()
+    expect(page.get_by_text("No files yet")).to_be_visible()
     assert files(server) == []
 
 
@@ -96,7 +96,7 @@ def test_an_upload_tells_how_far_it_is_and_can_be_stopped(server: Server, page: 
     slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
     network.send("Network.emulateNetworkConditions", slow)
     page.get_by_label("Upload rows").set_input_files(rows("large.jsonl", LARGE * 8000))
-    progress = page.get_by_role("progressbar", name="Part of the file sent")
+    progress = page.get_by_role("progressbar", name="Upload progress")
     page.wait_for_function("bar => bar.value > 0 && bar.value < 1", arg=progress.element_handle())
     expect(page.get_by_label("Upload rows")).to_be_disabled()
     page.get_by_role("button", name="Stop").click()
@@ -119,7 +119,7 @@ def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page)
     (prompts,) = files(server)
     expect(error).to_have_count(0)
     expect(editor(page)).to_contain_text("complete: {}")  # no other source completes the prompts
-    expect(plan.get_by_role("status")).to_have_text("accepted")
+    expect(plan.get_by_role("status")).to_have_text("valid")
 
     drop(page, ".drop", "chats.jsonl", CHATS)
     expect(page.get_by_label("Data", exact=True)).not_to_have_value(prompts["id"])
@@ -128,7 +128,7 @@ def test_a_new_job_trains_on_what_is_dropped_into_it(server: Server, page: Page)
     expect(page.get_by_label("Data", exact=True)).to_have_value(chats["id"])
     expect(editor(page)).to_contain_text(f"name_or_path: {chats['id']}")
     expect(page.locator(".form > fieldset > .quiet").first).to_have_text("chats.jsonl: 3 rows, messages")
-    expect(plan.get_by_role("status")).to_have_text("accepted")
+    expect(plan.get_by_role("status")).to_have_text("valid")
     page.get_by_role("button", name="Submit job").click()
     expect(page.get_by_role("heading", name="on-mine")).to_be_visible()
     spec = server.get("/jobs")["data"][0]["spec"]

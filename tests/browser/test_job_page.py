@@ -39,7 +39,7 @@ def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, pa
     worker.say("progress", phase="calibrate", part="layers", done=3, total=12, eta_s=90.0)
     server.tick()
     page.goto(f"{address(server)}/#/jobs/{job}")
-    expect(page.locator("main")).to_contain_text("calibrates its start: layers 3 of 12, 1 min 30 s left")
+    expect(page.locator("main")).to_contain_text("Calibrating the student: layers 3 of 12, 1 min 30 s left")
     for step in range(1, 41):
         worker.step(step, time=2000.0 + 31.0 * step, total=400)
     server.tick()
@@ -52,11 +52,11 @@ def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, pa
     left = answer["progress"]["seconds_remaining"]
     assert (answer["phase"], left) == ("train", 360 * 31)
     assert seconds(told, "ETA ", "") == pytest.approx(left, rel=0.05)
-    expect(page.locator("main")).to_contain_text("trained about")
-    assert seconds(page.locator("main").inner_text(), "", "left, trained") == pytest.approx(left, rel=0.05)
+    expect(page.locator("main")).to_contain_text("training ends about")
+    assert seconds(page.locator("main").inner_text(), "", "left, training") == pytest.approx(left, rel=0.05)
     page.goto(f"{address(server)}/#/")
-    expect(page.locator("main")).to_contain_text("trained about")
-    assert seconds(page.locator("main").inner_text(), "", "left, trained") == pytest.approx(left, rel=0.05)
+    expect(page.locator("main")).to_contain_text("training ends about")
+    assert seconds(page.locator("main").inner_text(), "", "left, training") == pytest.approx(left, rel=0.05)
     cli = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "get", job, "--url", address(server)]
     shown = subprocess.run(cli, capture_output=True, text=True, check=True).stdout
     assert seconds(shown, "tokens, ", "left") == pytest.approx(left, rel=0.05)
@@ -65,7 +65,7 @@ def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, pa
 def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) -> None:
     job = trained(server)
     page.goto(f"{address(server)}/#/jobs/{job['id']}")
-    expect(page.locator(".worst")).to_contain_text("Worst measure of 2KL to the teacher: 0.173 limit 0.2passed")
+    expect(page.locator(".worst")).to_contain_text("Worst of 2 quality gatesKL to the teacher: 0.173 limit 0.2passed")
     phases = page.locator(".timeline li")
     expect(phases).to_have_count(4)
     for phase, status in zip(phases.all(), ("queued", "starting", "running", "evaluating"), strict=True):
@@ -75,13 +75,13 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     expect(checkpoints.get_by_role("row")).to_have_count(3)
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
     expect(
-        page.get_by_role("img", name="Held-out KL by step; last: held-out KL 0.2, the model at step 30")
+        page.get_by_role("img", name="Held-out KL by step; last: held-out KL 0.2, selected checkpoint at step 30")
     ).to_be_visible()
 
 
 def test_a_job_that_failed_leads_with_cause_and_cure_and_promises_no_curves(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/jobs/{failed(server)}")
-    expect(page.locator("main .problem").first).to_contain_text(f"out_of_memory: {OUT_OF_MEMORY}To change:")
+    expect(page.locator("main .problem").first).to_contain_text(f"out_of_memory: {OUT_OF_MEMORY}What to do:")
     expect(page.get_by_text("The job ended before its first step.")).to_be_visible()
 
 
@@ -109,7 +109,7 @@ def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None
     expect(log).not_to_contain_text("worker ready")
     expect(page.get_by_text("1 of 3 lines")).to_be_visible()
     page.get_by_label("Search the log").fill("")
-    page.get_by_label("errors and warnings").check()
+    page.get_by_label("errors and warnings only").check()
     expect(log).to_have_text("WARNING the store is slow")
     page.get_by_label("Search events").fill("step 15")
     expect(page.get_by_role("region", name="Events, newest first").get_by_role("row")).to_have_count(2)
@@ -120,11 +120,11 @@ def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     trained(server, "first")
     trained(server, "second")
     page.goto(f"{address(server)}/#/jobs")
-    page.get_by_label("Overlay first").check()
-    page.get_by_label("Overlay second").check()
-    page.get_by_role("link", name="Overlay 2 runs").click()
+    page.get_by_label("Compare first").check()
+    page.get_by_label("Compare second").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
     expect(page.get_by_role("img", name="Loss by step; last: first 0.4615, second 0.4615")).to_be_visible()
-    chosen = "model of first at step 30, model of second at step 30"
+    chosen = "selected checkpoint of first at step 30, selected checkpoint of second at step 30"
     expect(page.get_by_role("img", name=f"Held-out KL by step; last: first 0.2, second 0.2, {chosen}")).to_be_visible()
 
 
@@ -142,7 +142,7 @@ def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:
     page.keyboard.type("amm")
     expect(rows).to_have_count(1)
     page.get_by_label("Search jobs").fill("nothing like it")
-    expect(page.get_by_text("Nothing matches")).to_be_visible()
+    expect(page.get_by_text("No matches")).to_be_visible()
 
 
 def checkpoint(server: Server, page: Page, job_id: str, step: int) -> playwright.Locator:
@@ -161,11 +161,11 @@ def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> N
     training = evaluation["spec"]["training"]
     assert (training["from"], training["max_steps"]) == (f"{job['id']}:ckpt_00000015_0001", 0)
     model = evaluated(server)
-    expect(row.get_by_role("link", name="Its model")).to_have_attribute("href", f"#/models?model={model}")
+    expect(row.get_by_role("link", name="View model")).to_have_attribute("href", f"#/models?model={model}")
     expect(row.locator('[data-name="Evaluated KL"]')).to_have_text("0.173")
     expect(row.get_by_role("button", name="Evaluate")).to_have_count(0)
     form = row.get_by_role("form", name="Deploy")
-    for answer in ("/step-15 is being started.", "route_prefix"):  # the second time, the route is taken
+    for answer in ("/step-15 is starting.", "route_prefix"):  # the second time, the route is taken
         row.get_by_role("button", name="Deploy ckpt_00000015_0001").click()
         form.get_by_role("button", name="Deploy").click()
         expect(row).to_contain_text(answer)
@@ -180,14 +180,14 @@ def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: 
     row.get_by_role("button", name="Publish ckpt_00000030_0001").click()
     form.get_by_role("textbox", name="To").fill("s3://elsewhere/half")
     form.get_by_role("button", name="Evaluate and publish").click()
-    expect(row.get_by_role("status")).to_contain_text("To be published once it is evaluated")
+    expect(row.get_by_role("status")).to_contain_text("Will be published after its evaluation")
     model = evaluated(server)
     expect(row.get_by_role("alert")).to_contain_text("may not publish")
     row.get_by_role("button", name="Publish ckpt_00000030_0001").click()
     form.get_by_role("textbox", name="To").fill(f"{PUBLISH_TARGET}/half")
     form.get_by_label("private").uncheck()
     form.get_by_role("button", name="Publish").click()
-    expect(row.get_by_role("status")).to_contain_text("copies it.")
+    expect(row.get_by_role("status")).to_contain_text("publishes it.")
     (copy,) = server.get("/jobs", status="queued")["data"]
     assert copy["spec"]["publish"] == {"adapter": False, "to": f"{PUBLISH_TARGET}/half", "private": False}
     assert copy["spec"]["training"]["from"] == model
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: 
 @pytest.mark.soak("a long scene")
 def test_a_job_continues_from_a_checkpoint(server: Server, page: Page) -> None:
     job = trained(server, training={"max_steps": 30})
-    checkpoint(server, page, job["id"], 15).get_by_role("link", name="Continue from here").click()
+    checkpoint(server, page, job["id"], 15).get_by_role("link", name="Continue from ckpt").click()
     expect(page.get_by_label("Steps")).to_have_value("30")
     lines = page.locator(".cm-line").all_inner_texts()
     training = yaml.safe_load("\n".join(lines))["training"]
@@ -241,30 +241,30 @@ def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> Non
     expect(page.get_by_label("Steps")).to_have_value("100")
     page.get_by_label("Steps").fill("60")
     expect(editor(page)).to_contain_text("max_steps: 60 # minutes on two cores")  # the comment stays
-    page.get_by_label("l, layers with KV").fill("5")
+    page.get_by_label("l, layers with own KV").fill("5")
     expect(editor(page)).to_contain_text("num_key_value_layers: 5")
     expect(editor(page)).not_to_contain_text("prefill_reduction")  # l replaces it
     paste(page, "name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
     expect(page.get_by_label("Name")).to_have_value("typed")
     expect(page.get_by_label("Workers")).to_have_value("3")
-    page.get_by_label("Exit head").check()
+    page.get_by_label("Early-exit head").check()
     expect(editor(page)).to_contain_text("early_exit: true")
 
 
 @pytest.mark.soak("a long scene")
 def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/submit?recipe=builtin-python-5m")
-    expect(plan(page).get_by_role("status")).to_have_text("accepted")
+    expect(plan(page).get_by_role("status")).to_have_text("valid")
     layers = plan(page).locator("dt", has_text="layers skipped").locator("+ dd")
     expect(layers).to_have_text("6 of 12")
-    page.get_by_label("l, layers with KV").fill("9")
+    page.get_by_label("l, layers with own KV").fill("9")
     expect(layers).to_have_text("3 of 12")
     expect(plan(page)).to_contain_text("memory per worker")
-    page.get_by_label("l, layers with KV").fill("99")
-    field = page.get_by_label("l, layers with KV")
+    page.get_by_label("l, layers with own KV").fill("99")
+    field = page.get_by_label("l, layers with own KV")
     expect(field).to_have_attribute("aria-invalid", "true")
     expect(page.locator(f"#{field.get_attribute('aria-describedby')}")).to_contain_text("99")
-    expect(plan(page).get_by_role("status")).to_have_text("does not fit")
+    expect(plan(page).get_by_role("status")).to_have_text("invalid")
     expect(page.locator(".cm-lintRange-error")).to_have_text("num_key_value_layers")
     plan(page).get_by_role("button", name="swiftkv.num_key_value_layers").click()
     expect(editor(page)).to_be_focused()
@@ -283,7 +283,7 @@ def test_the_editor_completes_and_checks_against_the_schema(server: Server, page
     paste(page, "name: a\nmodel: {name_or_path: org/teacher, dtyp: x}\n")
     expect(plan(page)).to_contain_text("model.dtyp")
     paste(page, "name: [\n")
-    expect(plan(page)).to_contain_text("cannot be read")
+    expect(plan(page)).to_contain_text("cannot be parsed")
     expect(page.get_by_label("Name")).to_be_disabled()
 
 

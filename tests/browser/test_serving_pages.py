@@ -13,13 +13,13 @@ def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page
     deployment = deploy(server, route_prefix="/chat")
     page.goto(f"{address(server)}/#/deployments")
     page.get_by_role("link", name="/chat", exact=True).click()
-    page.get_by_role("heading", name="Now").wait_for()
+    page.get_by_role("heading", name="Current load").wait_for()
     tile = page.locator(".tile")
     expect(tile.filter(has_text="time to first token")).to_contain_text("200")
     expect(tile.filter(has_text="exited early")).to_contain_text("21.5")
     expect(tile.filter(has_text="KV cache")).to_contain_text("25")
     expect(page.get_by_role("img", name="Time to first token by second; last: time to first token")).to_be_visible()
-    page.get_by_text("Ask it from a program").click()
+    page.get_by_text("Code examples").click()
     url = server.get(f"/deployments/{deployment}")["url"].rstrip("/")
     for language in ("curl", "Python", "Node"):
         expect(page.get_by_role("region", name=f"{language} snippet")).to_contain_text(f"{url}/v1")
@@ -55,10 +55,10 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
     candidate.get_by_label("Model").select_option(second)
     candidate.get_by_label("Share, %").fill("10")
     candidate.get_by_role("button", name="Add").click()
-    expect(page.get_by_text("answers 10% of the requests")).to_be_visible()
+    expect(page.get_by_text("serves 10% of the requests")).to_be_visible()
     assert stored()["candidate"]["share"] == 0.1  # type: ignore[index]
     candidate.get_by_role("button", name="Remove").click()
-    expect(page.get_by_text("A second model answers a share")).to_be_visible()
+    expect(page.get_by_text("Serve a share of the requests")).to_be_visible()
     page.get_by_role("form", name="Swap the model").get_by_label("Model").select_option(second)
     with page.expect_response(lambda answer: answer.request.method == "PATCH"):
         page.get_by_role("button", name="Swap in").click()
@@ -66,20 +66,20 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
     assert (stored()["model"], stored()["candidate"]) == (second, None)
     history = page.get_by_role("region", name="Changes, newest first").locator("tbody tr")
     expect(history).to_have_count(3)
-    expect(history.first).to_contain_text("changed")
+    expect(history.first).to_contain_text("updated")
 
 
 @pytest.mark.soak("a long scene")
 def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Page) -> None:
     deployment = deploy(server, route_prefix="/chat")
     page.goto(f"{address(server)}/#/deployments/{deployment}")
-    share, most = page.get_by_label("Share, %"), page.get_by_label("most")
+    share, most = page.get_by_label("Share, %"), page.get_by_label("Max")
     share.fill("10")
     most.fill("3")
     for _ in range(2):  # the first one may have been sent before the input
         with page.expect_response(f"**/deployments/{deployment}"):
             pass
-    expect(page.get_by_role("heading", name="Now")).to_be_visible()
+    expect(page.get_by_role("heading", name="Current load")).to_be_visible()
     assert (share.input_value(), most.input_value()) == ("10", "3")
 
 
@@ -90,10 +90,10 @@ def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Pa
     deploy(server, first["distilled_model"], route_prefix="/chat")
     page.goto(f"{address(server)}/#/models?model={first['distilled_model']}")
     lineage = page.get_by_role("list", name="Lineage of first").get_by_role("listitem")
-    kinds = ["data", "teacher", "job, attempt 1", "model", "alias", "serves"]
+    kinds = ["data", "teacher", "job, attempt 1", "model", "alias", "deployment"]
     expect(lineage.locator(".kind")).to_have_text(kinds)
     page.get_by_label("Show second").check()
-    expect(page.get_by_role("region", name="Figures of both")).to_contain_text("distilled.kl")
+    expect(page.get_by_role("region", name="Figures of both models")).to_contain_text("distilled.kl")
     assert second["name"] == "second"
 
 

@@ -1,4 +1,4 @@
-// The control plane's HTTP interface. Knows problem documents and event streams, no page.
+// Client of the control plane's HTTP API: JSON requests, errors, pages and event streams.
 
 export class ApiError extends Error {
   constructor(problem) {
@@ -9,11 +9,11 @@ export class ApiError extends Error {
   }
 }
 
-function refusal(text, { status, statusText }) {
+function parseError(text, { status, statusText }) {
   try {
     const { error, ...problem } = JSON.parse(text);
     if (!error) return new ApiError(problem);
-    // Below /v1 in OpenAI's form.
+    // Routes below /v1 return errors in OpenAI's form.
     const { message, code, param } = error;
     return new ApiError({ detail: message, code, status, errors: param ? [{ field: param, message }] : [] });
   } catch {
@@ -21,9 +21,9 @@ function refusal(text, { status, statusText }) {
   }
 }
 
-const failure = async (response) => refusal(await response.text(), response);
+const failure = async (response) => parseError(await response.text(), response);
 
-/** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nothing answers. */
+/** Send a request with a JSON body. Throws `ApiError` for an error response, `TypeError` without a response. */
 export async function send(method, path, body, { signal, headers = {} } = {}) {
   const options = { method, signal, headers: body === undefined ? headers : { "Content-Type": "application/json", ...headers } };
   if (body !== undefined) options.body = JSON.stringify(body);
@@ -38,8 +38,8 @@ export const patch = async (path, body, headers) => (await send("PATCH", path, b
 export const remove = async (path) => (await send("DELETE", path)).json();
 
 /**
- * POST the form of `fields`. `onProgress` is given the share that is sent, which `fetch` does not tell. Throws as `send`,
- * and `AbortError`.
+ * POST a form. `onProgress`: called with the uploaded share, which `fetch` does not report. Throws as `send`, and
+ * `AbortError`.
  */
 export function upload(path, fields, { signal, onProgress }) {
   const form = new FormData();
@@ -48,8 +48,8 @@ export function upload(path, fields, { signal, onProgress }) {
   signal.addEventListener("abort", () => request.abort());
   return new Promise((resolve, reject) => {
     request.upload.onprogress = ({ loaded, total }) => onProgress(loaded / total);
-    request.onload = () => (request.status < 400 ? resolve(JSON.parse(request.responseText)) : reject(refusal(request.responseText, request)));
-    request.onerror = () => reject(new TypeError("the connection broke off"));
+    request.onload = () => (request.status < 400 ? resolve(JSON.parse(request.responseText)) : reject(parseError(request.responseText, request)));
+    request.onerror = () => reject(new TypeError("the connection was lost"));
     request.onabort = () => reject(new DOMException("", "AbortError"));
     request.open("POST", path);
     request.send(form);
@@ -74,7 +74,7 @@ export async function all(path) {
   return rows;
 }
 
-/** Call `onEvent` with each event of a job, past and coming; returns what ends it. */
+/** Call `onEvent` with each past and future event of a job; returns a function that stops it. */
 export function followEvents(jobId, onEvent) {
   const source = new EventSource(`/jobs/${jobId}/events`);
   for (const type of ["status", "message", "metrics", "checkpoint"]) {

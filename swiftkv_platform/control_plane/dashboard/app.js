@@ -1,4 +1,4 @@
-// The shell: which page is shown, and the key that opens the server. Pages live in pages/.
+// The shell: routing, sign-in and the page frame. Pages live in pages/.
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
@@ -20,7 +20,7 @@ const PAGES = [
   { path: /^overview$/, page: Overview, title: "Overview" },
   { path: /^jobs$/, page: Jobs, title: "Jobs" },
   { path: /^jobs\/(\w+)$/, page: Job, title: "Job" },
-  { path: /^runs$/, page: Runs, title: "Runs side by side" },
+  { path: /^runs$/, page: Runs, title: "Compare runs" },
   { path: /^submit$/, page: Submit, title: "New job" },
   { path: /^files$/, page: Files, title: "Files" },
   { path: /^models$/, page: Models, title: "Models" },
@@ -30,9 +30,9 @@ const PAGES = [
   { path: /^audit$/, page: Audit, title: "Audit" },
 ];
 const MENU = ["overview", "jobs", "submit", "files", "models", "deployments", "playground"];
-const OPERATORS = ["audit"];
+const OPERATOR_MENU = ["audit"];
 
-function route() {
+function parseRoute() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   for (const { path: pattern, page, title } of PAGES) {
     const match = pattern.exec(path || "overview");
@@ -54,7 +54,7 @@ function SignIn({ onDone }) {
   }
   return html`<form class="panel" onSubmit=${submit}>
     <h1>Sign in</h1>
-    <p>This server asks for an API key (<code>swiftkv keys create</code> makes one).</p>
+    <p>This server requires an API key. <code>swiftkv keys create</code> creates one.</p>
     <p class="row bottom">
       <label>API key <input name="key" type="password" autocomplete="off" required size="40" /></label>
       <button>Sign in</button>
@@ -63,18 +63,18 @@ function SignIn({ onDone }) {
   </form>`;
 }
 
-const AWAY = { ray: "Ray", object_store: "The object store", database: "The database" };
+const SERVICES = { ray: "Ray", object_store: "The object store", database: "The database" };
 
-/** Parts that do not answer, which pages cannot tell: what is shown may be old, and jobs wait. */
-function Away() {
+/** Warns that services are unavailable: pages may show old data, and jobs wait. */
+function Unavailable() {
   const [, problem] = useFresh(() => get("/readyz"), [], 10000);
   const parts = problem?.status === 503 ? problem.errors : [];
-  return parts.length > 0 && html`<div class="problem" role="status"><strong>Not all of the platform answers; what needs it waits.</strong>
-    ${parts.map(({ field, message }) => html`<p>${AWAY[field] ?? field}: ${message}</p>`)}</div>`;
+  return parts.length > 0 && html`<div class="problem" role="status"><strong>Some services are unavailable. Pages may show old data, and jobs wait.</strong>
+    ${parts.map(({ field, message }) => html`<p>${SERVICES[field] ?? field}: ${message}</p>`)}</div>`;
 }
 
-/** Ctrl K, or Cmd K, goes to the page's search. */
-function find(event) {
+/** Focus the page's search on Ctrl K or Cmd K. */
+function focusSearch(event) {
   const field = document.querySelector("[data-search]");
   if (!field || event.key !== "k" || !(event.ctrlKey || event.metaKey)) return;
   event.preventDefault();
@@ -84,15 +84,15 @@ function find(event) {
 const focusMain = () => document.getElementById("main").focus();
 
 // The fragment names the page, so this link must not be followed.
-const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), focusMain())}>Skip to the content</a>`;
+const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), focusMain())}>Skip to content</a>`;
 
 function App() {
-  const [shown, setShown] = useState(route());
+  const [shown, setShown] = useState(parseRoute());
   const [open, setOpen] = useState(null);
-  const [{ session, reads_audit: readsAudit }, setDoor] = useState({ session: null, reads_audit: false });
-  async function look() {
+  const [{ session, reads_audit: readsAudit }, setSession] = useState({ session: null, reads_audit: false });
+  async function checkAccess() {
     try {
-      setDoor(await get("/session"));
+      setSession(await get("/session"));
       await send("GET", "/jobs?limit=1");
       setOpen(true);
     } catch (error) {
@@ -104,16 +104,16 @@ function App() {
     location.reload();
   }
   useEffect(() => {
-    look();
+    checkAccess();
     const changed = () => {
-      setShown(route());
-      focusMain(); // so that a screen reader goes on with the new page
+      setShown(parseRoute());
+      focusMain(); // so that screen readers read the new page
     };
     addEventListener("hashchange", changed);
-    addEventListener("keydown", find);
+    addEventListener("keydown", focusSearch);
     return () => {
       removeEventListener("hashchange", changed);
-      removeEventListener("keydown", find);
+      removeEventListener("keydown", focusSearch);
     };
   }, []);
   useEffect(() => {
@@ -123,14 +123,14 @@ function App() {
     const { title } = PAGES.find(({ path }) => path.test(section));
     return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
   };
-  const menu = open && readsAudit ? [...MENU, ...OPERATORS] : MENU;
-  let page = html`<h1>No such page</h1><${Empty} title="Nothing is at this address"><a href="#/overview">To the overview</a><//>`;
+  const menu = open && readsAudit ? [...MENU, ...OPERATOR_MENU] : MENU;
+  let page = html`<h1>Page not found</h1><${Empty} title="There is no page at this address"><a href="#/overview">Go to the overview</a><//>`;
   if (open === null) page = html`<${Loading} what="the dashboard" />`;
-  else if (!open) page = html`<${SignIn} onDone=${look} />`;
+  else if (!open) page = html`<${SignIn} onDone=${checkAccess} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
   return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
       <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
-    <main id="main" tabindex="-1">${open && html`<${Away} />`}${page}</main>`;
+    <main id="main" tabindex="-1">${open && html`<${Unavailable} />`}${page}</main>`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

@@ -1,4 +1,4 @@
-// What pages are built from: text, tables, charts, and hooks that keep data fresh. Knows no route of the API.
+// Building blocks of pages: formats, tables, charts, and hooks that poll data. Knows no route of the API.
 
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { onThemeChange } from "./theme.js";
@@ -13,14 +13,14 @@ export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds
 export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0), 1)} ago`;
 
-/** Statuses of jobs that do not change any more. */
+/** Final statuses of jobs. */
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
-/** Whether a deployment takes requests, be it with the model before. */
-export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
+/** Whether a deployment accepts requests, possibly still with its previous model. */
+export const isServing = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
 
-/** Which model a deployment serves, in words, by its name if it is among `models`. */
-export function served({ model, engine }, models) {
+/** The model that a deployment serves, by name if it is among `models`. */
+export function modelName({ model, engine }, models) {
   const name = models?.find(({ id }) => id === model)?.name ?? model;
   return engine.swiftkv === false ? `the teacher of ${name}` : name;
 }
@@ -33,27 +33,27 @@ export function bytes(value) {
 
 const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
-/** `4 min 10 s`: the `most` largest units, as the command line has them. */
-export function duration(seconds, most = 2) {
+/** `4 min 10 s`: the `maxUnits` largest units, as the command line prints them. */
+export function duration(seconds, maxUnits = 2) {
   if (seconds == null) return "";
   const whole = Math.round(seconds);
   const first = UNITS.findIndex(([size]) => whole >= size);
   if (first < 0) return "0 s";
-  const parts = UNITS.slice(first, first + most).map(([size, unit], i) => [Math.floor((i ? whole % UNITS[first + i - 1][0] : whole) / size), unit]);
+  const parts = UNITS.slice(first, first + maxUnits).map(([size, unit], i) => [Math.floor((i ? whole % UNITS[first + i - 1][0] : whole) / size), unit]);
   return parts.filter(([number]) => number).map((part) => part.join(" ")).join(" ");
 }
 
-/** `load()` now and every `everyMs` while the page is shown: [value, problem, reload]. */
+/** Call `load()` now and every `everyMs` while the page is visible: [value, problem, reload]. */
 export function useFresh(load, inputs, everyMs) {
   const [state, setState] = useState({ value: null, problem: null });
   const latest = useRef(0);
   const reload = useCallback(async () => {
-    const turn = ++latest.current;
+    const request = ++latest.current;
     try {
       const value = await load();
-      if (turn === latest.current) setState({ value, problem: null });
+      if (request === latest.current) setState({ value, problem: null });
     } catch (problem) {
-      if (turn === latest.current) setState((old) => ({ value: old.value, problem }));
+      if (request === latest.current) setState((old) => ({ value: old.value, problem }));
     }
   }, inputs);
   useEffect(() => {
@@ -67,7 +67,7 @@ export function useFresh(load, inputs, everyMs) {
   return [state.value, state.problem, reload];
 }
 
-/** Run what may fail: [act, busy, problem]; `act(work)` shows what `work` throws until the next one. */
+/** Run actions that may fail: [act, busy, problem]; `problem` is the error of the last `act(work)`. */
 export function useAction() {
   const [state, setState] = useState({ busy: false, problem: null });
   const act = async (work) => {
@@ -84,7 +84,7 @@ export function useAction() {
 
 export function Problem({ problem }) {
   if (!problem) return null;
-  const detail = problem instanceof TypeError ? "The control plane does not answer." : problem.message;
+  const detail = problem instanceof TypeError ? "The control plane is unavailable." : problem.message;
   const fields = (problem.errors ?? []).filter((error) => error.field);
   return html`<div class="problem" role="alert">
     ${fields.length ? null : detail}
@@ -94,45 +94,45 @@ export function Problem({ problem }) {
 
 export const Status = ({ status }) => html`<span class="status ${status}">${status}</span>`;
 
-/** What stands where there is nothing yet; `children` lead on. */
+/** Empty state; `children` say what to do next. */
 export const Empty = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
 
 export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr">Loading ${what}…</span></div>`;
 
-/** A figure that may not be known, with the reason in place of a number. */
-export const Known = ({ value, unit, why }) =>
+/** A number with its unit; if it is null, "unknown" with the reason `why` as a tooltip. */
+export const Figure = ({ value, unit, why }) =>
   value == null ? html`<span class="unknown" title=${why}>unknown<span class="sr">: ${why}</span></span>` : html`<b>${short.format(value)}</b>${unit && ` ${unit}`}`;
 
-/** A share of a whole as a bar; without a limit the number stands alone. */
-export function Meter({ name, value, most, shown = figure, words }) {
+/** A value as a bar from 0 to `max`; without `max` the number alone. */
+export function Meter({ name, value, max, format = figure, note }) {
   return html`<div class="meter">
-    <div><span>${name}</span><span><b>${shown(value)}</b>${most == null ? "" : ` of ${shown(most)}`}</span></div>
-    ${most > 0 && html`<progress class="wide ${value > most ? "over" : ""}" max=${most} value=${Math.min(value, most)} aria-label=${name}></progress>`}
-    ${words && html`<div class="quiet">${words}</div>`}
+    <div><span>${name}</span><span><b>${format(value)}</b>${max == null ? "" : ` of ${format(max)}`}</span></div>
+    ${max > 0 && html`<progress class="wide ${value > max ? "over" : ""}" max=${max} value=${Math.min(value, max)} aria-label=${name}></progress>`}
+    ${note && html`<div class="quiet">${note}</div>`}
   </div>`;
 }
 
-const ordered = (a, b) => (a == null) - (b == null) || (typeof a === "string" ? a.localeCompare(b) : a - b);
+const compare = (a, b) => (a == null) - (b == null) || (typeof a === "string" ? a.localeCompare(b) : a - b);
 
 /**
- * Rows under headings. A column with `sort` (row => number or text) can be sorted by; `search` leaves the rows whose
- * `find` (row => text) has it. On a phone each row becomes a card where there is more than one column to a line.
+ * A table. Columns with `sort` (row => number or text) are sortable; `search` filters rows by `find` (row => text). On a
+ * phone, each row becomes a card.
  */
 export function Table({ caption, columns, rows, empty, search = "", find, first }) {
   const [order, setOrder] = useState(first ?? null);
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = find ? rows.filter((row) => words.every((word) => find(row).toLowerCase().includes(word))) : rows;
   const by = columns.find((column) => column.name === order?.name);
-  if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * ordered(by.sort(a), by.sort(b)));
+  if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * compare(by.sort(a), by.sort(b)));
   if (!rows.length) return typeof empty === "string" ? html`<p class="quiet">${empty}</p>` : empty;
-  if (!shown.length) return html`<${Empty} title="Nothing matches">None of ${rows.length} contains “${search}”.<//>`;
-  const turn = ({ name }) => setOrder((old) => ({ name, up: old?.name === name ? !old.up : true }));
+  if (!shown.length) return html`<${Empty} title="No matches">None of ${rows.length} rows contains “${search}”.<//>`;
+  const toggleOrder = ({ name }) => setOrder((old) => ({ name, up: old?.name === name ? !old.up : true }));
   const sorted = ({ name }) => (order?.name === name ? (order.up ? "ascending" : "descending") : null);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
     <table class=${columns.length > 2 ? "stacks" : ""}>
       <thead>
         <tr>${columns.map((column) => html`<th scope="col" class=${column.number ? "number" : ""} aria-sort=${sorted(column)}>
-          ${column.sort ? html`<button type="button" onClick=${() => turn(column)}>${column.name}</button>` : column.name || html`<span class="sr">Actions</span>`}
+          ${column.sort ? html`<button type="button" onClick=${() => toggleOrder(column)}>${column.name}</button>` : column.name || html`<span class="sr">Actions</span>`}
         </th>`)}</tr>
       </thead>
       <tbody>
@@ -157,8 +157,8 @@ export function Facts({ of }) {
 const WHOLE_STEPS = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const INKS = ["#2b7fd4", "#d9730d", "#2f9e63", "#b5479d", "#8a7400"];
 
-/** Show the last values where the pointer asks for none, at each update of a legend. */
-function lastValues(plot) {
+/** Show the last values in the legend while the pointer is outside of the chart. */
+function showLastValues(plot) {
   if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 
@@ -181,8 +181,8 @@ function drawMarks({ ctx, bbox: { left, top, width, height }, valToPos }, marks,
 }
 
 /**
- * Lines over steps, or another whole `unit`: `series` is {name: [values]}, `marks` are places with a name [{x, label}].
- * The last values and the marks are said in words.
+ * Line chart over steps, or another integer `unit`. `series` is {name: [values]}; `marks` are labeled vertical lines
+ * [{x, label}]. The label for screen readers has the last values and the marks.
  */
 export function Chart({ title, x, series, unit = "step", marks = [] }) {
   const place = useRef(null);
@@ -199,7 +199,7 @@ export function Chart({ title, x, series, unit = "step", marks = [] }) {
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
-      hooks: { setLegend: [lastValues], draw: [(drawn) => drawMarks(drawn, marked.current, ink())] },
+      hooks: { setLegend: [showLastValues], draw: [(drawn) => drawMarks(drawn, marked.current, ink())] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
     plot.current = new uPlot(options, data, place.current);

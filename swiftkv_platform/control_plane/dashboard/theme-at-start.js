@@ -1,7 +1,7 @@
-// The theme that was chosen, set before the first paint. No module: those run after it.
+// Sets the chosen theme before the first paint. Not a module, since modules run later.
 
 try {
   document.documentElement.dataset.theme = localStorage.getItem("swiftkv-theme") ?? "system";
 } catch {
-  document.documentElement.dataset.theme = "system"; // a browser that keeps nothing for pages
+  document.documentElement.dataset.theme = "system"; // storage is disabled
 }

@@ -1,20 +1,20 @@
-// A file of rows on its way to the control plane: picked or dropped, with its progress and what is wrong with it.
+// Upload of a file of rows: file field, drop target, progress and errors.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { upload } from "./api.js";
 import { count, percent } from "./parts.js";
 
 const PATH = "/v1/files";
-const BROKEN = "The file could not be sent: it has changed since it was chosen, or the control plane does not answer.";
+const BROKEN = "Upload failed: the file has changed since you chose it, or the control plane is unavailable.";
 
-/** What is in an uploaded file, in words. */
+/** Description of an uploaded file: `chats.jsonl: 3 rows, messages`. */
 export const contents = ({ filename, rows, format }) => `${filename}: ${count(rows)} ${rows === 1 ? "row" : "rows"}, ${format}`;
 
 const words = (problem) => (problem instanceof TypeError ? BROKEN : problem.message);
 
-/** `onDone` is given the file as the API has it; a refusal is shown at the field, in the API's words. */
+/** Calls `onDone` with the uploaded file; shows the API's error message at the field. */
 export function Upload({ id, label, hint, disabled, onDone }) {
-  const [sent, setSent] = useState(null); // the share of a file that is on its way
+  const [sent, setSent] = useState(null); // uploaded share, 0 to 1; null: no upload
   const [problem, setProblem] = useState(null);
   const [kept, setKept] = useState(null);
   const [isOver, setOver] = useState(false);
@@ -23,7 +23,7 @@ export function Upload({ id, label, hint, disabled, onDone }) {
   async function take(files) {
     if (!files.length || sent !== null || disabled) return;
     setKept(null);
-    setProblem(files.length > 1 ? `${files.length} files were dropped; drop one at a time.` : null);
+    setProblem(files.length > 1 ? `Drop one file at a time, not ${files.length}.` : null);
     if (files.length > 1) return;
     way.current = new AbortController();
     setSent(0);
@@ -39,7 +39,7 @@ export function Upload({ id, label, hint, disabled, onDone }) {
   }
   const pick = ({ target }) => {
     take([...target.files]);
-    target.value = ""; // the same file, mended, can be picked again
+    target.value = ""; // allows choosing the same file again
   };
   const hover = (is) => (event) => {
     event.preventDefault();
@@ -55,8 +55,8 @@ export function Upload({ id, label, hint, disabled, onDone }) {
       <input id=${id} type="file" accept=".jsonl,.ndjson,.json" disabled=${disabled || sent !== null} onChange=${pick} aria-invalid=${problem ? "true" : null} aria-describedby=${described} />
     </label>
     <span class="quiet small" id="${id}-hint">${hint}</span>
-    ${sent !== null && html`<div class="row"><progress max="1" value=${sent} aria-label="Part of the file sent"></progress>
-      <span class="small">${sent < 1 ? percent(Math.floor(100 * sent) / 100) : "Checking each row…"}</span>
+    ${sent !== null && html`<div class="row"><progress max="1" value=${sent} aria-label="Upload progress"></progress>
+      <span class="small">${sent < 1 ? percent(Math.floor(100 * sent) / 100) : "Validating rows…"}</span>
       <button type="button" class="plain small" onClick=${() => way.current.abort()}>Stop</button></div>`}
     <span class="sr" role="status">${kept && `Uploaded ${contents(kept)}`}</span>
     ${problem && html`<span class="field-error" id="${id}-error" role="alert">${problem}</span>`}

@@ -1,18 +1,18 @@
-// A job's checkpoints, and what is made of each: evaluated as a model, served, continued from, published.
+// A job's checkpoints, with actions: evaluate, deploy, continue, publish.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { get, newKey, post } from "../api.js";
 import { DeployForm } from "./deploy.js";
 import { ENDED, Problem, Status, Table, bytes, figure, useAction, useFresh } from "../parts.js";
 
-const LOOKED_THROUGH = 500;
+const MAX_JOBS = 500;
 const EVERY_MS = 3000;
 
 /** The newest evaluation of each checkpoint, by the checkpoint's name: [jobs, problem, reload]. */
 function useEvaluations(job) {
   const [busy, setBusy] = useState(false);
   async function load() {
-    const query = new URLSearchParams({ model: job.spec.model.name_or_path, limit: LOOKED_THROUGH });
+    const query = new URLSearchParams({ model: job.spec.model.name_or_path, limit: MAX_JOBS });
     const found = new Map();
     for (const each of (await get(`/jobs?${query}`)).data) {
       const { from, max_steps: steps } = each.spec.training;
@@ -34,39 +34,39 @@ function PublishForm({ name, button, onPublish }) {
     act(() => onPublish({ to: fields.get("to"), private: fields.has("private") }));
   };
   return html`<form class="row" onSubmit=${submit} aria-label="Publish ${name}">
-      <label class="grow">To <input name="to" required placeholder="hf://organization/name" title="hf://organization/name, s3://bucket/prefix or a directory that the operator opens" /></label>
+      <label class="grow">To <input name="to" required placeholder="hf://organization/name" title="hf://organization/name, s3://bucket/prefix or a directory that the operator allows" /></label>
       <label class="check"><input name="private" type="checkbox" checked /> private repository</label>
       <button disabled=${busy}>${button}</button>
     </form>
     <${Problem} problem=${problem} />`;
 }
 
-/** What is asked of a checkpoint's model: the words for it, and the request. */
-const ASKED = {
+/** Actions on a checkpoint's model: word, request and message. */
+const ACTIONS = {
   deploy: {
     words: "deployed",
     ask: (model, body) => post("/deployments", { model, ...body }),
-    done: ({ id, route_prefix: route }) => html`<a href="#/deployments/${id}">${route}</a> is being started.`,
+    done: ({ id, route_prefix: route }) => html`<a href="#/deployments/${id}">${route}</a> is starting.`,
   },
   publish: {
     words: "published",
     ask: (model, body) => post(`/models/${model}/publish`, body),
-    done: (job) => html`<${JobLink} job=${job}>${job.name}<//> copies it.`,
+    done: (job) => html`<${JobLink} job=${job}>${job.name}<//> publishes it.`,
   },
 };
 
-/** What a checkpoint's evaluation came to: its job until that has ended, then its model. */
-function Made({ evaluation }) {
+/** Result of a checkpoint's evaluation: its job while it runs, then its model. */
+function EvaluationResult({ evaluation }) {
   if (!evaluation) return "";
   const { status, distilled_model: model, error } = evaluation;
-  if (model) return html`<a href="#/models?model=${model}">Its model</a>`;
+  if (model) return html`<a href="#/models?model=${model}">View model</a>`;
   return html`<${JobLink} job=${evaluation}>Evaluation<//> <${Status} status=${status} />${error && html`<${Problem} problem=${error} />`}`;
 }
 
 /**
- * The buttons of a checkpoint. Only an evaluated one is a model: what else is asked of it waits for that, on this page.
+ * Actions of a checkpoint. Only evaluated checkpoints are models, so other actions wait on this page for the evaluation.
  */
-function Uses({ job, item, evaluation, onChange }) {
+function Actions({ job, item, evaluation, onChange }) {
   const name = `${job.id}:${item.id}`;
   const [act, busy, problem] = useAction();
   const [open, setOpen] = useState(null);
@@ -77,14 +77,14 @@ function Uses({ job, item, evaluation, onChange }) {
   const live = evaluation && !ENDED.has(evaluation.status);
 
   async function evaluate() {
-    // The same key until it is answered: a second try after a broken connection makes no second job.
+    // Reuse the key until there is a response, so that a retry creates no second job.
     const job = await post("/models", { from_checkpoint: name }, { "Idempotency-Key": key.current });
     key.current = newKey();
     await onChange();
     return job;
   }
   async function finish(kind, body, of) {
-    setDone(ASKED[kind].done(await ASKED[kind].ask(of, body)));
+    setDone(ACTIONS[kind].done(await ACTIONS[kind].ask(of, body)));
   }
   const ask = (kind) => async (body) => {
     setDone(null);
@@ -101,18 +101,18 @@ function Uses({ job, item, evaluation, onChange }) {
     if (model) act(() => finish(waiting.kind, waiting.body, model));
   }, [waiting, evaluation?.id, evaluation?.status]);
 
-  const words = (verb) => (model ? verb : live ? `${verb} when evaluated` : `Evaluate and ${verb.toLowerCase()}`);
+  const words = (verb) => (model ? verb : live ? `${verb} after evaluation` : `Evaluate and ${verb.toLowerCase()}`);
   const toggle = (kind, label) => html`<button class="plain small" aria-expanded=${open === kind} aria-label="${label} ${item.id}" onClick=${() => setOpen(open === kind ? null : kind)}>${label}</button>`;
   return html`<div class="uses">
     <div class="row">
       ${!model && !live && html`<button class="plain small" disabled=${busy} aria-label="Evaluate ${item.id}" onClick=${() => act(evaluate)}>Evaluate</button>`}
       ${toggle("deploy", "Deploy")}
-      <a class="button plain small" aria-label="Continue from here, ${item.id}" href="#/submit?job=${job.id}&from=${name}">Continue</a>
+      <a class="button plain small" aria-label="Continue from ${item.id}" href="#/submit?job=${job.id}&from=${name}">Continue</a>
       ${toggle("publish", "Publish")}
     </div>
     <div class="small" role="status">
-      <${Made} evaluation=${evaluation} />
-      ${waiting && html`<p>To be ${ASKED[waiting.kind].words} once it is evaluated, while this page is open.</p>`}
+      <${EvaluationResult} evaluation=${evaluation} />
+      ${waiting && html`<p>Will be ${ACTIONS[waiting.kind].words} after its evaluation, if this page stays open.</p>`}
       ${done && html`<p>${done}</p>`}
     </div>
     <${Problem} problem=${problem} />
@@ -121,7 +121,7 @@ function Uses({ job, item, evaluation, onChange }) {
   </div>`;
 }
 
-/** Checkpoints with the loss of their step, their held-out and their evaluated KL, where they are known, and what can be made of each. */
+/** Table of checkpoints with training loss, held-out KL, evaluated KL and actions. */
 export function Checkpoints({ job, checkpoints, points }) {
   const [evaluations, problem, reload] = useEvaluations(job);
   const measured = new Map((points ?? []).map((point) => [point.step, point.loss ?? point.logits_loss]));
@@ -129,14 +129,14 @@ export function Checkpoints({ job, checkpoints, points }) {
   const of = (item) => evaluations?.get(`${job.id}:${item.id}`);
   const kl = (item) => of(item)?.result?.distilled?.kl;
   const columns = [
-    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models?model=${item.distilled_model}">the model</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
+    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models?model=${item.distilled_model}">selected</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
     { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
     { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
-    { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => figure(measured.get(item.step)) },
+    { name: "Training loss", number: true, sort: (item) => measured.get(item.step), cell: (item) => figure(measured.get(item.step)) },
     { name: "Held-out KL", number: true, sort: (item) => item.held_out_kl, cell: (item) => html`<span>${figure(item.held_out_kl)}${item.held_out_kl === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
     { name: "Evaluated KL", number: true, sort: kl, cell: (item) => figure(kl(item)) },
     { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
-    { name: "", cell: (item) => html`<${Uses} job=${job} item=${item} evaluation=${of(item)} onChange=${reload} />` },
+    { name: "", cell: (item) => html`<${Actions} job=${job} item=${item} evaluation=${of(item)} onChange=${reload} />` },
   ];
-  return html`<${Problem} problem=${problem} /><${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="None is kept." />`;
+  return html`<${Problem} problem=${problem} /><${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="No checkpoints kept." />`;
 }

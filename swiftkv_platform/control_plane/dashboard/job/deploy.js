@@ -3,7 +3,7 @@
 import { html } from "../vendor/htm-preact.js";
 import { Problem, useAction } from "../parts.js";
 
-/** `onDeploy` is given the body of POST /deployments without its model; what it throws is shown below the button. */
+/** Calls `onDeploy` with the body of POST /deployments without its model; shows its error below the button. */
 export function DeployForm({ name, route, button = "Deploy", onDeploy }) {
   const [act, busy, problem] = useAction();
   const submit = (event) => {
@@ -19,10 +19,10 @@ export function DeployForm({ name, route, button = "Deploy", onDeploy }) {
     );
   };
   return html`<form class="row" onSubmit=${submit} aria-label="Deploy ${name}">
-      <label>Route <input name="route" defaultValue=${route} required size="12" title="Where there are API keys, below /t/ and your tenant's name" /></label>
-      <label>Serve <select name="mode"><option value="student">the student</option><option value="teacher">its teacher</option></select></label>
-      <label>Replicas, least <input name="min" type="number" min="1" value="1" /></label>
-      <label>most <input name="max" type="number" min="1" value="1" /></label>
+      <label>Route <input name="route" defaultValue=${route} required size="12" title="With API keys, the route is below /t/TENANT" /></label>
+      <label>Serve <select name="mode"><option value="student">student</option><option value="teacher">teacher</option></select></label>
+      <label>Min replicas <input name="min" type="number" min="1" value="1" /></label>
+      <label>Max replicas <input name="max" type="number" min="1" value="1" /></label>
       <button disabled=${busy}>${button}</button>
     </form>
     <${Problem} problem=${problem} />`;

@@ -1,4 +1,4 @@
-// Where a model comes from and what serves it, drawn from left to right.
+// A model's lineage from left to right: data, teacher, job, model, aliases, deployments.
 
 import { html } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
@@ -18,7 +18,7 @@ export function Lineage({ model }) {
       ${found.job_id ? html`<${Node} kind="job, attempt ${found.attempt}"><a href="#/jobs/${found.job_id}">…${found.job_id.slice(-8)}</a>${found.code_version && html`<br />code ${found.code_version}`}<//>` : html`<${Node} kind="imported from">${found.imported_from}<//>`}
       <${Node} kind="model" here=${true}>${model.name}<br />${short(found.manifest_digest)}<//>
       ${found.aliases.length > 0 && html`<${Node} kind="alias">${found.aliases.join(", ")}<//>`}
-      ${found.deployments.map((item) => html`<${Node} kind="serves"><a href="#/deployments/${item.id}">${item.route_prefix}</a> <${Status} status=${item.status} /><//>`)}
+      ${found.deployments.map((item) => html`<${Node} kind="deployment"><a href="#/deployments/${item.id}">${item.route_prefix}</a> <${Status} status=${item.status} /><//>`)}
     </ol>
     ${found.promotions.length > 0 && html`<ul class="items">${found.promotions.map((item) => html`<li><span>${item.action} to ${item.alias}</span><span class="quiet small">${when(item.created_at)}</span><span class="sub">${item.reason} (${item.by})</span></li>`)}</ul>`}`;
 }

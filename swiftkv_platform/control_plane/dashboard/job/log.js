@@ -6,8 +6,8 @@ import { Problem, Search, count, useFresh } from "../parts.js";
 
 const LINES = 2000;
 
-/** A line with each place that has `word` marked. */
-function marked(line, word) {
+/** A line with all matches of `word` highlighted. */
+function highlight(line, word) {
   if (!word) return line;
   const pieces = [];
   const low = line.toLowerCase();
@@ -33,10 +33,10 @@ export function Log({ job, live }) {
     <${Problem} problem=${problem} />
     <div class="toolbar">
       <${Search} value=${search} onInput=${setSearch} label="Search the log" />
-      <label class="check"><input type="checkbox" checked=${errors} onChange=${(event) => setErrors(event.target.checked)} /> errors and warnings</label>
+      <label class="check"><input type="checkbox" checked=${errors} onChange=${(event) => setErrors(event.target.checked)} /> errors and warnings only</label>
       <span class="end" role="status">${count(found.length)} of ${count(lines.length)} lines</span>
     </div>
-    <pre tabindex="0" role="region" aria-label="Log">${found.length ? found.map((line) => html`${marked(line, word)}${"\n"}`) : lines.length ? "No line matches." : "Nothing was printed yet."}</pre>
-    <p class="quiet small">The last ${count(LINES)} lines; <a href="/jobs/${job.id}/logs">the whole log</a>.</p>
+    <pre tabindex="0" role="region" aria-label="Log">${found.length ? found.map((line) => html`${highlight(line, word)}${"\n"}`) : lines.length ? "No matching lines." : "No output yet."}</pre>
+    <p class="quiet small">Last ${count(LINES)} lines. <a href="/jobs/${job.id}/logs">Open the full log</a>.</p>
   </details>`;
 }

@@ -1,28 +1,28 @@
-// The quality report, the worst measure first. Knows the report's keys, no route.
+// The quality report, worst gate first. Knows the report's keys, no route.
 
 import { html } from "../vendor/htm-preact.js";
 import { Facts, Status, Table, figure, percent } from "../parts.js";
 
 const outcome = (gate) => gate.outcome ?? (gate.passed ? "passed" : "failed");
 
-/** What a reader should see first: the gate that is nearest its limit or beyond it, as the report orders them. */
+/** The first gate of the report: the one that exceeds its limit most, or is closest to it. */
 function Worst({ gates }) {
   const [worst] = gates;
-  if (!worst) return html`<p class="quiet">No gate was set: the figures below were reported, not judged.</p>`;
+  if (!worst) return html`<p class="quiet">No quality gates are set; the figures below are for information.</p>`;
   const { interval } = worst;
   return html`<div class="worst ${outcome(worst)}">
-    <span class="quiet">Worst measure of ${gates.length}</span>
+    <span class="quiet">Worst of ${gates.length} quality gates</span>
     <strong>${worst.subject}: ${figure(worst.value)} <span class="quiet small">limit ${figure(worst.limit)}</span></strong>
-    <span><${Status} status=${outcome(worst)} /> ${interval && html`<span class="quiet small">95% interval ${figure(interval[0])} to ${figure(interval[1])}${worst.samples_needed ? `; ${worst.samples_needed} samples would decide` : ""}</span>`}</span>
+    <span><${Status} status=${outcome(worst)} /> ${interval && html`<span class="quiet small">95% interval ${figure(interval[0])} to ${figure(interval[1])}${worst.samples_needed ? `; about ${worst.samples_needed} samples needed to decide` : ""}</span>`}</span>
   </div>`;
 }
 
 const GATES = [
-  { name: "Measure", cell: (gate) => gate.subject },
+  { name: "Metric", cell: (gate) => gate.subject },
   { name: "Value", number: true, cell: (gate) => figure(gate.value) },
   { name: "Limit", number: true, cell: (gate) => figure(gate.limit) },
   { name: "Outcome", cell: (gate) => html`<${Status} status=${outcome(gate)} />` },
-  { name: "Set by", cell: (gate) => html`<code>${gate.field}</code>` },
+  { name: "Spec field", cell: (gate) => html`<code>${gate.field}</code>` },
 ];
 const between = (interval, shown) => html`<span class="quiet small">${shown(interval[0])} to ${shown(interval[1])}</span>`;
 const QUALITY = [
@@ -32,7 +32,7 @@ const QUALITY = [
   { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? between(quality.top1_agreement, percent) : percent(quality.top1_agreement) },
 ];
 
-/** `verdict`: what was measured, in a sentence. */
+/** `verdict`: one-sentence summary of the report. */
 export function Report({ report, verdict }) {
   const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
   const { intervals } = report;
@@ -48,7 +48,7 @@ export function Report({ report, verdict }) {
       "KV bytes": percent(report.kv_bytes_ratio),
       "time to first token": report.ttft_ms && `${figure(dense)} ms dense, ${figure(swiftkv)} ms SwiftKV`,
       "trained tokens": figure(report.tokens_trained),
-      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", chosen by held-out KL" : ""}`,
-      "tasks left out": report.tasks_left_out?.join(", "),
+      "model from": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", lowest held-out KL" : ""}`,
+      "tasks skipped": report.tasks_left_out?.join(", "),
     }} />`;
 }

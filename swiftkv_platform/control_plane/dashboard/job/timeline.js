@@ -1,11 +1,11 @@
-// A job's phases on a line of time, with its checkpoints. Knows status events, no route.
+// A timeline of a job's phases and checkpoints. Knows status events, no route.
 
 import { html } from "../vendor/htm-preact.js";
 import { ENDED, duration, when } from "../parts.js";
 
 /**
  * The phases of a job from its events: [{status, attempt, from, to, live, saved}], oldest first. A checkpoint belongs to
- * the phase that it was told in: its time is of a worker's clock, which may differ from the control plane's.
+ * the phase of its event, since its time is from a worker's clock.
  */
 export function phasesOf(events, now) {
   const phases = [];
@@ -19,10 +19,10 @@ export function phasesOf(events, now) {
   return phases.filter(({ status }) => !ENDED.has(status));
 }
 
-/** `ended` is the job's own end: what came before it was told may be younger than the page's clock. */
+/** `ended`: end time of the job, if it has ended. */
 export function Timeline({ events, ended }) {
   const phases = phasesOf(events, ended ?? Date.now() / 1000);
-  if (!phases.length) return html`<p class="quiet">No phase has begun yet.</p>`;
+  if (!phases.length) return html`<p class="quiet">No phase has started yet.</p>`;
   const begin = phases[0].from;
   const whole = Math.max(phases.at(-1).to - begin, 1);
   const place = (time) => `${Math.min(Math.max((100 * (time - begin)) / whole, 0), 100).toFixed(2)}%`;
@@ -42,5 +42,5 @@ export function Timeline({ events, ended }) {
       </li>`;
     })}
   </ol>
-  <p class="quiet small">${when(begin)} to ${ended ? when(ended) : "now"}, ${duration(whole)} in all${checkpoints.length > 0 ? `; ${checkpoints.length} checkpoints are marked ◇` : ""}.</p>`;
+  <p class="quiet small">${when(begin)} to ${ended ? when(ended) : "now"}, ${duration(whole)} in total${checkpoints.length > 0 ? `; ◇ marks ${checkpoints.length} checkpoints` : ""}.</p>`;
 }

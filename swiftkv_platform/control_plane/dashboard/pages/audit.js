@@ -1,4 +1,4 @@
-// The audit trail: who changed what, and who was refused; selected, and read a page at a time.
+// The audit trail: changes and refused requests, with filters and pages.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
@@ -6,27 +6,27 @@ import { Empty, Loading, Problem, Table, count, useFresh, when } from "../parts.
 
 const SHOWN = 50;
 const OUTCOMES = {
-  200: "done",
-  201: "made",
+  200: "OK",
+  201: "created",
   202: "accepted",
   204: "no content",
-  401: "not signed in",
+  401: "unauthenticated",
   403: "forbidden",
   404: "not found",
   409: "conflict",
-  412: "changed in the meantime",
-  422: "not valid",
+  412: "changed meanwhile",
+  422: "invalid",
   429: "too many requests",
   500: "internal error",
   503: "unavailable",
 };
-/** Routes that the API's document does not have. */
+/** Routes that are not in the OpenAPI document. */
 const UNLISTED = ["/session", "unmatched"];
 
 const kind = (status) => (status < 400 ? "succeeded" : [401, 403, 429].includes(status) ? "refused" : "undecided");
 const PAGES = { job_: "jobs/", dep_: "deployments/", mdl_: "models?model=" };
 
-/** What an entry is about, as a link where a page shows it. */
+/** The object of an entry, as a link if it has a page. */
 function About({ id }) {
   if (!id) return "";
   const page = PAGES[id.slice(0, 4)];
@@ -35,14 +35,14 @@ function About({ id }) {
 
 const COLUMNS = [
   { name: "Time", whole: true, cell: (entry) => when(entry.created_at) },
-  { name: "Actor", cell: (entry) => (entry.actor ? html`<span>${entry.actor}${entry.credential && html`<br /><code class="quiet">${entry.credential}</code>`}</span>` : html`<span class="unknown">not known</span>`) },
+  { name: "Actor", cell: (entry) => (entry.actor ? html`<span>${entry.actor}${entry.credential && html`<br /><code class="quiet">${entry.credential}</code>`}</span>` : html`<span class="unknown">unknown</span>`) },
   { name: "Tenant", cell: (entry) => entry.tenant ?? "" },
   { name: "Address", cell: (entry) => html`<code>${entry.address}</code>` },
   { name: "Request", cell: (entry) => html`<code>${entry.method} ${entry.route}</code>` },
-  { name: "About", cell: (entry) => html`<${About} id=${entry.about} />` },
+  { name: "Object", cell: (entry) => html`<${About} id=${entry.about} />` },
   {
     name: "Outcome",
-    cell: (entry) => html`<span><span class="status ${kind(entry.status)}">${entry.status} ${OUTCOMES[entry.status]}</span>${entry.left_out > 0 && html`<br /><span class="quiet small">${count(entry.left_out)} refusals before it were not written</span>`}</span>`,
+    cell: (entry) => html`<span><span class="status ${kind(entry.status)}">${entry.status} ${OUTCOMES[entry.status]}</span>${entry.left_out > 0 && html`<br /><span class="quiet small">${count(entry.left_out)} earlier refusals not recorded</span>`}</span>`,
   },
 ];
 
@@ -71,7 +71,7 @@ function Selection({ wanted, onChange, routes }) {
     setDraft(NONE);
     onChange(NONE);
   };
-  return html`<form class="toolbar selection" onSubmit=${submit} aria-label="Select entries">
+  return html`<form class="toolbar selection" onSubmit=${submit} aria-label="Filter entries">
     <label>Actor <input ...${field("actor")} maxlength="300" size="12" /></label>
     <label>Route <input ...${field("route")} maxlength="300" size="24" list="routes" placeholder="/jobs/{job_id}/cancel" /></label>
     <datalist id="routes">${routes.map((route) => html`<option value=${route}></option>`)}</datalist>
@@ -89,8 +89,8 @@ function Selection({ wanted, onChange, routes }) {
 
 function Entries({ page, wanted, before, onTurn }) {
   const selected = FIELDS.some((name) => wanted[name]);
-  const empty = html`<div class="panel"><${Empty} title=${selected ? "No entry matches" : "No entry yet"}>
-    ${selected ? "Actor, route and outcome must match exactly; times are in this browser's time zone." : "Changes and refused requests appear here from now on."}
+  const empty = html`<div class="panel"><${Empty} title=${selected ? "No matching entries" : "No entries yet"}>
+    ${selected ? "Actor, route and outcome must match exactly. Times are in your time zone." : "Changes and refused requests will appear here."}
   <//></div>`;
   return html`<${Table} caption="Audit trail, newest first" columns=${COLUMNS} rows=${page.data} empty=${empty} />
     ${(before.length > 0 || page.has_more) && html`<div class="toolbar below">
@@ -113,10 +113,10 @@ export function Audit({ query }) {
   };
   if (problem?.status === 403) {
     return html`<div class="head"><h1>Audit</h1></div>
-      <div class="panel"><${Empty} title="Not for this key">${problem.message}. An operator's key reads the trail of all tenants, one with the scope admin its own.<//></div>`;
+      <div class="panel"><${Empty} title="No access with this key">${problem.message}. Operator keys can read the audit trail of all tenants, keys with the scope admin that of their tenant.<//></div>`;
   }
   return html`<div class="head"><h1>Audit</h1></div>
-    <p class="lead small">Every request that changed something or was to, and every one that was refused access.</p><br />
+    <p class="lead small">All requests that change something, and all refused requests.</p><br />
     <${Selection} wanted=${wanted} onChange=${change} routes=${routes ?? []} />
     <${Problem} problem=${problem} />
     ${page ? html`<${Entries} page=${page} wanted=${wanted} before=${before} onTurn=${setBefore} />` : !problem && html`<${Loading} what="the audit trail" />`}`;

@@ -1,8 +1,8 @@
-// One deployment, live: what its replicas measure, and what of it can be changed while it answers.
+// One deployment: live metrics of its replicas, and changes without downtime.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, patch } from "../api.js";
-import { Chart, Empty, Facts, Loading, Problem, Status, Table, answering, figure, percent, served, useFresh, when } from "../parts.js";
+import { Chart, Empty, Facts, Loading, Problem, Status, Table, isServing, figure, percent, modelName, useFresh, when } from "../parts.js";
 import { EVERY_MS, WINDOW_S, figures, useSamples } from "../rates.js";
 
 const CHARTS = [
@@ -13,7 +13,7 @@ const CHARTS = [
   ["Requests", ["running", "waiting"]],
 ];
 
-/** A change of the deployment's version that is shown: one made of another version meanwhile is told, not overwritten. */
+/** Change the shown version of the deployment; a concurrent change is reported as a conflict, not overwritten. */
 function useChange(deployment, onDone) {
   const [problem, setProblem] = useState(null);
   const [busy, setBusy] = useState(false);
@@ -38,10 +38,10 @@ function Swap({ deployment, models, apply, busy }) {
     event.preventDefault();
     apply({ model: new FormData(event.target).get("model") });
   };
-  return html`<section class="panel"><h2>Swap</h2>
-    <p class="quiet small">The new model is loaded while this one keeps answering, and then swapped in; no request fails.</p>
+  return html`<section class="panel"><h2>Swap model</h2>
+    <p class="quiet small">The current model keeps serving while the new one loads. No request fails.</p>
     <form class="row" onSubmit=${submit} aria-label="Swap the model">
-      <label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>
+      <label>Model <select name="model" required><option value="">Select a model</option>${options(models, deployment.model)}</select></label>
       <button disabled=${busy}>Swap in</button>
     </form></section>`;
 }
@@ -54,12 +54,12 @@ function Candidate({ deployment, models, apply, busy }) {
     apply({ candidate: { model: candidate?.model ?? fields.get("model"), share: Number(fields.get("share")) / 100 } });
   };
   return html`<section class="panel"><h2>Candidate</h2>
-    <p class="quiet small">${candidate ? html`<a href="#/models?model=${candidate.model}">${candidate.model}</a> answers ${percent(candidate.share)} of the requests.` : "A second model answers a share of the requests."}</p>
+    <p class="quiet small">${candidate ? html`<a href="#/models?model=${candidate.model}">${candidate.model}</a> serves ${percent(candidate.share)} of the requests.` : "Serve a share of the requests with a second model."}</p>
     <form class="row" onSubmit=${submit} aria-label="Candidate">
-      ${!candidate && html`<label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>`}
+      ${!candidate && html`<label>Model <select name="model" required><option value="">Select a model</option>${options(models, deployment.model)}</select></label>`}
       <label>Share, % <input name="share" type="number" min="0" max="100" step="any" defaultValue=${candidate ? 100 * candidate.share : 5} required /></label>
       <button disabled=${busy}>${candidate ? "Change share" : "Add"}</button>
-      ${candidate && html`<button type="button" class="plain" disabled=${busy} onClick=${() => apply({ model: candidate.model, candidate: null })}>Promote it</button>
+      ${candidate && html`<button type="button" class="plain" disabled=${busy} onClick=${() => apply({ model: candidate.model, candidate: null })}>Promote</button>
         <button type="button" class="danger" disabled=${busy} onClick=${() => apply({ candidate: null })}>Remove</button>`}
     </form></section>`;
 }
@@ -71,10 +71,10 @@ function Replicas({ deployment, apply, busy }) {
     apply({ min_replicas: Number(fields.get("min")), max_replicas: Number(fields.get("max")) });
   };
   return html`<section class="panel"><h2>Replicas</h2>
-    <p class="quiet small">${deployment.replicas} run now; the load decides between the bounds.</p>
+    <p class="quiet small">${deployment.replicas} running. The number of replicas follows the load.</p>
     <form class="row" onSubmit=${submit} aria-label="Replicas">
-      <label>Least <input name="min" type="number" min="0" defaultValue=${deployment.min_replicas} required /></label>
-      <label>most <input name="max" type="number" min="1" defaultValue=${deployment.max_replicas} required /></label>
+      <label>Min <input name="min" type="number" min="0" defaultValue=${deployment.min_replicas} required /></label>
+      <label>Max <input name="max" type="number" min="1" defaultValue=${deployment.max_replicas} required /></label>
       <button class="plain" disabled=${busy}>Change</button>
     </form></section>`;
 }
@@ -82,7 +82,7 @@ function Replicas({ deployment, apply, busy }) {
 function Controls({ deployment, models, onDone }) {
   const [apply, busy, problem] = useChange(deployment, onDone);
   const shared = { deployment, models, apply, busy };
-  return html`<h2>Change</h2><${Problem} problem=${problem} />
+  return html`<h2>Changes</h2><${Problem} problem=${problem} />
     <div class="grid"><${Swap} ...${shared} /><${Candidate} ...${shared} /><${Replicas} ...${shared} /></div>`;
 }
 
@@ -94,19 +94,19 @@ const SNIPPETS = {
 from openai import OpenAI
 
 client = OpenAI(base_url="${url}/v1", api_key=os.environ.get("API_KEY", "none"))
-answer = client.chat.completions.create(model="${model}", messages=[{"role": "user", "content": "Hello"}])
-print(answer.choices[0].message.content)`,
+response = client.chat.completions.create(model="${model}", messages=[{"role": "user", "content": "Hello"}])
+print(response.choices[0].message.content)`,
   Node: (url, model) => `import OpenAI from "openai";
 
 const client = new OpenAI({ baseURL: "${url}/v1", apiKey: process.env.API_KEY ?? "none" });
-const answer = await client.chat.completions.create({ model: "${model}", messages: [{ role: "user", content: "Hello" }] });
-console.log(answer.choices[0].message.content);`,
+const response = await client.chat.completions.create({ model: "${model}", messages: [{ role: "user", content: "Hello" }] });
+console.log(response.choices[0].message.content);`,
 };
 
-/** How programs ask it; the key comes from the environment. */
+/** Code to call the deployment; the key comes from the environment. */
 function Snippets({ deployment }) {
   const url = deployment.url.replace(/\/$/, "");
-  return html`<details><summary>Ask it from a program</summary>
+  return html`<details><summary>Code examples</summary>
     ${Object.entries(SNIPPETS).map(([name, text]) => {
       const code = text(url, deployment.model);
       return html`<h3>${name} <button type="button" class="plain small" aria-label="Copy ${name}" onClick=${() => navigator.clipboard.writeText(code)}>Copy</button></h3>
@@ -116,43 +116,43 @@ function Snippets({ deployment }) {
 
 const CHANGES = [
   { name: "Time", whole: true, cell: (entry) => when(entry.created_at) },
-  { name: "Change", cell: ({ method, status }) => `${method === "DELETE" ? "to be removed" : "changed"}${status < 400 ? "" : `: refused, ${status}`}` },
-  { name: "By", cell: (entry) => entry.actor ?? html`<span class="unknown">not known</span>` },
+  { name: "Change", cell: ({ method, status }) => `${method === "DELETE" ? "deleted" : "updated"}${status < 400 ? "" : ` (refused: ${status})`}` },
+  { name: "By", cell: (entry) => entry.actor ?? html`<span class="unknown">unknown</span>` },
 ];
-const MOST_CHANGES = 20;
+const MAX_CHANGES = 20;
 
-/** What was changed of it, by whom, for those who may read the audit trail; read again with each version. */
+/** The deployment's changes and their authors, for callers who may read the audit trail. */
 function History({ deployment: { id, version } }) {
-  const load = async () => ((await get("/session")).reads_audit ? (await get(`/audit?about=${id}&limit=${MOST_CHANGES}`)).data : null);
+  const load = async () => ((await get("/session")).reads_audit ? (await get(`/audit?about=${id}&limit=${MAX_CHANGES}`)).data : null);
   const [entries] = useFresh(load, [id, version], null);
   const changes = entries?.filter(({ method }) => ["PATCH", "DELETE"].includes(method));
-  return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="Nothing was changed since it was created." />`;
+  return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="No changes since it was created." />`;
 }
 
 export function Deployment({ id }) {
   const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
   const [models] = useFresh(() => all("/models"), [], 10000);
-  const [samples, silence] = useSamples(id);
+  const [samples, metricsProblem] = useSamples(id);
   if (!deployment) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the deployment" />`}`;
   const points = samples.map((_, i) => figures(samples.slice(0, i + 1)));
   const now = points.at(-1);
   const x = points.map(({ time }) => Math.round(time - points[0].time));
   return html`<div class="head"><h1>${deployment.route_prefix}</h1><${Status} status=${deployment.status} />
-      <span class="end">${answering(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Try it</a>`}</span></div>
+      <span class="end">${isServing(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Open in playground</a>`}</span></div>
     <div aria-live="polite">${deployment.message && html`<p class="quiet">${deployment.message}</p>`}</div>
-    <${Problem} problem=${problem ?? (answering(deployment) ? silence : null)} />
+    <${Problem} problem=${problem ?? (isServing(deployment) ? metricsProblem : null)} />
     <section class="panel"><${Facts} of=${{
       deployment: html`<code>${deployment.id}</code>`,
-      model: html`<a href="#/models?model=${deployment.model}">${served(deployment, models)}</a> <code class="quiet">${deployment.model}</code>`,
+      model: html`<a href="#/models?model=${deployment.model}">${modelName(deployment, models)}</a> <code class="quiet">${deployment.model}</code>`,
       alias: deployment.alias,
       address: html`<code>${deployment.url}</code>`,
-      replicas: `${deployment.replicas} of ${deployment.min_replicas} to ${deployment.max_replicas}`,
+      replicas: `${deployment.replicas} running (min ${deployment.min_replicas}, max ${deployment.max_replicas})`,
       created: when(deployment.created_at),
     }} /></section>
     ${deployment.url && html`<${Snippets} deployment=${deployment} />`}
-    <h2>Now</h2>
+    <h2>Current load</h2>
     ${now
-      ? html`<p class="quiet small">Over the last ${WINDOW_S} seconds; tokens and times are those of answers that were finished.</p>
+      ? html`<p class="quiet small">Average of the last ${WINDOW_S} seconds. Tokens and times are of finished responses.</p>
           <div class="tiles">
             ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="tile"><strong>${now[name] == null ? "–" : figure(now[name])}</strong><span>${name}</span></div>`)}
           </div>
@@ -162,12 +162,12 @@ export function Deployment({ id }) {
               const measured = x.length > 1 && Object.values(series).flat().some((value) => value != null);
               return measured
                 ? html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`
-                : html`<section class="panel"><h3>${title}</h3><${Empty} title="Nothing measured yet">${x.length > 1 ? "It appears with the next answers." : "A curve needs two measurements."}<//></section>`;
+                : html`<section class="panel"><h3>${title}</h3><${Empty} title="No data yet">${x.length > 1 ? "Data appears with the next finished responses." : "Waiting for a second measurement."}<//></section>`;
             })}
           </div>`
-      : answering(deployment) && !silence
-        ? html`<${Loading} what="what its replicas measure" />`
-        : html`<p class="quiet">No replica has answered yet.</p>`}
+      : isServing(deployment) && !metricsProblem
+        ? html`<${Loading} what="metrics of the replicas" />`
+        : html`<p class="quiet">No replica is ready yet.</p>`}
     ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} models=${models ?? []} onDone=${reload} />`}
     <${History} deployment=${deployment} />`;
 }

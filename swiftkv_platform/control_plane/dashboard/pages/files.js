@@ -1,4 +1,4 @@
-// Uploaded files of rows, for jobs to train on.
+// Uploaded training files.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, remove } from "../api.js";
@@ -6,13 +6,13 @@ import { Empty, Loading, Problem, Search, Table, bytes, count, useAction, useFre
 import { Upload } from "../upload.js";
 
 const EVERY_MS = 10000;
-const LOOKED_THROUGH = 500;
+const MAX_JOBS = 500;
 const USERS_SHOWN = 3;
 
 /** The newest jobs that train on each file, by the file's id. */
-async function users() {
+async function loadUsers() {
   const found = new Map();
-  for (const job of (await get(`/jobs?limit=${LOOKED_THROUGH}`)).data) {
+  for (const job of (await get(`/jobs?limit=${MAX_JOBS}`)).data) {
     for (const name of new Set(job.spec.data.sources.map((source) => source.name_or_path))) found.set(name, [...(found.get(name) ?? []), job]);
   }
   return found;
@@ -29,7 +29,7 @@ export function Files() {
   const [search, setSearch] = useState("");
   const [act, busy, refusal] = useAction();
   const [files, problem, reload] = useFresh(() => all("/v1/files"), [], EVERY_MS);
-  const [usedBy] = useFresh(users, [], null);
+  const [usedBy] = useFresh(loadUsers, [], null);
   const [quota] = useFresh(() => get("/quota"), [files?.length], null);
   const erase = (file) => () => {
     if (!confirm(`Delete ${file.filename} (${file.id})? This cannot be undone.`)) return;
@@ -54,10 +54,10 @@ export function Files() {
       </span>`,
     },
   ];
-  const empty = html`<div class="panel"><${Empty} title="No file yet">Conversations, prompts with completions, or texts: one JSON object a line.<//></div>`;
+  const empty = html`<div class="panel"><${Empty} title="No files yet">Upload conversations, prompts with completions, or texts: one JSON object per line.<//></div>`;
   const stored = quota && `${bytes(quota.stored_bytes)}${quota.max_stored_bytes == null ? "" : ` of ${bytes(quota.max_stored_bytes)}`} stored`;
   return html`<div class="head"><h1>Files</h1></div>
-    <${Upload} id="upload" label="Upload rows" hint="JSON Lines, chosen or dropped here. Every row is checked; a file with an invalid row is not stored." onDone=${reload} />
+    <${Upload} id="upload" label="Upload rows" hint="Choose or drop a JSON Lines file. Every row is validated; a file with an invalid row is not stored." onDone=${reload} />
     <${Problem} problem=${problem ?? refusal} />
     <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search files" /><span class="end">${stored}</span></div>
     ${files ? html`<${Table} caption="Files" columns=${columns} rows=${files} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="files" />`}`;

@@ -1,4 +1,4 @@
-// One job: how far it is, its phases, its curves, what it says, and what it leaves.
+// One job: status, phases, metrics, checkpoints, artifact, log and events.
 
 import { html, useEffect, useState } from "../vendor/htm-preact.js";
 import { all, followEvents, get, post } from "../api.js";
@@ -9,7 +9,7 @@ import { Timeline } from "../job/timeline.js";
 import { Chart, Empty, Facts, Loading, Problem, Search, Status, Table, bytes, figure, useFresh, when } from "../parts.js";
 import { Progress } from "./jobs.js";
 import { eta } from "./overview.js";
-import { MEASURES } from "./runs.js";
+import { METRICS } from "./runs.js";
 import { Sweep } from "./sweep.js";
 
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
@@ -23,9 +23,9 @@ const CHARTS = [
 ];
 
 /** A measure's name in a legend. */
-const label = (name) => (MEASURES[name] ? MEASURES[name][0].toLowerCase() + MEASURES[name].slice(1) : name);
+const label = (name) => (METRICS[name] ? METRICS[name][0].toLowerCase() + METRICS[name].slice(1) : name);
 
-/** Events so far, and whatever `onEvent` makes of each. */
+/** The job's events so far; calls `onEvent` with each. */
 function useEvents(jobId, onEvent) {
   const [events, setEvents] = useState([]);
   useEffect(() => {
@@ -53,7 +53,7 @@ function Actions({ job, onDone }) {
   };
   const pausable = ["queued", "starting", "running"].includes(job.status);
   return html`<span class="end">
-      ${job.distilled_model && html`<a class="button" href="#/models?model=${job.distilled_model}">Its model</a>`}
+      ${job.distilled_model && html`<a class="button" href="#/models?model=${job.distilled_model}">View model</a>`}
       <a class="button plain" href="#/submit?job=${job.id}">Clone</a>
       ${pausable && html`<button class="plain" onClick=${act("pause")}>Pause</button>`}
       ${job.status === "paused" && html`<button onClick=${act("resume")}>Resume</button>`}
@@ -62,11 +62,11 @@ function Actions({ job, onDone }) {
     <${Problem} problem=${problem} />`;
 }
 
-/** `chosen`: the checkpoint that is the model. */
+/** Charts of a job's metrics. `chosen`: the checkpoint that became the model. */
 function Curves({ points, id, live, chosen }) {
-  if (!points) return html`<${Loading} what="curves" />`;
+  if (!points) return html`<${Loading} what="metrics" />`;
   if (!points.length) {
-    return html`<div class="panel">${live ? html`<${Empty} title="No curves yet">They appear with the first step.<//>` : html`<${Empty} title="No curves">The job ended before its first step.<//>`}</div>`;
+    return html`<div class="panel">${live ? html`<${Empty} title="No metrics yet">They appear after the first step.<//>` : html`<${Empty} title="No metrics">The job ended before its first step.<//>`}</div>`;
   }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
   const x = points.map((point) => point.step);
@@ -74,10 +74,10 @@ function Curves({ points, id, live, chosen }) {
   return html`<div class="halves">
     ${charts.map(({ title, shown }) => {
       const series = Object.fromEntries(shown.map((name) => [label(name), points.map((point) => point[name] ?? null)]));
-      return html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${title === KL && chosen ? [{ x: chosen.step, label: "the model" }] : []} />`;
+      return html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${title === KL && chosen ? [{ x: chosen.step, label: "selected checkpoint" }] : []} />`;
     })}
   </div>
-  <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>; the list of jobs lays several over each other.</p>`;
+  <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>. To compare runs, select them in the list of jobs.</p>`;
 }
 
 const FILES = [
@@ -91,9 +91,9 @@ const EVENTS = [
 
 function Events({ events }) {
   const [search, setSearch] = useState("");
-  const said = events.filter((event) => event.type !== "metrics").toReversed();
+  const shown = events.filter((event) => event.type !== "metrics").toReversed();
   return html`<div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search events" /></div>
-    <${Table} caption="Events, newest first" columns=${EVENTS} rows=${said} empty="None yet." search=${search} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
+    <${Table} caption="Events, newest first" columns=${EVENTS} rows=${shown} empty="No events yet." search=${search} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
 }
 
 export function Job({ id }) {
@@ -104,23 +104,23 @@ export function Job({ id }) {
   const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
   const events = useEvents(id, (event) => (refresh[event.type] ?? reload)());
   if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the job" />`}`;
-  const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // how it waits stands below
+  const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // the wait reason is shown below
   const trials = events.findLast((event) => event.data.sweep);
   const live = LIVE.has(job.status);
-  const turns = events.filter((event) => event.data.action && event.data.code);
+  const decisions = events.filter((event) => event.data.action && event.data.code);
   return html`<div class="head"><h1>${job.name}</h1><${Status} status=${job.status} /><${Actions} job=${job} onDone=${reload} /></div>
-    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}><strong>${reason.code}</strong>: ${reason.message}${job.error && html`<span class="cure"><strong>To change:</strong> ${job.error.cure}</span>`}</p>`}</div>
+    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}><strong>${reason.code}</strong>: ${reason.message}${job.error && html`<span class="cure"><strong>What to do:</strong> ${job.error.cure}</span>`}</p>`}</div>
     <${Problem} problem=${problem} />
     ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
     <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>
     ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} /></section>`}
     ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
-    <h2>Curves</h2>
+    <h2>Metrics</h2>
     <${Curves} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
-    ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
+    ${decisions.length > 0 && html`<h2>Steering decisions</h2><${Table} caption="Steering decisions" columns=${EVENTS} rows=${decisions} empty="" />`}
     ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />`}
     ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
-    <h2>Facts</h2>
+    <h2>Details</h2>
     <section class="panel"><${Facts} of=${{
       job: html`<code>${job.id}</code>`,
       attempt: job.attempt,

@@ -1,4 +1,4 @@
-// All jobs: filtered, searched, sorted, and chosen to lay their runs over each other.
+// All jobs: filter, search, sort, and select runs to compare.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
@@ -13,12 +13,12 @@ export const Progress = ({ job }) => {
   return html`<progress max="100" value=${percent} aria-label="${percent}% of ${total} steps"></progress> ${count(step)}/${count(total)}`;
 };
 
-/** How far the present phase is, in words; empty where its workers do not tell. */
-export function phaseProgress({ phase_progress: told }) {
-  if (!told) return "";
-  const show = told.part === "bytes" ? bytes : count;
-  const left = told.seconds_remaining ? `, ${duration(told.seconds_remaining)} left` : "";
-  return `${told.part} ${show(told.done)} of ${show(told.total)}${left}`;
+/** Progress of the current phase; empty if workers do not report it. */
+export function phaseProgress({ phase_progress: progress }) {
+  if (!progress) return "";
+  const show = progress.part === "bytes" ? bytes : count;
+  const left = progress.seconds_remaining ? `, ${duration(progress.seconds_remaining)} left` : "";
+  return `${progress.part} ${show(progress.done)} of ${show(progress.total)}${left}`;
 }
 
 const text = (job) => [job.name, job.id, job.status, job.spec.model.name_or_path, job.created_by, job.error?.message, ...Object.values(job.metadata)].join(" ");
@@ -30,15 +30,15 @@ export function Jobs({ query }) {
   const [page, problem] = useFresh(() => get(`/jobs?limit=${SHOWN}${status && `&status=${status}`}`), [status], 2000);
   const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id]));
   const columns = [
-    { name: "Overlay", cell: (job) => html`<input type="checkbox" aria-label="Overlay ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
+    { name: "Compare", cell: (job) => html`<input type="checkbox" aria-label="Compare ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
     { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code></span>` },
     { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.phase && html`<br /><span class="small quiet">${[job.phase, phaseProgress(job)].filter(Boolean).join(": ")}</span>`}${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
     { name: "Steps", sort: (job) => job.progress.percent, cell: (job) => (job.progress.total_steps ? html`<span><${Progress} job=${job} /></span>` : "") },
-    { name: "Left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
+    { name: "Time left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
     { name: "Teacher", sort: (job) => job.spec.model.name_or_path, cell: (job) => job.spec.model.name_or_path },
     { name: "Created", sort: (job) => job.created_at, cell: (job) => when(job.created_at) },
   ];
-  const empty = html`<div class="panel"><${Empty} title=${status ? `No jobs are ${status}.` : "No jobs."}>A job distils a model: <a href="#/submit">start one from a recipe</a>.<//></div>`;
+  const empty = html`<div class="panel"><${Empty} title=${status ? `No jobs are ${status}.` : "No jobs."}>Jobs distill models. <a href="#/submit">Start one from a recipe</a>.<//></div>`;
   return html`<div class="head"><h1>Jobs</h1><span class="end"><a class="button" href="#/submit">New job</a></span></div>
     <div class="toolbar">
       <${Search} value=${search} onInput=${setSearch} label="Search jobs" />
@@ -48,10 +48,10 @@ export function Jobs({ query }) {
           ${STATUSES.map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
       </label>
-      ${chosen.length > 1 && html`<a class="button plain" href="#/runs?jobs=${chosen.join()}">Overlay ${chosen.length} runs</a>`}
+      ${chosen.length > 1 && html`<a class="button plain" href="#/runs?jobs=${chosen.join()}">Compare ${chosen.length} runs</a>`}
     </div>
     <${Problem} problem=${problem} />
     ${page ? html`<${Table} caption="Jobs" columns=${columns} rows=${page.data} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="jobs" />`}
-    ${page?.left_out.length > 0 && html`<p class="problem">Not shown, since this version cannot read them: ${page.left_out.join(", ")}</p>`}
-    ${page?.has_more && html`<p class="quiet">The newest ${page.data.length} are shown.</p>`}`;
+    ${page?.left_out.length > 0 && html`<p class="problem">Not shown, because this version cannot read them: ${page.left_out.join(", ")}</p>`}
+    ${page?.has_more && html`<p class="quiet">Showing the newest ${page.data.length} jobs.</p>`}`;
 }

@@ -1,4 +1,4 @@
-// Distilled models: where they come from, how good they are, two of them side by side.
+// Models: lineage, quality, and comparison of two.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, post } from "../api.js";
@@ -28,38 +28,38 @@ function Promote({ model, onDone }) {
 
 function Card({ model }) {
   const { lineage, metrics } = model;
-  const [turn, setTurn] = useState(0);
+  const [version, setVersion] = useState(0);
   async function deploy(body) {
     await post("/deployments", { model: model.id, ...body });
     location.hash = "#/deployments";
   }
   return html`<section class="panel" aria-label="Model ${model.name}">
     <header><h2>${model.name}</h2><code class="quiet end">${model.id}</code></header>
-    <${Lineage} key=${turn} model=${model} />
+    <${Lineage} key=${version} model=${model} />
     ${metrics.distilled ? html`<br /><${Report} report=${metrics} verdict=${model.verdict} />` : ""}
     <br /><${Facts} of=${{ revision: lineage.revision, manifest: model.manifest_digest, size: bytes(model.size) }} />
     <${DeployForm} name=${model.name} route="/" onDeploy=${deploy} />
-    <${Promote} model=${model} onDone=${() => setTurn(turn + 1)} />
+    <${Promote} model=${model} onDone=${() => setVersion(version + 1)} />
   </section>`;
 }
 
 const DIFFERENCES = (a, b) => [
-  { name: "Measure", cell: (row) => html`<code>${row.name}</code>` },
+  { name: "Metric", cell: (row) => html`<code>${row.name}</code>` },
   { name: a, number: true, cell: (row) => html`<span>${shown(row.a)}${row.better === "a" ? " ✓" : ""}</span>` },
   { name: b, number: true, cell: (row) => html`<span>${shown(row.b)}${row.better === "b" ? " ✓" : ""}</span>` },
 ];
 
 const shown = (value) => (typeof value === "number" ? figure(value) : value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
 
-/** Two models side by side, as the registry compares them; ✓ marks the better figure. */
+/** Comparison of two models; ✓ marks the better figure. */
 function Comparison({ a, b }) {
   const [found, problem] = useFresh(() => get(`/models/${a.id}/compare/${b.id}`), [a.id, b.id], null);
   if (!found) return problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what="the comparison" />`;
   const columns = DIFFERENCES(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
-  return html`<h2>Side by side</h2>
-    ${found.differences.length > 0 && html`<p class="notice">Teacher or data differ (${found.differences.map(({ name }) => name).join(", ")}): their quality figures are not comparable.</p>`}
-    <${Table} caption="Figures of both" columns=${columns} rows=${found.figures} empty="They have no figure in common." />
-    ${found.spec_differences.length > 0 && html`<h3>Specs</h3><${Table} caption="Differences of their specs" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
+  return html`<h2>Comparison</h2>
+    ${found.differences.length > 0 && html`<p class="notice">Quality figures are not comparable: the models differ in ${found.differences.map(({ name }) => name).join(", ")}.</p>`}
+    <${Table} caption="Figures of both models" columns=${columns} rows=${found.figures} empty="No common figures." />
+    ${found.spec_differences.length > 0 && html`<h3>Spec differences</h3><${Table} caption="Spec differences" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
 }
 
 const text = (model) => [model.name, model.id, model.lineage.teacher, model.job_id ?? "imported"].join(" ");
@@ -79,11 +79,11 @@ export function Models({ query }) {
     { name: "KV bytes", number: true, sort: (model) => model.metrics.kv_bytes_ratio, cell: (model) => percent(model.metrics.kv_bytes_ratio) },
     { name: "Created", sort: (model) => model.created_at, cell: (model) => when(model.created_at) },
   ];
-  const empty = html`<div class="panel"><${Empty} title="No model yet">A job that succeeds makes one: <a href="#/submit">start a job</a>. <code>swiftkv models import</code> brings one that was made elsewhere.<//></div>`;
+  const empty = html`<div class="panel"><${Empty} title="No models yet"><a href="#/submit">Start a job</a> to distill one, or import one with <code>swiftkv models import</code>.<//></div>`;
   const shownModels = models?.filter((model) => chosen.includes(model.id)) ?? [];
   return html`<div class="head"><h1>Models</h1></div>
     <${Problem} problem=${problem} />
-    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search models" /><span class="end">Two that are shown are compared.</span></div>
+    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search models" /><span class="end">Select two models to compare.</span></div>
     ${models ? html`<${Table} caption="Models" columns=${columns} rows=${models} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="models" />`}
     <br />
     ${shownModels.length === 2 && html`<${Comparison} a=${shownModels[0]} b=${shownModels[1]} /><br />`}

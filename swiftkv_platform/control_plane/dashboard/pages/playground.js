@@ -1,8 +1,8 @@
-// A conversation or a text, with one or two deployments answering it side by side, token by token.
+// Chat or completion with one or two deployments side by side, streamed.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { all, stream } from "../api.js";
-import { Empty, Facts, Loading, Problem, answering, count, figure, served, useFresh } from "../parts.js";
+import { Empty, Facts, Loading, Problem, isServing, count, figure, modelName, useFresh } from "../parts.js";
 
 const FRESH = { turns: [], live: null, problem: null, busy: false };
 const TOOLS = `[{"type": "function", "function": {
@@ -11,15 +11,15 @@ const TOOLS = `[{"type": "function", "function": {
   "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 }}]`;
 
-/** What was measured here of an answer that comes: time to the first token, and tokens per second from it on. */
+/** Client-side figures of a stream: time to first token, and tokens per second after it. */
 function measure(began, first, tokens) {
   const now = performance.now();
   const seconds = first === null ? 0 : (now - first) / 1000;
   return { ttft: first === null ? null : first - began, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null, tokens };
 }
 
-/** An event of /generate or of a chat completion as {piece, calls, tokens, usage, timings}. */
-function taken(event) {
+/** Parse an event of /generate or a chat completion: {piece, calls, tokens, usage, timings}. */
+function parseEvent(event) {
   const choice = event.choices?.[0];
   const calls = choice?.delta?.tool_calls ?? [];
   const text = choice?.text ?? choice?.delta?.content ?? "";
@@ -29,8 +29,8 @@ function taken(event) {
   return { piece: text ? { text, exited, drafted, tokens } : null, calls, tokens, usage: event.usage, timings: event.timings };
 }
 
-/** Calls of tools, put together from their parts. */
-function joined(calls, parts) {
+/** Merge streamed parts of tool calls. */
+function mergeCalls(calls, parts) {
   const all = [...calls];
   for (const { index = 0, id, function: { name, arguments: written } = {} } of parts) {
     const old = all[index] ?? { id: "", name: "", arguments: "" };
@@ -39,7 +39,7 @@ function joined(calls, parts) {
   return all;
 }
 
-/** A turn as the API takes it. */
+/** A turn as a chat message of the API. */
 function message({ role, content, calls, call }) {
   if (role === "tool") return { role, content, tool_call_id: call };
   if (!calls?.length) return { role, content };
@@ -56,18 +56,18 @@ function Turn({ turn, busy }) {
   return html`<div class="turn ${turn.role}">
     <span class="who">${who}</span>${turn.pieces ? html`<${Pieces} pieces=${turn.pieces} />` : turn.content}
     ${turn.calls?.map((call) => html`<div><b>calls ${call.name}</b>(${call.arguments})</div>`)}
-    ${turn.role === "assistant" && !turn.content && !turn.calls?.length && (busy ? html`<span class="quiet">…</span>` : html`<span class="quiet">(nothing)</span>`)}
+    ${turn.role === "assistant" && !turn.content && !turn.calls?.length && (busy ? html`<span class="quiet">…</span>` : html`<span class="quiet">(empty response)</span>`)}
   </div>`;
 }
 
-/** Fields for the results of the tools that the model has called. */
+/** Form for the results of the model's tool calls. */
 function Results({ calls, onDone }) {
   const submit = (event) => {
     event.preventDefault();
     const fields = new FormData(event.target);
     onDone(calls.map((call, i) => ({ role: "tool", call: call.id, content: fields.get(`result-${i}`) })));
   };
-  return html`<form onSubmit=${submit} aria-label="Results of tools">
+  return html`<form onSubmit=${submit} aria-label="Tool results">
     ${calls.map((call, i) => html`<label class="wide">Result of ${call.name} <textarea name="result-${i}" rows="2" required></textarea></label>`)}
     <p><button class="plain">Send ${calls.length > 1 ? "results" : "result"}</button></p>
   </form>`;
@@ -83,11 +83,11 @@ function Live({ live }) {
     ["time to first token", ttft == null ? "–" : `${figure(ttft)} ms`],
     ["tokens/s", rate == null ? "–" : figure(rate)],
     ["tokens", count(tokens)],
-    ["exited early", count(exited)],
-    ["drafted", count(live.drafted)],
+    ["exited tokens", count(exited)],
+    ["drafted tokens", count(live.drafted)],
   ];
   return html`<div class="live">${figures.map(([name, value]) => html`<div><strong>${value}</strong><span>${name}</span></div>`)}</div>
-    ${usage && html`<${Facts} of=${{ "prompt tokens": count(usage.prompt_tokens), "of them skipped layers": count(usage.prefill_layers_skipped_tokens) }} />`}`;
+    ${usage && html`<${Facts} of=${{ "prompt tokens": count(usage.prompt_tokens), "of these, tokens that skipped layers": count(usage.prefill_layers_skipped_tokens) }} />`}`;
 }
 
 function Talk({ title, talk, onResults }) {
@@ -98,7 +98,7 @@ function Talk({ title, talk, onResults }) {
   return html`<section class="panel talk" aria-label=${title}>
     <header><h2>${title}</h2></header>
     ${live ? html`<${Live} live=${live} />` : ""}
-    <div class="turns" ref=${place} tabindex="0" role="log" aria-label="Answer of ${title}" aria-busy=${busy}>
+    <div class="turns" ref=${place} tabindex="0" role="log" aria-label="Response of ${title}" aria-busy=${busy}>
       ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} busy=${busy && i === turns.length - 1} />`)}
     </div>
     <${Problem} problem=${problem} />
@@ -106,7 +106,7 @@ function Talk({ title, talk, onResults }) {
   </section>`;
 }
 
-/** Where to ask, and with what. Marks of exits and drafts come with /generate, calls of tools with chat completions. */
+/** Path and body of a request. Exits and drafts are marked by /generate; tools need chat completions. */
 function request(id, turns, fields, exits) {
   const exit = exits ? { early_exit: fields.exit === "threshold" ? { mode: fields.exit, threshold: fields.threshold } : { mode: fields.exit } } : {};
   const common = { max_tokens: fields.maxTokens, temperature: fields.temperature, stream: true, ...exit };
@@ -120,7 +120,7 @@ function request(id, turns, fields, exits) {
   return [`/deployments/${id}/generate`, { ...asked, ...common, stream_interval_s: 0 }];
 }
 
-/** Whether a model can exit early, as far as its spec is known. */
+/** Whether a deployment's model has an early-exit head, as far as known. */
 const hasExit = (models, item) => item.engine.swiftkv !== false && models?.find(({ id }) => id === item.model)?.lineage.spec?.swiftkv?.early_exit !== false;
 
 function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, options, both }) {
@@ -139,10 +139,10 @@ function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, opt
       ${kind === "chat" && html`<label class="check"><input type="checkbox" checked=${tools} onChange=${(event) => setTools(event.target.checked)} /> tools</label>`}
     </div>
     ${kind === "chat" && html`<details><summary>System message</summary><label class="wide">System message <textarea name="system" rows="2"></textarea></label></details>`}
-    ${kind === "chat" && tools && html`<label class="wide">Tools, as OpenAI's API takes them <textarea name="tools" rows="6" spellcheck="false">${TOOLS}</textarea></label>`}`;
+    ${kind === "chat" && tools && html`<label class="wide">Tools (JSON, as in OpenAI's API) <textarea name="tools" rows="6" spellcheck="false">${TOOLS}</textarea></label>`}`;
 }
 
-/** The form's fields as values; throws where the tools are no JSON list. */
+/** The form's values; throws if the tools are not valid JSON. */
 function fieldsOf(form, kind, tools) {
   const fields = new FormData(form);
   const asked = { kind, exit: fields.get("exit") ?? "off", threshold: Number(fields.get("threshold")), system: fields.get("system"), maxTokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), tools: null };
@@ -166,13 +166,13 @@ export function Playground({ query }) {
   const [tools, setTools] = useState(false);
   const running = useRef(null);
   const form = useRef(null);
-  const ready = (deployments ?? []).filter(answering);
+  const ready = (deployments ?? []).filter(isServing);
   const busy = Object.values(talks).some((talk) => talk.busy);
 
   const put = (id, change) => setTalks((old) => ({ ...old, [id]: { ...FRESH, ...old[id], ...change(old[id] ?? FRESH) } }));
   const exits = (id, fields) => fields.exit !== "off" && ready.some((item) => item.id === id && hasExit(known, item));
 
-  /** Ask one deployment for the turn after `turns`, and show it as it comes. */
+  /** Stream one deployment's response to `turns`. */
   async function ask(id, turns, fields, signal) {
     const began = performance.now();
     const answer = { role: "assistant", content: "", pieces: [], calls: [] };
@@ -181,11 +181,11 @@ export function Playground({ query }) {
     put(id, () => ({ turns: [...turns, answer], live: measure(began, null, 0), problem: null, busy: true }));
     try {
       for await (const event of stream(...request(id, turns, fields, exits(id, fields)), signal)) {
-        const { piece, calls, tokens, usage, timings } = taken(event);
+        const { piece, calls, tokens, usage, timings } = parseEvent(event);
         if (tokens && first === null) first = performance.now();
         if (piece) answer.pieces = [...answer.pieces, piece];
         answer.content += piece?.text ?? "";
-        answer.calls = joined(answer.calls, calls);
+        answer.calls = mergeCalls(answer.calls, calls);
         sums.tokens += tokens;
         sums.exited += piece?.exited ?? 0;
         sums.drafted += piece?.drafted ?? 0;
@@ -222,7 +222,7 @@ export function Playground({ query }) {
   }
   const answered = (id) => (results) => begin(fieldsOf(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
   const keys = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event);
-  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${served(item, known)})</option>`;
+  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${modelName(item, known)})</option>`;
   const name = (id) => {
     const asked = ready.find((item) => item.id === id);
     return asked ? `${asked.route_prefix} (${asked.engine.swiftkv === false ? "teacher" : "student"})` : id;
@@ -230,18 +230,18 @@ export function Playground({ query }) {
   if (!deployments) return html`<div class="head"><h1>Playground</h1></div><${Problem} problem=${problem} />${!problem && html`<${Loading} what="deployments" />`}`;
   const idle = !ready.length && !Object.keys(talks).length;
   return html`<div class="head"><h1>Playground</h1>
-      <span class="end legend"><span><span class="exited">exited</span> early</span><span><span class="drafted">drafted</span> and verified</span></span></div>
+      <span class="end legend"><span><span class="exited">exited early</span></span><span><span class="drafted">drafted and verified</span></span></span></div>
     <${Problem} problem=${problem ?? refusal} />
-    ${!ready.length && html`<div class="panel"><${Empty} title="Nothing is served that could answer">Deploy a model first: <a href="#/models">choose a model</a>.<//></div><br />`}
+    ${!ready.length && html`<div class="panel"><${Empty} title="No running deployment"><a href="#/models">Choose a model to deploy</a>.<//></div><br />`}
     <form class="panel asked" ref=${form} hidden=${idle} onSubmit=${submit}>
       <${Fields} offersExit=${ready.some((item) => hasExit(known, item))} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
         options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
-      <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl Enter sends"></textarea></label>
+      <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl+Enter to send"></textarea></label>
       <div class="row">
         <button disabled=${busy || !ready.length}>Generate</button>
         ${busy && html`<button type="button" class="plain" onClick=${() => running.current.abort()}>Stop</button>`}
         ${!busy && Object.keys(talks).length > 0 && html`<button type="button" class="plain" onClick=${() => setTalks({})}>New conversation</button>`}
-        ${tools && kind === "chat" && html`<span class="quiet small">With tools, exits are counted and not marked.</span>`}
+        ${tools && kind === "chat" && html`<span class="quiet small">With tools, early exits are counted but not marked in the text.</span>`}
       </div>
     </form>
     <br />

@@ -1,4 +1,4 @@
-// A new job, from a recipe or from another job: a form next to an editor, kept in sync, and the plan as it is typed.
+// A new job, from a recipe or a clone: a form and an editor in sync, and the plan of the current spec.
 
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
 import { all, get, newKey, post, send } from "../api.js";
@@ -14,20 +14,20 @@ const FIRST = "builtin-python-5m";
 const QUIET_MS = 400;
 const NONE = { plan: null, problem: null, busy: true };
 
-/** The change of a spec that has it train on an uploaded file in place of its first source. */
-const trainsOn = ({ id, format }) => [["data", "sources", 0], { name_or_path: id, ...(format === "prompts" && { complete: {} }) }];
+/** Change of a spec that replaces its first source by an uploaded file. */
+const setSource = ({ id, format }) => [["data", "sources", 0], { name_or_path: id, ...(format === "prompts" && { complete: {} }) }];
 
-/** The plan of `value`, asked for once typing rests; an answer that has been overtaken is dropped. */
+/** The plan of the spec `value`, requested when typing pauses; outdated responses are dropped. */
 function usePlan(value, json) {
   const [state, setState] = useState(NONE);
   useEffect(() => {
     if (value === null) return;
-    const asking = new AbortController();
+    const request = new AbortController();
     setState((old) => ({ ...old, busy: true }));
     const timer = setTimeout(async () => {
       try {
-        const answer = await send("POST", "/jobs/validate", value, { signal: asking.signal });
-        const plan = await answer.json();
+        const response = await send("POST", "/jobs/validate", value, { signal: request.signal });
+        const plan = await response.json();
         setState({ plan, problem: null, busy: false });
       } catch (problem) {
         if (problem.name !== "AbortError") setState((old) => ({ plan: old.plan, problem, busy: false }));
@@ -35,20 +35,20 @@ function usePlan(value, json) {
     }, QUIET_MS);
     return () => {
       clearTimeout(timer);
-      asking.abort();
+      request.abort();
     };
   }, [json]);
   return state;
 }
 
-/** What is wrong, once a field: the control plane's words before the schema's. [{field, message}] */
-function faultsOf({ problem: unreadable, value }, schema, refusal) {
-  if (unreadable) return [{ field: null, message: `The text cannot be read: ${unreadable.message}`, from: unreadable.from }];
-  const told = (refusal?.errors ?? []).filter((error) => error.field).map(({ field, message }) => ({ field: parts(field).join("."), message }));
-  const fields = new Set(told.map(({ field }) => field));
+/** Errors of the spec, one per field; those of the control plane replace those of the schema. [{field, message}] */
+function findErrors({ problem: unreadable, value }, schema, refusal) {
+  if (unreadable) return [{ field: null, message: `The spec cannot be parsed: ${unreadable.message}`, from: unreadable.from }];
+  const reported = (refusal?.errors ?? []).filter((error) => error.field).map(({ field, message }) => ({ field: parts(field).join("."), message }));
+  const fields = new Set(reported.map(({ field }) => field));
   const local = schema ? check(schema, value).map(({ path, message }) => ({ field: path.join("."), message })) : [];
-  const faults = [...told, ...local.filter(({ field }) => !fields.has(field) && !told.length)];
-  return refusal && !faults.length ? [{ field: null, message: refusal instanceof TypeError ? "The control plane does not answer." : refusal.message }] : faults;
+  const faults = [...reported, ...local.filter(({ field }) => !fields.has(field) && !reported.length)];
+  return refusal && !faults.length ? [{ field: null, message: refusal instanceof TypeError ? "The control plane is unavailable." : refusal.message }] : faults;
 }
 
 function Origin({ recipes, jobs, query, chosen }) {
@@ -59,10 +59,10 @@ function Origin({ recipes, jobs, query, chosen }) {
   };
   const value = query.get("job") ? `job:${query.get("job")}` : `recipe:${chosen?.id ?? FIRST}`;
   const listed = jobs?.some(({ id }) => id === query.get("job"));
-  return html`<label>Begin from
+  return html`<label>Start from
     <select value=${value} onChange=${go}>
       <optgroup label="Recipes">${recipes.map(({ id }) => html`<option value="recipe:${id}" selected=${value === `recipe:${id}`}>${id}</option>`)}</optgroup>
-      <optgroup label="A job, cloned">
+      <optgroup label="Clone a job">
         ${query.get("job") && !listed && html`<option value=${value} selected>${query.get("job")}</option>`}
         ${(jobs ?? []).map(({ id, name }) => html`<option value="job:${id}" selected=${value === `job:${id}`}>${name} (${id.slice(-6)})</option>`)}
       </optgroup>
@@ -78,11 +78,11 @@ function Spec({ start, schema, recipes }) {
   const spec = useMemo(() => read(text), [text]);
   const json = JSON.stringify(spec.value);
   const state = usePlan(spec.value, json);
-  const faults = useMemo(() => faultsOf(spec, schema, state.problem), [spec, schema, state.problem]);
+  const faults = useMemo(() => findErrors(spec, schema, state.problem), [spec, schema, state.problem]);
   const marks = useMemo(() => faults.map(({ field, message, from }) => ({ ...(field ? rangeOf(spec.doc, parts(field)) : { from: from ?? 0, to: from ?? 0 }), message })), [faults]);
   const latest = useRef(null);
   latest.current = spec.value;
-  // One key for one text: a second click, or a try after a broken connection, submits nothing twice.
+  // One key per spec, so that a second click or a retry submits nothing twice.
   const key = useMemo(newKey, [json]);
   async function submit() {
     if (latest.current === null || busy) return;
@@ -102,10 +102,10 @@ function Spec({ start, schema, recipes }) {
   const [files, , reloadFiles] = useFresh(() => all("/v1/files"), [], null);
   const take = (file) => {
     setRefusal(null);
-    setText((now) => change(now, [trainsOn(file)])); // what was typed meanwhile stays
+    setText((now) => change(now, [setSource(file)])); // keeps concurrent edits
     return reloadFiles();
   };
-  const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="JSON Lines, chosen or dropped here; they replace the first source." disabled=${spec.value === null} onDone=${take} />`;
+  const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="Choose or drop a JSON Lines file. It replaces the first data source." disabled=${spec.value === null} onDone=${take} />`;
   const teachers = [...new Set(recipes.map((recipe) => recipe.spec.model.name_or_path))];
   const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path)))];
   const go = (field) => setShown({ ...rangeOf(spec.doc, parts(field)) });
@@ -113,7 +113,7 @@ function Spec({ start, schema, recipes }) {
     <${Form} spec=${spec.value} schema=${schema} faults=${faults} onChange=${(changes) => edit(change(text, changes))} models=${teachers} sources=${sources} files=${files ?? []} upload=${upload} />
     <section aria-label="Editor">
       <${Editor} label="Spec, YAML or JSON" text=${text} onInput=${edit} onSubmit=${submit} schema=${schema} marks=${marks} shown=${shown} />
-      <p class="quiet small">Ctrl Space completes, Ctrl Enter submits, Tab leaves the editor.</p>
+      <p class="quiet small">Ctrl+Space: complete. Ctrl+Enter: submit. Tab: leave the editor.</p>
     </section>
     <${PlanPanel} state=${state} spec=${spec.value} faults=${faults} onShow=${go}>
       <${Problem} problem=${refusal} />
@@ -129,12 +129,12 @@ const load = async (query) => {
     const { spec, name } = await get(`/jobs/${clone}`);
     const [copy, from] = [withoutDefaults(schema, spec), query.get("from")];
     if (from) copy.training = { ...copy.training, from };
-    const words = `A copy of ${name}${from ? ` that continues from ${from}` : ""}; fields at their defaults are left out.`;
+    const words = `Copy of ${name}${from ? `, continuing from ${from}` : ""}. Fields with default values are left out.`;
     return { schema, recipes, start: write(copy), words };
   }
   const recipe = recipes.find(({ id }) => id === (query.get("recipe") ?? FIRST)) ?? recipes[0];
   const file = query.get("file") && (await get(`/v1/files/${query.get("file")}`));
-  const start = file ? change(recipe.text, [trainsOn(file)]) : recipe.text;
+  const start = file ? change(recipe.text, [setSource(file)]) : recipe.text;
   return { schema, recipes, start, words: recipe.description, recipe };
 };
 

@@ -1,4 +1,4 @@
-// A sweep's trials: quality over compute, as a picture and as a table.
+// A sweep's trials: chart of quality over compute, and table.
 
 import { html } from "../vendor/htm-preact.js";
 import { Table, figure, percent } from "../parts.js";
@@ -11,7 +11,7 @@ const INNER = { width: WIDTH - LEFT - 90, height: HEIGHT - BOTTOM - 20 };
 
 const measured = (rows) => rows.filter((row) => row.kl != null).sort((a, b) => a.prefill_flops_ratio - b.prefill_flops_ratio || a.kl - b.kl);
 
-/** The trials that no other one beats in compute or KL without losing in the other; `rows` as `measured` sorts them. */
+/** The Pareto frontier of compute and KL; `rows` sorted by `measured`. */
 export function frontier(rows) {
   return rows.filter((row, i) => rows.slice(0, i).every((other) => other.kl > row.kl));
 }
@@ -24,7 +24,7 @@ function ticks(largest) {
   return Array.from({ length: Math.ceil(largest / step - 1e-9) + 1 }, (_, i) => i * step);
 }
 
-/** `limit` is the KL that the quality gate allows, where the spec says one. */
+/** `limit`: max KL of the quality gate, if the spec sets one. */
 function Plot({ rows, taken, limit }) {
   const points = measured(rows);
   const [xs, ys] = [ticks(Math.max(...points.map((row) => row.prefill_flops_ratio))), ticks(Math.max(...points.map((row) => row.kl), limit ?? 0))];
@@ -37,7 +37,7 @@ function Plot({ rows, taken, limit }) {
   return html`<svg class="plot" viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="KL over prefill compute. On the frontier are ${words}.${gate}">
     ${xs.map((value) => html`<g><line class="gridline" x1=${x({ prefill_flops_ratio: value })} x2=${x({ prefill_flops_ratio: value })} y1="20" y2=${20 + INNER.height} /><text x=${x({ prefill_flops_ratio: value })} y=${HEIGHT - BOTTOM + 36 - 18} text-anchor="middle">${percent(value)}</text></g>`)}
     ${ys.map((value) => html`<g><line class="gridline" x1=${LEFT} x2=${LEFT + INNER.width} y1=${y({ kl: value })} y2=${y({ kl: value })} /><text x=${LEFT - 8} y=${y({ kl: value }) + 4} text-anchor="end">${figure(value)}</text></g>`)}
-    <text x=${LEFT + INNER.width / 2} y=${HEIGHT - 4} text-anchor="middle">prefill compute, of the teacher's</text>
+    <text x=${LEFT + INNER.width / 2} y=${HEIGHT - 4} text-anchor="middle">prefill compute relative to the teacher</text>
     <text x=${LEFT} y="12">KL to the teacher, nats</text>
     ${limit != null && html`<g><line class="gate" x1=${LEFT} x2=${LEFT + INNER.width} y1=${y({ kl: limit })} y2=${y({ kl: limit })} /><text class="gate-name" x=${LEFT + INNER.width + 6} y=${y({ kl: limit }) + 4}>gate ${figure(limit)}</text></g>`}
     <polyline class="frontier" points=${line} />
@@ -48,7 +48,7 @@ function Plot({ rows, taken, limit }) {
   </svg>`;
 }
 
-/** `rows` are the trials as the job's event has them, `taken` the name of the one that was published, if one was. */
+/** `rows`: trials as in the job's event; `taken`: name of the published trial, if any. */
 export function Sweep({ rows, taken, limit: asked }) {
   const limit = typeof asked === "number" ? asked : null; // "auto" is resolved by the workers
   const best = new Set(frontier(measured(rows)));
@@ -57,9 +57,9 @@ export function Sweep({ rows, taken, limit: asked }) {
     { name: "Prefill compute", number: true, sort: (row) => row.prefill_flops_ratio, cell: (row) => percent(row.prefill_flops_ratio) },
     { name: "KV bytes", number: true, sort: (row) => row.kv_bytes_ratio, cell: (row) => percent(row.kv_bytes_ratio) },
     { name: "KL, nats", number: true, sort: (row) => row.kl, cell: (row) => figure(row.kl) },
-    { name: "Perplexity, of the teacher's", number: true, sort: (row) => row.perplexity_ratio, cell: (row) => figure(row.perplexity_ratio) },
-    { name: "Within the budget", cell: (row) => (row.error ? row.error : row.within_budget ? "yes" : "no") },
-    { name: "Choice", cell: (row) => (row.trial === taken ? "taken" : best.has(row) ? "on the frontier" : "") },
+    { name: "Perplexity, relative to the teacher", number: true, sort: (row) => row.perplexity_ratio, cell: (row) => figure(row.perplexity_ratio) },
+    { name: "Passes gates", cell: (row) => (row.error ? row.error : row.within_budget ? "yes" : "no") },
+    { name: "Result", cell: (row) => (row.trial === taken ? "published" : best.has(row) ? "on the frontier" : "") },
   ];
   return html`${measured(rows).length > 0 && html`<div class="panel"><${Plot} rows=${rows} taken=${taken} limit=${limit} /></div><br />`}
     <${Table} caption="Trials" columns=${columns} rows=${rows} empty="" />`;

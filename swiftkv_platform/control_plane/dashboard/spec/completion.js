@@ -1,4 +1,4 @@
-// What may be written at the cursor of a spec, by its schema. Knows indentation and braces, no page.
+// Completion of fields and values at the cursor of a spec, by its schema.
 
 import { namesAt, valuesAt } from "./schema.js";
 
@@ -8,7 +8,7 @@ const IN_BRACES = /[{,]\s*(\w*)$/;
 
 const indent = (line) => line.search(/\S|$/);
 
-/** Keys of the maps around the line `number`, outermost first; `-` for an item of a list. */
+/** Path of line `number`: keys of the enclosing mappings, outermost first; `-` for a list item. */
 export function pathTo(lines, number, column) {
   const path = [];
   let limit = column;
@@ -19,7 +19,7 @@ export function pathTo(lines, number, column) {
     if (at === number) {
       if (/^\s*- /.test(line) && depth < limit) {
         path.unshift("-");
-        limit = depth + 1; // the list may stand under its key without more indentation
+        limit = depth + 1; // a list may have the same indentation as its key
       }
       continue;
     }
@@ -35,7 +35,7 @@ export function pathTo(lines, number, column) {
   return path;
 }
 
-/** Keys within the braces that are open at the end of `before`: the key of each, outermost first. */
+/** Keys of the unclosed braces in `before`, outermost first. */
 function braces(before) {
   const open = [];
   for (let at = 0; at < before.length; at++) {

@@ -1,8 +1,8 @@
-// A spec as text, read and changed in place: comments and layout of the rest stay. Knows YAML, of which JSON is a part.
+// A spec as YAML (or JSON) text: parse it, and change fields while keeping comments and layout.
 
 import { parseDocument, stringify } from "../vendor/yaml.js";
 
-/** The spec in `text`: {doc, value, problem}; `problem` is {message, from} where it cannot be read. */
+/** Parse a spec: {doc, value, problem}; `problem` is {message, from} if it is invalid. */
 export function read(text) {
   const doc = parseDocument(text, { prettyErrors: false });
   if (doc.errors.length) {
@@ -11,19 +11,19 @@ export function read(text) {
   }
   const value = doc.toJS();
   if (value === null || typeof value !== "object" || Array.isArray(value)) {
-    return { doc, value: null, problem: { message: "a spec is a map, such as name: my-job", from: 0 } };
+    return { doc, value: null, problem: { message: "a spec is a mapping, such as name: my-job", from: 0 } };
   }
   return { doc, value, problem: null };
 }
 
 export const write = (value) => stringify(value, { lineWidth: 0 });
 
-/** Dotted paths, as the API's problems have them, and their parts. */
+/** Split a dotted path of an API error into keys. */
 export const parts = (field) => field.replace(/\[(\d+)\]/g, ".$1").split(".").map((part) => (/^\d+$/.test(part) ? Number(part) : part));
 
 export const at = (value, path) => path.reduce((found, key) => (found === null || typeof found !== "object" ? undefined : found[key]), value);
 
-/** `text` with other values: [[path, value]]; undefined takes a field away. */
+/** Set values in `text`: [[path, value]]; undefined removes a field. */
 export function change(text, changes) {
   const { doc, problem } = read(text);
   if (problem) return text;
@@ -42,7 +42,7 @@ export function change(text, changes) {
   return doc.toString({ lineWidth: 0 });
 }
 
-/** The piece of text to point at for `path`: the value there, or the innermost one above it. */
+/** Text range of the key at `path`, or of its nearest existing parent. */
 export function rangeOf(doc, path) {
   for (let depth = path.length; depth > 0; depth--) {
     const key = keyOf(doc, path.slice(0, depth));

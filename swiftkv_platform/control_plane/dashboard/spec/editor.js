@@ -1,15 +1,15 @@
-// CodeMirror as a component: text in, text out, marks under what is at fault.
+// CodeMirror as a component, with errors underlined.
 
 import { html, useEffect, useRef } from "../vendor/htm-preact.js";
 import * as cm from "../vendor/codemirror.js";
 import { complete } from "./completion.js";
 
-/** `marks` are [{from, to, message}]; `shown` is {from} of a place to go to; `schema` completes what is written. */
+/** `marks`: errors [{from, to, message}]; `shown`: {from} to scroll to; `schema`: for completion. */
 export function Editor({ label, text, onInput, onSubmit, schema, marks, shown }) {
   const place = useRef(null);
   const view = useRef(null);
   const latest = useRef({});
-  const told = useRef([]); // texts of the editor's own that have not come back yet: several are under way while one types
+  const reported = useRef([]); // texts reported by `onInput` that have not come back as `text` yet
   latest.current = { onInput, onSubmit, schema };
   useEffect(() => {
     const source = (context) => latest.current.schema && complete(latest.current.schema)(context);
@@ -24,12 +24,12 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
           cm.syntaxHighlighting(cm.classHighlighter), cm.EditorView.lineWrapping,
           cm.autocompletion({ override: [source], icons: false }),
           cm.EditorView.contentAttributes.of({ "aria-label": label, "aria-multiline": "true", tabindex: "0" }),
-          // Tab leaves the editor, as it leaves every other field.
+          // Tab moves the focus out of the editor.
           cm.keymap.of([submit, ...cm.completionKeymap, ...cm.defaultKeymap, ...cm.historyKeymap, ...cm.foldKeymap, ...cm.lintKeymap, ...cm.searchKeymap]),
           cm.EditorView.updateListener.of((update) => {
-            if (!update.docChanged || !told.current) return;
-            told.current.push(update.state.doc.toString());
-            latest.current.onInput(told.current.at(-1));
+            if (!update.docChanged || !reported.current) return;
+            reported.current.push(update.state.doc.toString());
+            latest.current.onInput(reported.current.at(-1));
           }),
         ],
       }),
@@ -37,16 +37,16 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
     return () => view.current.destroy();
   }, []);
   useEffect(() => {
-    const own = told.current.lastIndexOf(text);
+    const own = reported.current.lastIndexOf(text);
     if (own >= 0) {
-      told.current.splice(0, own + 1);
+      reported.current.splice(0, own + 1);
       return;
     }
     const { state } = view.current;
     if (state.doc.toString() === text) return;
-    told.current = null; // what comes from outside is not told again
+    reported.current = null; // do not report changes from outside
     view.current.dispatch({ changes: { from: 0, to: state.doc.length, insert: text } });
-    told.current = [];
+    reported.current = [];
   }, [text]);
   useEffect(() => {
     const { state } = view.current;

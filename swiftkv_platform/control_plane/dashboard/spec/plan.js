@@ -1,15 +1,15 @@
-// The plan of a spec, as POST /jobs/validate tells it. Knows its fields, no route.
+// The plan of a spec: the response of POST /jobs/validate. Knows its fields, no route.
 
 import { html } from "../vendor/htm-preact.js";
 import { Facts, Loading, Meter, bytes, count, duration, figure, percent } from "../parts.js";
 
 const share = (value) => percent(value);
-const unknown = (why) => html`<span class="unknown">unknown: ${why}</span>`;
+const notAvailable = (why) => html`<span class="unknown">not available ${why}</span>`;
 
-/** Source of the speed: a link to the job that was measured, or words. */
-function speedFrom(source) {
-  if (source === "configured") return "the operator's figure";
-  return source?.startsWith("job_") ? html`<a href="#/jobs/${source}">a job like it</a>` : source;
+/** Source of the speed: a link to the measured job, or words. */
+function formatSpeedSource(source) {
+  if (source === "configured") return "the operator's setting";
+  return source?.startsWith("job_") ? html`<a href="#/jobs/${source}">a similar job</a>` : source;
 }
 
 const Source = ({ source }) => html`<li>
@@ -19,21 +19,21 @@ const Source = ({ source }) => html`<li>
 
 export function Plan({ plan, spec }) {
   const { num_hidden_layers: layers, num_key_value_layers: kept } = plan;
-  const speed = speedFrom(plan.speed_source);
-  const endless = spec?.training?.max_steps == null;
+  const speed = formatSpeedSource(plan.speed_source);
+  const byEpochs = spec?.training?.max_steps == null;
   return html`
     <${Facts} of=${{
-      "layers skipped": layers == null ? unknown("the teacher is on the hub") : `${layers - kept} of ${layers}`,
-      "memory per worker": plan.memory_per_worker == null ? unknown("needs the teacher's shape") : bytes(plan.memory_per_worker),
+      "layers skipped": layers == null ? notAvailable("for teachers on the hub") : `${layers - kept} of ${layers}`,
+      "memory per worker": plan.memory_per_worker == null ? notAvailable("without the teacher's configuration") : bytes(plan.memory_per_worker),
       "process overhead": plan.process_memory && bytes(plan.process_memory),
-      time: plan.seconds == null ? unknown(endless ? "epochs determine the steps" : "no job like it was measured") : duration(plan.seconds),
-      cost: plan.cost == null ? unknown(plan.seconds == null ? "the time is" : "the operator has set no prices") : figure(plan.cost),
-      tokens: plan.max_tokens == null ? null : `at most ${count(plan.max_tokens)}`,
-      "speed from": plan.seconds != null && speed,
-      trained: plan.trained_parameters != null && `${figure(plan.trained_parameters)} of ${figure(plan.parameters)} parameters`,
+      time: plan.seconds == null ? notAvailable(byEpochs ? "without training.max_steps" : "until a similar job has run") : duration(plan.seconds),
+      cost: plan.cost == null ? notAvailable(plan.seconds == null ? "without a time estimate" : "without prices from the operator") : figure(plan.cost),
+      tokens: plan.max_tokens == null ? null : `max ${count(plan.max_tokens)}`,
+      "speed measured on": plan.seconds != null && speed,
+      "trained parameters": plan.trained_parameters != null && `${figure(plan.trained_parameters)} of ${figure(plan.parameters)}`,
     }} />
-    ${plan.prefill_flops_ratio != null && html`<${Meter} name="prefill compute kept" value=${plan.prefill_flops_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.prefill_flops_ratio)} saved on prompts of data.max_length`} />`}
-    ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache kept" value=${plan.kv_bytes_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.kv_bytes_ratio)} saved; ${bytes(plan.kv_bytes_per_token)} a token`} />`}
+    ${plan.prefill_flops_ratio != null && html`<${Meter} name="Prefill compute, relative to the teacher" value=${plan.prefill_flops_ratio} max=${1} format=${share} note=${`${percent(1 - plan.prefill_flops_ratio)} saved for prompts of data.max_length tokens`} />`}
+    ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache, relative to the teacher" value=${plan.kv_bytes_ratio} max=${1} format=${share} note=${`${percent(1 - plan.kv_bytes_ratio)} saved; ${bytes(plan.kv_bytes_per_token)} per token`} />`}
     ${plan.sources?.length > 0 && html`<h3>Data</h3><ul class="items">${plan.sources.map((source) => html`<${Source} source=${source} />`)}</ul>`}`;
 }
 
@@ -41,13 +41,13 @@ export function Plan({ plan, spec }) {
 export function PlanPanel({ state, spec, faults, onShow, children }) {
   const { plan, problem, busy } = state;
   const verdict = problem || faults.length ? "refused" : plan ? "passed" : "checking";
-  const name = { refused: "does not fit", passed: "accepted", checking: "checking…" }[verdict];
+  const name = { refused: "invalid", passed: "valid", checking: "checking…" }[verdict];
   return html`<section class="panel plan" aria-label="Plan">
     <header><h2>Plan</h2><span class="end status ${verdict}" role="status">${busy && verdict === "passed" ? "checking…" : name}</span></header>
     ${children}
     ${faults.map(({ field, message }) => html`<div class="problem small">
       ${field ? html`<button type="button" class="link" onClick=${() => onShow(field)}><code>${field}</code></button>: ` : ""}${message}
     </div>`)}
-    ${plan ? html`<div aria-busy=${busy}>${faults.length > 0 && html`<p class="quiet small">The last plan that was accepted:</p>`}<${Plan} plan=${plan} spec=${spec} /></div>` : !faults.length && html`<${Loading} what="the plan" />`}
+    ${plan ? html`<div aria-busy=${busy}>${faults.length > 0 && html`<p class="quiet small">Plan of the last valid spec:</p>`}<${Plan} plan=${plan} spec=${spec} /></div>` : !faults.length && html`<${Loading} what="the plan" />`}
   </section>`;
 }

@@ -1,4 +1,4 @@
-// The JSON schema of a job spec, as the API's own document has it: checks, and what can stand at a place.
+// The JSON schema of a job spec from the API's OpenAPI document: validation, and the fields and values at a path.
 
 import { Validator } from "../vendor/json-schema.js";
 import { get } from "../api.js";
@@ -16,7 +16,7 @@ export async function loadSchema() {
   return JSON.parse(text.replaceAll("#/components/schemas/", "#/$defs/"));
 }
 
-/** The alternatives that a schema stands for, its references followed. */
+/** The alternatives of a schema, with references resolved. */
 function alternatives(root, schema) {
   if (schema === true || schema == null) return [];
   if (schema.$ref) return alternatives(root, root.$defs[schema.$ref.split("/").at(-1)]);
@@ -32,19 +32,19 @@ function step(root, schema, key) {
   });
 }
 
-/** The schemas of what stands at `path`; none for a place that the schema does not know. */
+/** The schemas of the value at `path`; empty for an unknown path. */
 export const schemasAt = (root, path) => path.reduce((found, key) => found.flatMap((each) => step(root, each, key)), [root]);
 
 /** The field's own schema at `path`, with its description and default. */
 export const fieldAt = (root, path) => schemasAt(root, path)[0];
 
-/** Names that may stand in the map at `path`: [{name, description, type, default}]. */
+/** Fields of the object at `path`: [{name, description, type, default}]. */
 export function namesAt(root, path) {
   const maps = schemasAt(root, path).flatMap((each) => alternatives(root, each));
   return maps.flatMap((map) => Object.entries(map.properties ?? {}).map(([name, schema]) => ({ name, ...described(root, schema) })));
 }
 
-/** Values that the schema lists for the place at `path`. */
+/** Enumerated values of the field at `path`. */
 export function valuesAt(root, path) {
   const kinds = schemasAt(root, path).flatMap((each) => alternatives(root, each));
   const values = kinds.flatMap((each) => (each.type === "boolean" ? [true, false] : each.type === "null" ? [null] : (each.enum ?? (each.const === undefined ? [] : [each.const]))));
@@ -58,7 +58,7 @@ function described(root, schema) {
   return { description: schema.description ?? kinds[0]?.description ?? "", type, default: schema.default, isMap };
 }
 
-/** What the schema refuses in `value`: [{path, message}], the innermost place of each. */
+/** Validate `value`: [{path, message}], the innermost path of each error. */
 export function check(root, value) {
   const { errors } = new Validator(root, DRAFT, false).validate(value);
   const leaves = errors.filter(({ keyword }) => !SECONDARY.has(keyword));
@@ -78,17 +78,17 @@ export function check(root, value) {
 
 function unknown(root, path) {
   const names = namesAt(root, path.slice(0, -1)).map(({ name }) => name);
-  return names.length ? `no such field; ${names.join(", ")} are accepted here` : "no such field";
+  return names.length ? `unknown field; known fields: ${names.join(", ")}` : "unknown field";
 }
 
-/** Whether two values of JSON say the same, in whatever order: the API's document leaves out names that are null. */
+/** Whether two JSON values are equal, with missing fields equal to null. */
 function isSame(one, other) {
   if (one === null || other === null || typeof one !== "object" || typeof other !== "object") return one === other;
   const names = new Set([...Object.keys(one), ...Object.keys(other)]);
   return Array.isArray(one) === Array.isArray(other) && [...names].every((name) => isSame(one[name] ?? null, other[name] ?? null));
 }
 
-/** `value` without what the schema has as its default, so that what was chosen stands out. */
+/** `value` without the fields that have their default. */
 export function withoutDefaults(root, value, path = []) {
   if (Array.isArray(value)) return value.map((each, i) => withoutDefaults(root, each, [...path, i]));
   if (value === null || typeof value !== "object") return value;

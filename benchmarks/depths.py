@@ -169,7 +169,7 @@ class TrainingRuns:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
             calibrate(spec, self.path, self.data.train, directory, device=task_device(spec))
-            self._starts[key] = Checkpoint.of_files(directory)
+            self._starts[key] = Checkpoint.from_directory(directory)
         return self._starts[key]
 
     def _train(

@@ -103,8 +103,8 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
     if not (directory / ADAPTER_FILE).is_file():
         yield directory
         return
-    from swiftkv_platform.model.weights.adapters import whole_model
-    from swiftkv_platform.model.weights.bases import model_directory
+    from swiftkv_platform.model.weights.adapters import open_merged_model
+    from swiftkv_platform.model.weights.bases import resolve_model_directory
 
     access = Access(served.base_access.roots, served.base_access.hub_organizations)
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
@@ -113,9 +113,11 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
             return download_model(uri, Path(workspace), access=access, field=_BASE)
 
         def find(base: BaseModelReference) -> str:
-            return model_directory(base.name_or_path, base.revision, access=access, download=download, field=_BASE)
+            return resolve_model_directory(
+                base.name_or_path, base.revision, access=access, download=download, field=_BASE
+            )
 
-        with whole_model(directory, find_base=find) as (whole, _):
+        with open_merged_model(directory, find_base=find) as (whole, _):
             yield Path(whole)
 
 

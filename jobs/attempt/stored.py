@@ -94,7 +94,7 @@ class StoredPreparation:
         from swiftkv_platform.data.prepared import PreparedData
         from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-        start = None if self.start is None else Checkpoint.of_files(_start_beside(directory))
+        start = None if self.start is None else Checkpoint.from_directory(_start_beside(directory))
         return Prepared(PreparedData.load(directory), start)
 
 
@@ -347,7 +347,7 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
         return RangedSafetensors({name: file.size for name, file in files.manifest.files.items()}, files.read)
     from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-    return Checkpoint.of_files(directory)
+    return Checkpoint.from_directory(directory)
 
 
 def check_all_there(parent: Parent, missing: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.weights.adapters import write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, LazyTensors
-from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy, stored_tensors
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, read_stored_tensors, save_lazy_student
 from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.model_card import render_model_card
@@ -197,7 +197,7 @@ class _Student:
                 writer.add(name, tensor)
             writer.flush()
         self.workers.gather(None)  # the others wait, also those on other machines
-        return Checkpoint.of_files(directory) if copies else self.trained
+        return Checkpoint.from_directory(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
         spec = self.spec.evaluation
@@ -247,12 +247,12 @@ class _Student:
         """
         directory.mkdir()
         model, keeps_teacher = self.lazy.model, self.spec.distillation.trainable == "qkv"
-        self.lazy.started_from(self.trained)
+        self.lazy.set_start_values(self.trained)
         model.config.architectures = [type(model).__name__]
         adapter = None
         if self.spec.publish.adapter:
             adapter = write_adapter(
-                stored_tensors(self.lazy, teacher=keeps_teacher),
+                read_stored_tensors(self.lazy, teacher=keeps_teacher),
                 model.config,
                 self.lazy.base,
                 directory,
@@ -261,7 +261,7 @@ class _Student:
                 teacher_modules=model.teacher_modules(model.config),
             )
         else:
-            save_lazy(self.lazy, directory, teacher=keeps_teacher)
+            save_lazy_student(self.lazy, directory, teacher=keeps_teacher)
             model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)

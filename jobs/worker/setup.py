@@ -40,7 +40,7 @@ from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.calibration import calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import make_student
-from swiftkv_platform.model.weights.bases import model_directory
+from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
@@ -165,7 +165,7 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRI
         target = workspace / "teacher"
         return download_model(uri, target, access=access, field=_MODEL) if fetch else target
 
-    return model_directory(model.name_or_path, model.revision, access=access, download=download, field=_MODEL)
+    return resolve_model_directory(model.name_or_path, model.revision, access=access, download=download, field=_MODEL)
 
 
 class StoreFiles:

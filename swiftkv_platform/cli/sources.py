@@ -51,9 +51,9 @@ def resolve_model_path(name: str) -> str:
                 "model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted"
             )
     if path.suffix == SUFFIX:
-        from swiftkv_platform.model.weights.bases import gguf_directory
+        from swiftkv_platform.model.weights.bases import convert_gguf
 
-        return str(gguf_directory(path, name, field="model"))
+        return str(convert_gguf(path, name, field="model"))
     return str(path)
 
 
@@ -64,14 +64,14 @@ def open_base_model(name: str | None, revision: str | None) -> Iterator[str | No
     if name is None:
         yield None
         return
-    from swiftkv_platform.model.weights.bases import model_directory
+    from swiftkv_platform.model.weights.bases import resolve_model_directory
 
     with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
 
         def download(uri: str) -> Path:
             return download_model(uri, Path(workspace) / "base", access=UNRESTRICTED, field="base")
 
-        yield model_directory(name, revision, download=download, field="base")
+        yield resolve_model_directory(name, revision, download=download, field="base")
 
 
 def read_artifact_teacher(directory: str) -> tuple[str, str | None]:

@@ -35,7 +35,7 @@ from swiftkv_platform.distillation.model import (
     load_trained_tensors,
 )
 from swiftkv_platform.model.weights.checkpoint import read_rows
-from swiftkv_platform.model.weights.lazy_student import LazyStudent, own_rows
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, get_local_rows
 from swiftkv_platform.specs import DistillationSpec, JobSpec, OptimizerSpec
 
 TrainingState = dict[str, Any]
@@ -238,7 +238,7 @@ class _TorchStrategy(Strategy):
                 missing.append(own)
             elif not isinstance(parameter, DTensor):
                 parameter.copy_(tensors[own])
-            elif (rows := own_rows(parameter)).stop > rows.start:
+            elif (rows := get_local_rows(parameter)).stop > rows.start:
                 parameter.to_local().copy_(read_rows(tensors, own, rows))
         return missing
 
@@ -405,7 +405,7 @@ class EvaluationModel(nn.Module):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if self.sharded:
-            self._lazy.started_from(tensors)
+            self._lazy.set_start_values(tensors)
             self._lazy.fill_shards(self, only=tensors)
         else:
             load_trained_tensors(self.student, tensors)

@@ -20,9 +20,9 @@ from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.quantization import (
     IntegerWeight,
     WeightFormat,
-    as_floats,
+    dequantize_checkpoint,
     dequantize_weight,
-    is_int8_in_mixed,
+    is_mixed_int8,
     is_projection,
     quantize_weight,
 )
@@ -31,7 +31,7 @@ from swiftkv_platform.model.weights.quantization import (
 def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorParallelGroup | None = None) -> None:
     """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
     one's own part of each."""
-    weights = as_floats(checkpoint)
+    weights = dequantize_checkpoint(checkpoint)
     for name, linear in _iterate_projections(model):
         weight = f"{get_unsharded_name(name)}.weight"
         stored = weights.integers(weight)
@@ -48,7 +48,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
     """
     num_layers = model.config.num_hidden_layers
     for name, linear in _iterate_projections(model):
-        four = form == "int4" and not is_int8_in_mixed(name.removesuffix(".part"), num_layers)
+        four = form == "int4" and not is_mixed_int8(name.removesuffix(".part"), num_layers)
         if (stored := get_integers(linear)) is not None:
             if four and stored.form == "int8":
                 raise ModelError.for_field(
@@ -104,5 +104,5 @@ def _slice_integers(
     """A rank's part of a weight; None: it cuts a group of inputs."""
     if (cut := get_shard_spec(name, config)) is None:
         return whole
-    first, *others = (whole.part(index) for index in cut.get_indices(linear.weight.shape[cut.dim], ranks))
+    first, *others = (whole.slice_part(index) for index in cut.get_indices(linear.weight.shape[cut.dim], ranks))
     return first if first is None or not others else IntegerWeight.cat([first, *(one for one in others if one)])

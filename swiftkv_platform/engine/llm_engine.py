@@ -27,7 +27,7 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import DraftPlanner, estimate_draft_costs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.weights.adapters import whole_model
+from swiftkv_platform.model.weights.adapters import open_merged_model
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -99,7 +99,7 @@ class LLMEngine:
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_tensor_parallel_size(path, config)
-        with whole_model(fetch_model_directory(str(path), field="model")) as (
+        with open_merged_model(fetch_model_directory(str(path), field="model")) as (
             weights,
             _,
         ):  # an adapter's, for all ranks

@@ -24,7 +24,7 @@ from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_para
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
-from swiftkv_platform.model.weights.loading import settle_head
+from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import EngineConfig
@@ -98,7 +98,7 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
     """Read the configuration with which a directory's model is served, student or teacher. Raises `ModelError`."""
     model_config: Any = read_config(directory, field="model", any_family=True)
     if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        settle_head(model_config, Checkpoint.open(directory))
+        resolve_tied_head(model_config, Checkpoint.open(directory))
     if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
         vars(model_config).update(StudentShape.dense(model_config.num_hidden_layers).to_config())
     return model_config

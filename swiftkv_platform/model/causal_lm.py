@@ -16,8 +16,8 @@ from swiftkv_platform.model.configuration import read_config, refuse_prefill_onl
 from swiftkv_platform.model.context import TokenSelection, supports_selection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin, ThresholdExits
-from swiftkv_platform.model.weights.adapters import readable
-from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
+from swiftkv_platform.model.weights.adapters import open_readable
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, select_hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
 
 _IGNORED_LABEL = -100
@@ -150,12 +150,12 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         """
         source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         if config is None or isinstance(config, str | Path):
-            config = read_config(config or source, config_class=cls.config_class, **hub_arguments(kwargs))
+            config = read_config(config or source, config_class=cls.config_class, **select_hub_arguments(kwargs))
         # `swiftkv` is True when config.json is read; the Auto classes then set it from their argument.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
         refuse_prefill_only(config, source)
-        with readable(source, kwargs) as (directory, checkpoint):
+        with open_readable(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
                 config.swiftkv_teacher_weights = cls._has_teacher_projections(config, checkpoint)
             _check_teacher_mode(config, enabled)

@@ -26,17 +26,17 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
-from swiftkv_platform.model.weights.lazy_student import LazyStudent, copied_start
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, plan_copied_start
 from swiftkv_platform.model.weights.loading import load_checked
-from swiftkv_platform.model.weights.quantization import is_quantized, quantization_fields, without_swiftkv
+from swiftkv_platform.model.weights.quantization import is_quantized, get_quantization_fields, exclude_swiftkv_modules
 from swiftkv_platform.model.weights.writing import (
     MAX_SHARD_BYTES,
-    Files,
+    FilePlacement,
     Progress,
     ShardWriter,
-    check_new,
-    copy_companions,
-    new_directory,
+    check_target_is_empty,
+    copy_companion_files,
+    atomic_directory,
 )
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources.model_directories import fetch_model_directory
@@ -122,8 +122,8 @@ def make_student(
     student = _rewire(teacher, student_config).eval()  # before calibration, which dropout would change
     parameters = student.state_dict()
     with torch.no_grad():
-        for start in copied_start(student):
-            parameters[start.name].copy_(start.made(partial(read_rows, parameters)))
+        for start in plan_copied_start(student):
+            parameters[start.name].copy_(start.make(partial(read_rows, parameters)))
     if calibration is not None:
         calibrate(student, calibration)
     return student
@@ -141,19 +141,19 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
     Raises:
         ModelError: unreadable model, unknown family, or a student that was exported without its teacher.
     """
-    model_class, config = dense_model(path, revision)
+    model_class, config = resolve_dense_model(path, revision)
     return model_class.from_pretrained(path, config=config, revision=revision, dtype=dtype or "auto")
 
 
-def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
+def resolve_dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
     """Return the class and the configuration of the model that `load_dense` loads. Raises `ModelError`."""
     config = read_config(path, revision=revision)
     classes = student_classes(config.model_type)
     is_student = isinstance(config, classes.causal_lm.config_class)
-    return classes.causal_lm, dense_config(config) if is_student else classes.config_from(config)
+    return classes.causal_lm, make_dense_config(config) if is_student else classes.make_config(config)
 
 
-def dense_config(student: Any) -> Any:
+def make_dense_config(student: Any) -> Any:
     """Return a student's configuration changed so that every layer computes its own KV, as in its teacher."""
     dense = copy.deepcopy(student)
     dense.shape = StudentShape.dense(dense.num_hidden_layers)
@@ -200,7 +200,7 @@ def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """Result of a conversion."""
 
     path: Path
@@ -216,11 +216,11 @@ def convert_checkpoint(
     *,
     calibration: Iterable[TokenBatch] | None = None,
     revision: str | None = None,
-    files: Files = "link",
+    files: FilePlacement = "link",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda _done, _total: None,
     **shape: Any,
-) -> Converted:
+) -> ConversionResult:
     """Write the student that `convert` makes of `source` to the directory `target`, completely or not at all.
 
     Args:
@@ -239,31 +239,31 @@ def convert_checkpoint(
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
-    check_new(target)
+    check_target_is_empty(target)
     teacher, request = read_config(source, revision=revision), ShapeRequest(**shape)
     make_student_config(teacher, request)  # refuses a shape before weights are downloaded
-    quantization = quantization_fields(teacher)
+    quantization = get_quantization_fields(teacher)
     directory = fetch_model_directory(str(source), revision, field="model.name_or_path")
     student = LazyStudent.open(directory, request, {}, dtype="auto")
     config = student.model.config
     if has_tokenizer(directory):
         load_tokenizer(directory, config.vocab_size)  # refuse it now rather than in serving
     if calibration is None:
-        tensors = student.new_tensors()
+        tensors = student.read_new_tensors()
     else:
         tensors = calibrate_streamed(student, calibration, workers=Workers(alone=True))
     total, num_bytes = len(student.new_names), 0
-    with new_directory(target) as partial:
+    with atomic_directory(target) as partial:
         writer = ShardWriter(partial, "swiftkv", max_shard_bytes)
         for done, (name, tensor) in enumerate(tensors, start=1):
             writer.add(name, tensor)
             num_bytes += tensor.nbytes
             progress(done, total)
-        writer.place(student.base, "teacher", files)
+        writer.add_checkpoint(student.base, "teacher", files)
         writer.finish()
-        copy_companions(directory, partial)
+        copy_companion_files(directory, partial)
         config.architectures = [type(student.model).__name__]
         if quantization is not None:
-            config.quantization_config = without_swiftkv(quantization)
+            config.quantization_config = exclude_swiftkv_modules(quantization)
         config.save_pretrained(partial)
-    return Converted(target, config, total, num_bytes)
+    return ConversionResult(target, config, total, num_bytes)

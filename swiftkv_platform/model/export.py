@@ -21,30 +21,30 @@ from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.calibration.rounding import round_calibrated
 from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.weights.adapters import whole_model, write_adapter
+from swiftkv_platform.model.weights.adapters import open_merged_model, write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
-from swiftkv_platform.model.weights.loading import check_finite, first_dtype, settle_head
+from swiftkv_platform.model.weights.loading import check_finite, get_first_dtype, resolve_tied_head
 from swiftkv_platform.model.weights.quantization import (
     WeightFormat,
-    as_floats,
-    compressed_tensors_config,
+    dequantize_checkpoint,
+    get_quantization_fields,
     group_size,
-    int8_in_mixed,
-    is_int8_in_mixed,
+    is_mixed_int8,
     is_projection,
     is_quantized,
-    quantization_fields,
+    make_compressed_tensors_config,
+    make_stored_tensors,
+    mixed_int8_pattern,
     quantize_weight,
-    stored_form,
 )
 from swiftkv_platform.model.weights.writing import (
-    Files,
+    FilePlacement,
     Progress,
     ShardWriter,
-    check_new,
-    copy_companions,
-    new_directory,
+    atomic_directory,
+    check_target_is_empty,
+    copy_companion_files,
 )
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 
@@ -59,7 +59,7 @@ def export(
     prefill_only: bool = False,
     quantize: Quantization | None = None,
     calibration: Iterable[TokenBatch] | None = None,
-    files: Files = "link",
+    files: FilePlacement = "link",
     revision: str | None = None,
     base_model: str | Path | None = None,
     progress: Progress = lambda _done, _total: None,
@@ -90,20 +90,20 @@ def export(
         progress: called with the number of files written and of all files; for a directory.
     """
     target = Path(target)
-    check_new(target)
+    check_target_is_empty(target)
     if calibration is not None and quantize is None:
         raise ModelError("calibration needs quantize, which is not set; use quantize='int4'", field="calibration")
     if isinstance(student, str | Path):
         read_config(student, revision=revision)  # raises for a bad config.json before weights are downloaded
-        with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
+        with open_merged_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             source = _Source.open(whole, teacher, prefill_only, revision if adapter is None else None)
             if quantize is not None:
                 return _export_quantized(source, target, quantize, calibration, progress)
-            with new_directory(target) as partial:
+            with atomic_directory(target) as partial:
                 writer = ShardWriter(partial, "weights")
-                writer.place(source.checkpoint, "weights", files, source.kept, progress)
+                writer.add_checkpoint(source.checkpoint, "weights", files, source.kept, progress)
                 writer.finish()
-                copy_companions(source.directory, partial)
+                copy_companion_files(source.directory, partial)
                 source.config.save_pretrained(partial)
             return target
     config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
@@ -115,7 +115,7 @@ def export(
             source = _Source.open(export(student, Path(whole) / "student", teacher=teacher), teacher, prefill_only)
             return _export_quantized(source, target, quantize, calibration, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
-    with new_directory(target) as partial:
+    with atomic_directory(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
         config.save_pretrained(partial)
     return target
@@ -148,7 +148,7 @@ def export_adapter(
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
-    check_new(target)
+    check_target_is_empty(target)
     config, _ = _checked(read_config(student), str(student), True, False)
     directory = fetch_model_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER_FILE).is_file():
@@ -166,7 +166,7 @@ def export_adapter(
             yield name, checkpoint.read(name)
             progress(done, len(checkpoint.shards))
 
-    with new_directory(target) as partial:
+    with atomic_directory(target) as partial:
         adapter = write_adapter(
             tensors(),
             config,
@@ -175,9 +175,9 @@ def export_adapter(
             name_or_path=name_or_path,
             revision=revision,
             teacher_modules=list_teacher_modules(config),
-            refuses_whole=True,
+            refuses_full_size=True,
         )
-        copy_companions(directory, partial)
+        copy_companion_files(directory, partial)
     return adapter
 
 
@@ -222,22 +222,22 @@ def _export_quantized(
     progress: Progress,
 ) -> Path:
     config, stored, kept = source.config, source.checkpoint, source.kept
-    settle_head(config, stored)
-    checkpoint = as_floats(stored) if is_quantized(config) else stored
+    resolve_tied_head(config, stored)
+    checkpoint = dequantize_checkpoint(stored) if is_quantized(config) else stored
     if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):
-        method = (quantization_fields(config) or {}).get("quant_method")
+        method = (get_quantization_fields(config) or {}).get("quant_method")
         raise ModelError(
             f"quantize is {form!r}, but {source.name!r} is quantised to integers already ({method}); export the model "
             "that it was made from",
             field="quantize",
             value=form,
         )
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else first_dtype(stored)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else get_first_dtype(stored)
     names = [name for name in checkpoint.shards if name in kept]
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
     projections = {name: size for name, size in inputs.items() if is_projection(name)}
     num_layers = config.num_hidden_layers
-    eight = [name for name in projections if form == "int8" or (form == "mixed" and is_int8_in_mixed(name, num_layers))]
+    eight = [name for name in projections if form == "int8" or (form == "mixed" and is_mixed_int8(name, num_layers))]
     sizes = [size for name, size in projections.items() if name not in eight]
     group = group_size(sizes, smallest=form == "mixed")
     formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
@@ -262,28 +262,28 @@ def _export_quantized(
             lazy = LazyStudent(model, weights, {})
             for name, values in round_calibrated(lazy, calibration, formats, dtype=dtype):
                 rounded.add(name)
-                yield stored_form(name, *values, formats[name][0])
+                yield make_stored_tensors(name, *values, formats[name][0])
         for name in names:
             if name not in rounded:
                 tensor = checkpoint.read(name).to(dtype)
                 check_finite(name, tensor, source.name)
                 if name in formats:
-                    yield stored_form(name, *quantize_weight(tensor, *formats[name]), formats[name][0])
+                    yield make_stored_tensors(name, *quantize_weight(tensor, *formats[name]), formats[name][0])
                 else:
                     yield {name: tensor}
 
-    with new_directory(target) as partial:
+    with atomic_directory(target) as partial:
         writer = ShardWriter(partial, "weights")
         for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():
                 writer.add(part, values)
             progress(done, len(names))
         writer.finish()
-        copy_companions(source.directory, partial)
+        copy_companion_files(source.directory, partial)
         targets: dict[WeightFormat, str] = (
-            {"int8": f"re:{int8_in_mixed(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
+            {"int8": f"re:{mixed_int8_pattern(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
         )
-        config.quantization_config = compressed_tensors_config(
+        config.quantization_config = make_compressed_tensors_config(
             targets, group, ignored, calibrated=calibration is not None
         )
         config.save_pretrained(partial)

@@ -168,7 +168,7 @@ def run_training(case: Case) -> Outcome:
 
 def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
     spec = case.request.spec
-    lazy = open_lazy(spec, case.teacher, Checkpoint.of_files(start))
+    lazy = open_lazy(spec, case.teacher, Checkpoint.from_directory(start))
     distillation_model = DistillationModel(lazy.model, spec.distillation, dtype=get_compute_dtype(spec))
     lazy.attach(distillation_model)
     strategy = parallelize(distillation_model, spec, dtype=get_compute_dtype(spec), device=CPU, weights=lazy)
@@ -187,9 +187,9 @@ def run_evaluation(case: Case) -> Outcome:
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
-    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), Checkpoint.of_files(directory / "start"))  # type: ignore[arg-type]
+    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), Checkpoint.from_directory(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
-    checkpoint = workers.from_first(newest)
+    checkpoint = workers.broadcast_from_first(newest)
     keep = StoredParts.put
 
     def put(self: StoredParts, name: str, data: bytes) -> None:
@@ -203,7 +203,7 @@ def run_evaluation(case: Case) -> Outcome:
             manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
     finally:
         StoredParts.put = keep  # type: ignore[method-assign]
-    return Outcome([], workers.from_first(manifest), workers.gather(memory.grown))
+    return Outcome([], workers.broadcast_from_first(manifest), workers.gather(memory.grown))
 
 
 def count_flops(case: Case) -> list[int]:

@@ -21,7 +21,7 @@ from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
 from swiftkv_platform.jobs.worker.prepare import prepare
 from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
-from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy_student
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
@@ -241,7 +241,7 @@ def saved(directory: Path) -> Any:
     """The artifact of a job, loaded by the engine."""
     lazy, target = open_lazy(spec_of(directory), str(directory)), directory.with_name("saved")
     target.mkdir()
-    save_lazy(lazy, target, teacher=True)
+    save_lazy_student(lazy, target, teacher=True)
     lazy.model.config.save_pretrained(target)
     return load_model(target, TEACHER).model
 

@@ -172,7 +172,7 @@ def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> N
     student = convert(family_teacher(name), **SHAPE, early_exit=True, decode_key_value="own")
     source = save(student, tmp_path / "student", max_shard_size="100KB") if streamed else student
     export(source, tmp_path / "half", prefill_only=True)
-    kept = Checkpoint.of_files(tmp_path / "half").shards
+    kept = Checkpoint.from_directory(tmp_path / "half").shards
     above = {name.removeprefix("model.layers.") for name in kept if re.match(r"model\.layers\.[234]\.", name)}
     parts = ("k_proj_swiftkv", "v_proj_swiftkv", *(["k_norm"] if name == "qwen3" else []))
     leaders = student.config.layer_map.leaders

@@ -21,7 +21,7 @@ from transformers import (
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import teacher_path
 from swiftkv_platform.model import convert_checkpoint
-from swiftkv_platform.model.weights.bases import gguf_directory
+from swiftkv_platform.model.weights.bases import convert_gguf
 from swiftkv_platform.sources import Access, Boundary
 from swiftkv_platform.specs import ModelSpec
 from tests.support.fakes.gguf import save_gguf
@@ -33,7 +33,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.GGUF_CACHE", tmp_path / "cache")
 
 
 def teacher(family: str) -> PreTrainedModel:
@@ -56,7 +56,7 @@ def teacher(family: str) -> PreTrainedModel:
 def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: str, tmp_path: Path) -> None:
     model = teacher(family)
     file = save_gguf(model, tmp_path / "tiny.gguf", chat_template=TEMPLATE)
-    directory = gguf_directory(file)
+    directory = convert_gguf(file)
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     token_ids = torch.tensor([[256, *range(40)]])
@@ -72,10 +72,10 @@ def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: st
 def test_a_file_is_converted_once_by_whoever_comes_first(tmp_path: Path) -> None:
     file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
     with ThreadPoolExecutor(3) as threads:
-        directories = set(threads.map(lambda _: gguf_directory(file), range(3)))
+        directories = set(threads.map(lambda _: convert_gguf(file), range(3)))
     [directory] = directories
     made = (directory / "config.json").stat().st_mtime_ns
-    again = gguf_directory(file.rename(tmp_path / "other-name.gguf"))
+    again = convert_gguf(file.rename(tmp_path / "other-name.gguf"))
     assert (again, (again / "config.json").stat().st_mtime_ns) == (directory, made)
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [directory.name]
 
@@ -84,7 +84,7 @@ def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None
     file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[:-4096])
     with pytest.raises(ModelError, match="transformers cannot read it"):
-        gguf_directory(file)
+        convert_gguf(file)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
@@ -112,13 +112,13 @@ def test_a_conversion_holds_what_its_digest_names(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as racing:
         racing.setattr(hashlib, "file_digest", hash_and_lose_the_race)
         with pytest.raises(ModelError, match="changes while it is read"):
-            gguf_directory(file)
+            convert_gguf(file)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     file.write_bytes(sound)
     (tmp_path / "chat_template.jinja").write_text("evil")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "evil", "eos_token": "evil"}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
-    directory = gguf_directory(file)
+    directory = convert_gguf(file)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert (tokenizer.chat_template, tokenizer.eos_token_id) == (TEMPLATE, 257)
     assert "evil" not in "".join(path.read_text(errors="replace") for path in directory.glob("*.j*"))
@@ -149,11 +149,11 @@ def test_another_users_cache_is_not_used(tmp_path: Path) -> None:
     cache.mkdir()
     os.chown(cache, 12345, 12345)
     with pytest.raises(ModelError, match="belongs to user 12345"):
-        gguf_directory(file)
+        convert_gguf(file)
     (tmp_path / "own").mkdir()
     cache.rmdir()
     cache.symlink_to(tmp_path / "own")
     os.chown(cache, 12345, 12345, follow_symlinks=False)
     with pytest.raises(ModelError, match="belongs to user 12345"):
-        gguf_directory(file)
+        convert_gguf(file)
     assert list((tmp_path / "own").iterdir()) == []

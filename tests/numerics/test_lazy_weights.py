@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
-from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy
+from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy_student
 from swiftkv_platform.student_shape import ShapeRequest
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
 from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
@@ -73,8 +73,8 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     assert lazy.model.generation_config.to_dict() == converted.generation_config.to_dict()
     (tmp_path / "ours").mkdir()
     converted.save_pretrained(tmp_path / "theirs")
-    save_lazy(lazy, tmp_path / "ours", teacher=True)
-    ours, theirs = (Checkpoint.of_files(tmp_path / which) for which in ("ours", "theirs"))
+    save_lazy_student(lazy, tmp_path / "ours", teacher=True)
+    ours, theirs = (Checkpoint.from_directory(tmp_path / which) for which in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(ours[tensor].equal(theirs[tensor]) for tensor in theirs)
     lazy.fill(lazy.model)

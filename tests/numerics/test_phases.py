@@ -137,7 +137,7 @@ def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None
 
 def start_apart(case: Case, other: Case) -> float:
     """Return the largest distance of a calibrated parameter from the other case's, relative to its norm."""
-    ours, expected = (Checkpoint.of_files(Path(which.directory) / "start") for which in (case, other))
+    ours, expected = (Checkpoint.from_directory(Path(which.directory) / "start") for which in (case, other))
     assert ours.keys() == expected.keys()
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 

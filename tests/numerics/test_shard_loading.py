@@ -89,7 +89,7 @@ def check_same(model: Any, kept: Any) -> None:
 
 def stored_bytes(kept: Any, directory: Path) -> int:
     """Return the bytes that a rank's part takes in the files, with all scales of FP8 weights."""
-    headers = Checkpoint.of_files(directory).headers
+    headers = Checkpoint.from_directory(directory).headers
     total = sum(info.num_bytes for name, info in headers.items() if name.endswith(("_scale", "_scale_inv")))
     for name, parameter in kept.named_parameters():
         if parameter.shape == (1, 1):

@@ -18,7 +18,7 @@ from swiftkv_platform.engine.memory import get_layer_shapes
 from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export, export_adapter
-from swiftkv_platform.model.weights.adapters import check_base
+from swiftkv_platform.model.weights.adapters import check_adapter_base
 from tests.support.engine_schedules import (
     Subject,
     check_outputs,
@@ -145,7 +145,7 @@ def test_an_adapter_is_put_together_once_for_all_ranks(tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
     expected = LLMEngine.from_pretrained(full, EngineConfig(**SMALL)).generate(prompts(258), GREEDY)
     with (
-        patch("swiftkv_platform.model.weights.adapters.check_base", wraps=check_base) as checked,
+        patch("swiftkv_platform.model.weights.adapters.check_adapter_base", wraps=check_adapter_base) as checked,
         sharing(tmp_path / "adapter", **SMALL) as engine,
     ):
         found = engine.generate(prompts(258), GREEDY)

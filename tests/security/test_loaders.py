@@ -21,7 +21,7 @@ from swiftkv_platform.jobs.worker.measure import _load as load_for_evaluation
 from swiftkv_platform.model import convert_checkpoint, load_dense
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
-from swiftkv_platform.model.weights.bases import gguf_directory
+from swiftkv_platform.model.weights.bases import convert_gguf
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.model_directories import check_model_files, create_model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
@@ -199,8 +199,8 @@ def test_neither_a_teacher_nor_a_gguf_file_is_read_with_its_neighbours(
     save_gguf(random_teacher(), file)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (file.parent / name).write_text(json.dumps({"fast_tokenizer_files": [str(other)], "init_inputs": [str(other)]}))
-    monkeypatch.setattr("swiftkv_platform.model.weights.bases.CACHE", tmp_path / "cache")
-    made = gguf_directory(file)
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.GGUF_CACHE", tmp_path / "cache")
+    made = convert_gguf(file)
     assert load_tokenizer(made, 1 << 20).get_vocab()
 
 

@@ -90,7 +90,7 @@ def can_pack(weight: IntegerWeight) -> bool:
         return False
     if weight.form == "int8":
         return weight.integers.shape[1] % 4 == 0
-    return weight.group_size % INT4_GROUP_SIZE == 0 and weight.multipliers() is not None
+    return weight.group_size % INT4_GROUP_SIZE == 0 and weight.find_multipliers() is not None
 
 
 def pack_weight(weight: torch.Tensor | IntegerWeight) -> PackedWeight:
@@ -103,7 +103,7 @@ def pack_weight(weight: torch.Tensor | IntegerWeight) -> PackedWeight:
         return PackedWeight(
             _interleave_blocks(integers, 4), _split_blocks(scales).squeeze(-1), _compute_offsets(integers)
         )
-    multipliers = weight.multipliers()
+    multipliers = weight.find_multipliers()
     assert multipliers is not None, "scales of int4 that are no multiples of one"
     scales = weight.scale[:, :1].float() / multipliers[:, :1]
     first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)

@@ -30,16 +30,16 @@ from swiftkv_platform.configs.adapter import (
     read_adapter,
 )
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.weights.bases import model_directory
-from swiftkv_platform.model.weights.checkpoint import Checkpoint, hub_arguments
+from swiftkv_platform.model.weights.bases import resolve_model_directory
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, select_hub_arguments
 from swiftkv_platform.model.weights.quantization import QUANTIZED_DTYPES
-from swiftkv_platform.model.weights.writing import Files, ShardWriter, copy_companions
+from swiftkv_platform.model.weights.writing import FilePlacement, ShardWriter, copy_companion_files
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
 """Function that returns the directory or hub id of a base model."""
 
-WHOLE = 0.9
+MAX_ADAPTER_SHARE = 0.9
 """Share of a student's bytes at which an adapter counts as no smaller than the model."""
 _PARALLEL_TENSORS = 4
 """Number of tensors hashed at the same time."""
@@ -54,7 +54,7 @@ def write_adapter(
     name_or_path: str,
     revision: str | None,
     teacher_modules: Iterable[str],
-    refuses_whole: bool = False,
+    refuses_full_size: bool = False,
 ) -> AdapterConfig:
     """Write the part of a student that its base lacks to the directory `target`: weights, `swiftkv_adapter.json`,
     `config.json`.
@@ -67,10 +67,10 @@ def write_adapter(
         base: the base's files.
         name_or_path: name by which the base is found when the adapter is loaded.
         teacher_modules: modules of the base that a student may be exported without.
-        refuses_whole: refuse an adapter that is as large as the model.
+        refuses_full_size: refuse an adapter that is as large as the model.
 
     Raises:
-        ModelError: `refuses_whole` is set, and the adapter has at least the share `WHOLE` of the student's bytes.
+        ModelError: `refuses_full_size` is set, and the adapter has at least the share `MAX_ADAPTER_SHARE` of the student's bytes.
     """
     writer = ShardWriter(target, ADAPTER_WEIGHTS_PREFIX)
     tensors: dict[str, BaseTensor] = {}
@@ -90,7 +90,7 @@ def write_adapter(
             added.append(name)
         else:
             before = describe(name)
-            if _same_bytes(before.to(tensor.dtype), tensor):
+            if _are_bitwise_equal(before.to(tensor.dtype), tensor):
                 if before.dtype != tensor.dtype:
                     cast[name] = get_dtype_name(tensor.dtype)
                 continue
@@ -98,7 +98,7 @@ def write_adapter(
         num_written += tensor.nbytes
         writer.add(name, tensor)
     writer.flush()
-    if refuses_whole and num_written >= WHOLE * num_bytes:
+    if refuses_full_size and num_written >= MAX_ADAPTER_SHARE * num_bytes:
         raise ModelError(
             f"adapter is true, and {num_written:,} of the student's {num_bytes:,} bytes differ from "
             f"{name_or_path!r}, so the adapter would be as large as the model; export it without --adapter, or name "
@@ -131,27 +131,29 @@ def write_adapter(
     return adapter
 
 
-def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
+def assemble_adapter(
+    directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: FilePlacement
+) -> None:
     """Assemble an adapter and its base in the new directory `target`, after checking the base tensor by tensor. Raises
     `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
-    own = Checkpoint.of_files(directory)
+    own = Checkpoint.from_directory(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
     adapter.check_adapter_tensor_names(own.shards, str(directory))
-    check_base(adapter, base)
+    check_adapter_base(adapter, base)
     kept = {name: shard for name, shard in base.shards.items() if adapter.keeps_base_tensor(name)}
     whole = {
         shard
         for shard in kept.values()
-        if all(adapter.keeps_base_tensor(name) and name not in adapter.cast for name in base.names_in[shard])
+        if all(adapter.keeps_base_tensor(name) and name not in adapter.cast for name in base.names_by_shard[shard])
     }
     writer = ShardWriter(target, "changed")
-    writer.place(base, "base", files, [name for name, shard in kept.items() if shard in whole])
-    writer.place(own, "swiftkv", files)
+    writer.add_checkpoint(base, "base", files, [name for name, shard in kept.items() if shard in whole])
+    writer.add_checkpoint(own, "swiftkv", files)
     for name, shard in kept.items():
         if shard not in whole:
             writer.add(name, adapter.cast_base_tensor(name, base.read(name)))
     writer.finish()
-    copy_companions(directory, target, leaving_out=(ADAPTER_FILE,))
+    copy_companion_files(directory, target, leaving_out=(ADAPTER_FILE,))
     shutil.copyfile(directory / "config.json", target / "config.json")
 
 
@@ -166,7 +168,7 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
         )
 
 
-def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
+def check_adapter_base(adapter: AdapterConfig, base: Checkpoint) -> None:
     """Raise `ModelError` unless `base` is the adapter's; names and shapes are compared before a weight is read."""
     adapter.check_base_tensor_names(base.shards, base.source)
     for name, info in base.headers.items():
@@ -188,7 +190,7 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 
 
 @contextmanager
-def whole_model(
+def open_merged_model(
     source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
     """Yield the model to read instead of `source`, and its adapter: for an adapter a directory that lasts until the
@@ -203,7 +205,7 @@ def whole_model(
     Raises:
         ModelError: the adapter's base is missing, or `base_model` is given and `source` is not an adapter.
     """
-    directory = _adapter_directory(source, arguments)
+    directory = _find_adapter_directory(source, arguments)
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
         if base_model is not None:
@@ -216,46 +218,46 @@ def whole_model(
     if base_model is None and find_base is not None:
         base_model = find_base(adapter.base)
     elif base_model is None:
-        base_model = model_directory(name, revision, field="base.name_or_path")
+        base_model = resolve_model_directory(name, revision, field="base.name_or_path")
     base = Checkpoint.open(base_model, revision=revision)
     with tempfile.TemporaryDirectory(prefix="swiftkv-whole-") as workspace:
         target = Path(workspace)
-        assemble(directory, adapter, base, target, "symlink")
+        assemble_adapter(directory, adapter, base, target, "symlink")
         yield target, adapter
 
 
 @contextmanager
-def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
+def open_readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
     """Yield the model and the checkpoint that `from_pretrained` should read for `source`, with an adapter applied to
     its base. Removes `base_model` from `arguments`, those of `from_pretrained`, and for an adapter the hub arguments
-    too. Raises `ModelError`: as `whole_model`."""
+    too. Raises `ModelError`: as `open_merged_model`."""
     base_model = arguments.pop("base_model", None)
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None
         return
-    with whole_model(source, base_model=base_model, **arguments) as (directory, adapter):
+    with open_merged_model(source, base_model=base_model, **arguments) as (directory, adapter):
         if adapter is not None:
-            for name in hub_arguments(arguments):
+            for name in select_hub_arguments(arguments):
                 del arguments[name]
         yield directory, Checkpoint.open(directory, **arguments)
 
 
-def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
+def _find_adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
     """Return the directory of `source` if it is an adapter, else None; an adapter on the hub is downloaded."""
-    hub = hub_arguments(arguments)
+    hub = select_hub_arguments(arguments)
     subfolder = str(hub.get("subfolder", ""))
     if Path(source).is_dir():
         directory = Path(source) / subfolder
         return directory if (directory / ADAPTER_FILE).is_file() else None
-    place_of = Checkpoint(str(source), {}, hub)
-    if any(place_of.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    hub_files = Checkpoint(str(source), {}, hub)
+    if any(hub_files.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         return None  # decided without asking the hub, which an offline machine cannot do
-    if place_of.find(ADAPTER_FILE) is None:
+    if hub_files.find(ADAPTER_FILE) is None:
         return None
     return fetch_model_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of the same dtype are bitwise equal, including NaN and signs of zeros."""
     if a.shape != b.shape:
         return False

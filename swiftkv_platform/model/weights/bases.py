@@ -20,7 +20,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.weights.writing import new_directory
+from swiftkv_platform.model.weights.writing import atomic_directory
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
 from swiftkv_platform.sources import (
     UNBOUNDED,
@@ -41,7 +41,7 @@ Download = Callable[[str], Path]
 """Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""
 
 
-def model_directory(
+def resolve_model_directory(
     name: str,
     revision: str | None = None,
     *,
@@ -66,7 +66,7 @@ def model_directory(
     match access.parse_model(name, field):
         case BuiltinSource(name):
             path = find_builtin_teacher(name, field=field)
-            return str(path if path.suffix != SUFFIX else gguf_directory(path, name, field=field))
+            return str(path if path.suffix != SUFFIX else convert_gguf(path, name, field=field))
         case S3Source(name):
             if download is None:
                 raise ModelError(
@@ -78,7 +78,7 @@ def model_directory(
             return str(download(name))
         case PathSource(name, path):
             if path.suffix == SUFFIX:
-                return str(gguf_directory(path, name, field=field, boundary=access.boundary))
+                return str(convert_gguf(path, name, field=field, boundary=access.boundary))
             if not access.is_restricted:
                 return str(path) if path.exists() else name
             directory = access.boundary.check_path(path, field, error=ModelError)
@@ -97,14 +97,14 @@ def model_directory(
             return str(directory)
 
 
-CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
+GGUF_CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
 """Cache of converted directories by digest of their file, next to the hub's cache, which operators size and mount."""
-_FORMAT = 2
+_CONVERSION_VERSION = 2
 """Version of the conversion, part of a directory's name."""
-_COPIED_BYTES = 1 << 24
+_COPY_CHUNK_BYTES = 1 << 24
 
 
-def gguf_directory(
+def convert_gguf(
     file: Path,
     name: str | None = None,
     *,
@@ -128,14 +128,14 @@ def gguf_directory(
     name = str(file) if name is None else name
     read_gguf_config(file, name, field=field, boundary=boundary)  # refuses other files before they are copied
     try:
-        ensure_private_directory(CACHE)
+        ensure_private_directory(GGUF_CACHE)
     except PermissionError as error:
         raise ModelError.for_field(field, name, f": it cannot be converted in the cache: {error}") from error
     with boundary.open_file(file, field, error=ModelError) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        directory = CACHE / f"{digest[:32]}-{_FORMAT}"
+        directory = GGUF_CACHE / f"{digest[:32]}-{_CONVERSION_VERSION}"
         if not is_private(directory):
-            with FileLock(CACHE / f"{directory.name}.lock"):
+            with FileLock(GGUF_CACHE / f"{directory.name}.lock"):
                 if not is_private(directory):
                     _convert_copy(stream, digest, directory, name, field)
     return directory
@@ -148,11 +148,11 @@ def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, fie
         copy = Path(workspace) / f"model{SUFFIX}"
         stream.seek(0)
         with copy.open("xb") as target:
-            shutil.copyfileobj(stream, target, _COPIED_BYTES)
+            shutil.copyfileobj(stream, target, _COPY_CHUNK_BYTES)
         with copy.open("rb") as copied:
             if hashlib.file_digest(copied, "sha256").hexdigest() != digest:
                 raise ModelError.for_field(field, name, ", which changes while it is read; use it once it is written")
-        with new_directory(directory) as converted:
+        with atomic_directory(directory) as converted:
             _convert(copy, read_gguf_config(copy, name, field=field), converted, name, field)
             converted.chmod(0o700)
 
@@ -177,11 +177,11 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, fie
         raise ModelError.for_field(field, name, f": transformers cannot read it ({type(error).__name__})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
         raise ModelError.for_field(field, name, f": its tensors do not match the model in its header: {wrong}")
-    _plain(model, tokenizer).save_pretrained(target)
+    _copy_without_quantization(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
-def _plain(loaded: Any, tokenizer: Any) -> Any:
+def _copy_without_quantization(loaded: Any, tokenizer: Any) -> Any:
     """Move the weights to a model that was never quantised, since transformers saves only such models."""
     values = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

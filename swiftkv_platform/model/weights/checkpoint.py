@@ -38,7 +38,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-_POINTER = b"version https://git-lfs"
+_GIT_LFS_PREFIX = b"version https://git-lfs"
 
 Part = slice | tuple[slice, ...]
 """Part of a tensor: a range of rows, or a range of each of its first dimensions."""
@@ -59,7 +59,7 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
 
     @property
     @abstractmethod
-    def places(self) -> Mapping[str, Any]:
+    def locations(self) -> Mapping[str, Any]:
         """Location of each tensor by its name."""
 
     @abstractmethod
@@ -70,13 +70,13 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.places  # Mapping's default would read the tensor
+        return name in self.locations  # Mapping's default would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.locations)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,50 +94,50 @@ class Checkpoint(LazyTensors):
         """Find the tensors of `source` as transformers does; for a sharded checkpoint only the index is read.
         `arguments`: the hub arguments of `from_pretrained`; others are ignored. Raises `ModelError`: there are no
         weights, only pickles, or a file is unreadable."""
-        hub = hub_arguments(arguments)
-        if weights := _find(source, SAFE_WEIGHTS_NAME, hub):
-            with _opened(weights, source) as file:
+        hub = select_hub_arguments(arguments)
+        if weights := _find_file(source, SAFE_WEIGHTS_NAME, hub):
+            with _open_shard(weights, source) as file:
                 return cls(str(source), dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), hub)
-        if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, hub):
-            shards = _weight_map(Path(index))
+        if index := _find_file(source, SAFE_WEIGHTS_INDEX_NAME, hub):
+            shards = _read_weight_map(Path(index))
             if shards is None:
-                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
+                raise _unreadable_weights_error(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
             if elsewhere := next((shard for shard in shards.values() if not is_plain_file_name(shard)), None):
-                raise _unusable(
+                raise _unreadable_weights_error(
                     source, f"{SAFE_WEIGHTS_INDEX_NAME} names {elsewhere[:200]!r}; use a file in the same directory"
                 )
             return cls(str(source), shards, hub)
-        if any(_find(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
-            raise _unusable(
+        if any(_find_file(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
+            raise _unreadable_weights_error(
                 source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
             )
-        raise _unusable(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+        raise _unreadable_weights_error(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
     @classmethod
-    def of_files(cls, directory: Path) -> Checkpoint:
+    def from_directory(cls, directory: Path) -> Checkpoint:
         """Find the tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
         shards: dict[str, str] = {}
         for path in sorted(directory.glob("*.safetensors")):
-            with _opened(path, directory) as file:
+            with _open_shard(path, directory) as file:
                 shards |= dict.fromkeys(file.keys(), path.name)
         return cls(str(directory), shards)
 
     @property
-    def places(self) -> dict[str, str]:
+    def locations(self) -> dict[str, str]:
         return self.shards
 
     def read(self, name: str, part: Part | None = None, /) -> torch.Tensor:
-        return self.tensors([name], part)[name]
+        return self.read_tensors([name], part)[name]
 
     def path(self, shard: str) -> Path:
         """Return the path of a file; one on the hub is downloaded."""
         path = self.find(shard)
         if path is None:
-            raise _unusable(self.source, f"its index names {shard}, which does not exist")
+            raise _unreadable_weights_error(self.source, f"its index names {shard}, which does not exist")
         return path
 
     @cached_property
-    def names_in(self) -> dict[str, list[str]]:
+    def names_by_shard(self) -> dict[str, list[str]]:
         """Names of tensors by file."""
         by_shard: dict[str, list[str]] = {}
         for name, shard in self.shards.items():
@@ -146,7 +146,7 @@ class Checkpoint(LazyTensors):
 
     def find(self, filename: str) -> Path | None:
         """Return the path of a file of any kind, or None."""
-        path = _find(self.source, filename, self.hub_arguments)
+        path = _find_file(self.source, filename, self.hub_arguments)
         return None if path is None else Path(path)
 
     @cached_property
@@ -154,23 +154,25 @@ class Checkpoint(LazyTensors):
         """Shapes and dtypes of all tensors. Raises `ModelError`: a tensor in the index is not in its file."""
         found: dict[str, tuple[str, TensorInfo]] = {}
         for shard in sorted(set(self.shards.values())):
-            with _opened(self.path(shard), self.source) as file:
+            with _open_shard(self.path(shard), self.source) as file:
                 for name in file.keys():  # noqa: SIM118  # the file is not a mapping
-                    found[name] = shard, _info(file.get_slice(name))
+                    found[name] = shard, _read_info(file.get_slice(name))
         for name, shard in self.shards.items():
             if name not in found or found[name][0] != shard:
-                raise _unusable(self.source, f"its index says that {shard} holds {name}, which it does not")
+                raise _unreadable_weights_error(
+                    self.source, f"its index says that {shard} holds {name}, which it does not"
+                )
         return {name: found[name][1] for name in self.shards}
 
-    def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
+    def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         """Read tensors into new memory, so that no file stays mapped. `part`: read only this part of each."""
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shards[name], []).append(name)
         read: dict[str, torch.Tensor] = {}
         for shard, wanted in by_shard.items():
-            with _opened(self.path(shard), self.source) as file:
-                read |= {name: _read(file, name, part) for name in wanted}
+            with _open_shard(self.path(shard), self.source) as file:
+                read |= {name: _read_tensor(file, name, part) for name in wanted}
         return read
 
 
@@ -181,18 +183,18 @@ def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None
     return tensors[name] if rows is None else tensors[name][rows]
 
 
-def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
+def expand_ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
     """Return `part` as one range for each dimension of a tensor; None selects the whole tensor."""
     given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
     return (*given, *[slice(None)] * (num_dims - len(given)))
 
 
-def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+def select_hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments of a `from_pretrained` that locate a model on the hub."""
     return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
 
 
-def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
+def _find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
     directory = Path(source)
     if directory.is_dir():
         path = directory / hub.get("subfolder", "") / filename
@@ -200,11 +202,11 @@ def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
     try:
         found: str | None = cached_file(str(source), filename, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
-        raise _unusable(source, str(error).splitlines()[0]) from error
+        raise _unreadable_weights_error(source, str(error).splitlines()[0]) from error
     return found
 
 
-def _weight_map(index: Path) -> dict[str, str] | None:
+def _read_weight_map(index: Path) -> dict[str, str] | None:
     """File name by tensor; None where the index is no such object."""
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -215,39 +217,39 @@ def _weight_map(index: Path) -> dict[str, str] | None:
 
 
 @contextmanager
-def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
+def _open_shard(path: str | Path, source: str | Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         why = f"is not a complete safetensors file ({error})"
-        if _is_pointer(Path(path)):
+        if _is_git_lfs_pointer(Path(path)):
             why = "is a Git LFS pointer without the weights; fetch them with `git lfs pull`"
-        raise _unusable(source, f"{Path(path).name} {why}") from error
+        raise _unreadable_weights_error(source, f"{Path(path).name} {why}") from error
     with file as opened:
         yield opened
 
 
-def _is_pointer(path: Path) -> bool:
+def _is_git_lfs_pointer(path: Path) -> bool:
     """Whether a repository was cloned without the files that Git LFS keeps."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_POINTER)) == _POINTER
+            return file.read(len(_GIT_LFS_PREFIX)) == _GIT_LFS_PREFIX
     except OSError:
         return False
 
 
-def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:
+def _read_tensor(file: Any, name: str, part: Part | None) -> torch.Tensor:
     tensor: torch.Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
     return tensor.clone()
 
 
-def _info(tensor: Any) -> TensorInfo:
+def _read_info(tensor: Any) -> TensorInfo:
     shape, dtype = tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype())
     count = torch.Size(shape).numel()
     return TensorInfo(shape, dtype, count * (1 if dtype is None else dtype.itemsize))
 
 
-def _unusable(source: str | Path, why: str) -> ModelError:
+def _unreadable_weights_error(source: str | Path, why: str) -> ModelError:
     return ModelError(
         f"cannot read the weights of {str(source)!r}: {why}", field="model.name_or_path", value=str(source)
     )

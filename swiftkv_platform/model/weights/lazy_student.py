@@ -28,12 +28,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
-from swiftkv_platform.model.weights.loading import StoredWeights, build_empty, check_fits, first_dtype
+from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta, check_checkpoint_fits, get_first_dtype
 from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.student_shape import ShapeRequest
 
-_KEPT = "kept_teacher."
-_Place = tuple[int, str]
+_TEACHER_PREFIX = "kept_teacher."
+_ParameterSlot = tuple[int, str]
 """Identity of a module, and the name of one of its parameters."""
 
 
@@ -54,8 +54,8 @@ class LazyStudent:
         self._teacher = teacher
         self._start = start
         self._device = torch.device(device)
-        self._copied = {tensor.name: tensor for tensor in copied_start(model)}
-        self._learn(model, lambda name: name)
+        self._copied = {tensor.name: tensor for tensor in plan_copied_start(model)}
+        self._map_parameters(model, lambda name: name)
 
     @classmethod
     def open(
@@ -81,12 +81,12 @@ class LazyStudent:
         teacher = read_config(path, revision=revision)
         config = make_student_config(teacher, shape)
         checkpoint = Checkpoint.open(path, revision=revision)
-        quantized = check_fits(checkpoint, teacher, student_classes(teacher.model_type).teacher)
+        quantized = check_checkpoint_fits(checkpoint, teacher, student_classes(teacher.model_type).teacher)
         config.tie_word_embeddings = teacher.tie_word_embeddings
         if quantized:
             del config.quantization_config  # the student's weights are dequantised
         if dtype == "auto":
-            dtype = config.dtype or first_dtype(checkpoint)
+            dtype = config.dtype or get_first_dtype(checkpoint)
         if dtype is not None:
             config.dtype = dtype
 
@@ -94,7 +94,7 @@ class LazyStudent:
             student = student_classes(teacher.model_type).causal_lm(config)
             return student if dtype is None else student.to(dtype)
 
-        model = build_empty(build, checkpoint, device)
+        model = build_on_meta(build, checkpoint, device)
         return cls(model, StoredWeights(checkpoint, teacher, dtype), start, device=device)
 
     @property
@@ -106,24 +106,24 @@ class LazyStudent:
         """Names of the tensors that the student adds to its teacher's."""
         return list(self._copied)
 
-    def new_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def read_new_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the student adds to its teacher's, each read or made on demand."""
         for name in self._copied:
             yield name, self.read(name)
 
-    def started_from(self, start: Mapping[str, Tensor]) -> None:
+    def set_start_values(self, start: Mapping[str, Tensor]) -> None:
         """Read the student's own tensors from `start` from now on."""
         self._start = start
 
     def attach(self, fork: nn.Module) -> None:
         """Map the parameters of a fork, or another module with the student as `student` and optionally a
         `kept_teacher`, to their names in the student."""
-        self._learn(fork, _student_name)
+        self._map_parameters(fork, _student_name)
 
-    def _learn(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
+    def _map_parameters(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
         self._root = root
         self._student_name = student_name
-        self._names: dict[_Place, str] = {}
+        self._names: dict[_ParameterSlot, str] = {}
         aliases: dict[int, list[str]] = defaultdict(list)
         for prefix, module in root.named_modules():
             for leaf, parameter in module._parameters.items():
@@ -143,7 +143,7 @@ class LazyStudent:
             own: include parameters that the teacher does not have.
             read: read the values; False only allocates storage, for a worker that receives the values from another.
         """
-        for part, leaf, parameter in _parameters(module):
+        for part, leaf, parameter in _iterate_parameters(module):
             name = self._names[id(part), leaf]
             if not parameter.is_meta or (not own and name in self._copied):
                 continue
@@ -160,7 +160,7 @@ class LazyStudent:
             part._parameters[leaf] = filled
 
     def release(self, module: nn.Module) -> None:
-        for part, leaf, parameter in _parameters(module):
+        for part, leaf, parameter in _iterate_parameters(module):
             part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             self._filled.pop(self._tied.get(self._names[id(part), leaf], ""), None)
 
@@ -174,12 +174,12 @@ class LazyStudent:
         """
         for own_name, parameter in root.named_parameters():
             name = self._student_name(own_name)
-            if only is not None and (name not in only or own_name.startswith(_KEPT)):
+            if only is not None and (name not in only or own_name.startswith(_TEACHER_PREFIX)):
                 continue
             if not isinstance(parameter, DTensor):
                 parameter.copy_(self.read(name))
                 continue
-            rows = own_rows(parameter)
+            rows = get_local_rows(parameter)
             if rows.stop > rows.start:
                 parameter.to_local().copy_(self.read(name, rows))
 
@@ -190,10 +190,10 @@ class LazyStudent:
         copied = self._copied.get(name)
         if copied is None or name in self._teacher:  # the latter if the files are a student's
             return self._teacher.read(name, rows)
-        return copied.made(self._teacher.read, rows)
+        return copied.make(self._teacher.read, rows)
 
 
-def own_rows(parameter: DTensor) -> slice:
+def get_local_rows(parameter: DTensor) -> slice:
     """Return the rows of a parameter that this worker holds; the mesh has one dimension."""
     (placement,) = parameter.placements
     if not isinstance(placement, Shard):
@@ -207,24 +207,29 @@ def own_rows(parameter: DTensor) -> slice:
 
 def _student_name(name: str) -> str:
     """Return the name in the student of a fork's parameter."""
-    return f"model.{name.removeprefix(_KEPT)}" if name.startswith(_KEPT) else name.removeprefix("student.")
+    return (
+        f"model.{name.removeprefix(_TEACHER_PREFIX)}"
+        if name.startswith(_TEACHER_PREFIX)
+        else name.removeprefix("student.")
+    )
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _iterate_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for part in module.modules():
         for leaf, parameter in list(part._parameters.items()):
             if parameter is not None:
                 yield part, leaf, parameter
 
 
-def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
+def save_lazy_student(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
     """Write a student's weight files as `save_pretrained` does, with one file's tensors in memory. `teacher`: keep the
     teacher's projections of layers >= l; if not, the model's configuration is updated to say so."""
-    write_model_shards(directory, stored_tensors(lazy, teacher=teacher))
+    write_model_shards(directory, read_stored_tensors(lazy, teacher=teacher))
 
 
-def stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a student's tensors by their names in weight files, each read on demand; `teacher` as for `save_lazy`."""
+def read_stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield a student's tensors by their names in weight files, each read on demand; `teacher` as for
+    `save_lazy_student`."""
     model = lazy.model
     dropped = () if teacher else tuple(f"{module}." for module in model.list_teacher_modules(model.config))
     if not teacher:
@@ -252,7 +257,7 @@ class StartingTensor:
     heads: tuple[int, int] | None = None
     """Key-value heads of a source and of this tensor, if they differ; the first dimension is then heads x head_dim."""
 
-    def made(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
+    def make(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
         """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32.
         `read`: returns a teacher's tensor by name, or only the given rows of it."""
         if self.heads is not None:  # sharing heads changes the rows
@@ -289,7 +294,7 @@ def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.
     return heads.repeat_interleave(num_shared // num_heads, dim=0).flatten(0, 1)
 
 
-def copied_start(student: Any) -> Iterator[StartingTensor]:
+def plan_copied_start(student: Any) -> Iterator[StartingTensor]:
     """Yield every tensor that `student`, which may be on the meta device, adds to its teacher, layer by layer."""
     config, layer_map = student.config, student.config.layer_map
     attention_class = student.decoder_class.layer_class.attention_class

@@ -30,16 +30,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_peft_available
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import made_without_weights, read_generation_config, refusing
-from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, ranges
-from swiftkv_platform.model.weights.quantization import as_floats, is_quantized
+from swiftkv_platform.model.configuration import build_without_weights, read_generation_config, convert_errors
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, expand_ranges
+from swiftkv_platform.model.weights.quantization import dequantize_checkpoint, is_quantized
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
 
-_SHOWN = 3
+_MAX_SHOWN_NAMES = 3
 """Maximum number of tensor names in a message."""
-_HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+_IGNORED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old checkpoints store."""
-_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
 """Errors of a load other than lack of memory."""
 
 Load = Callable[..., Any]
@@ -71,17 +71,17 @@ def load_checked(
         raise ModelError.for_field(
             "model.name_or_path", checkpoint.source, f": its {ADAPTER_FILE} names another model; use merged weights"
         )
-    quantized = check_fits(checkpoint, config, build)
+    quantized = check_checkpoint_fits(checkpoint, config, build)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
     location: str | Path | None = source
     if quantized:
-        dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
+        dtype = _resolve_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
         config = copy.deepcopy(config)
         del config.quantization_config
-        floats = as_floats(checkpoint)
-        weights = {name: floats.read(name).to(dtype) for names in floats.names_in.values() for name in names}
+        floats = dequantize_checkpoint(checkpoint)
+        weights = {name: floats.read(name).to(dtype) for names in floats.names_by_shard.values() for name in names}
         location, kwargs = None, {**kwargs, "state_dict": weights, "dtype": dtype}
-    with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
+    with convert_errors(checkpoint.source, "its weights cannot be read", errors=_LOAD_ERRORS):
         loaded = load(location, *args, config=config, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     for name, parameter in model.named_parameters():
@@ -91,12 +91,12 @@ def load_checked(
     return loaded
 
 
-def check_fits(checkpoint: Checkpoint, config: Any, build: Callable[[Any], Any]) -> bool:
+def check_checkpoint_fits(checkpoint: Checkpoint, config: Any, build: Callable[[Any], Any]) -> bool:
     """Settle `config.tie_word_embeddings` and compare the tensors of `checkpoint` with those of the model that `build`
     makes of `config`; returns whether they are quantised. Raises `ModelError`: as `check_tensors`."""
-    settle_head(config, checkpoint)
+    resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
-    with made_without_weights(checkpoint.source):
+    with build_without_weights(checkpoint.source):
         model = build(copy.deepcopy(config))
     check_tensors(checkpoint, model, quantized=quantized)
     return quantized
@@ -106,20 +106,20 @@ def open_checked(
     model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
 ) -> tuple[Any, StoredWeights]:
     """Return the model that `load_checked` would load, without its weights, and the reader of these. Raises
-    `ModelError`: as `load_checked` and `build_empty`."""
-    settle_head(config, checkpoint)
+    `ModelError`: as `load_checked` and `build_on_meta`."""
+    resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
-    dtype = _compute_dtype(dtype, config, torch.bfloat16 if quantized else first_dtype(checkpoint))
+    dtype = _resolve_dtype(dtype, config, torch.bfloat16 if quantized else get_first_dtype(checkpoint))
     weights = StoredWeights(checkpoint, config, dtype)
     config = copy.deepcopy(config)
     if quantized:
         del config.quantization_config
-    model = build_empty(lambda: model_class._from_config(config, dtype=dtype), checkpoint)
+    model = build_on_meta(lambda: model_class._from_config(config, dtype=dtype), checkpoint)
     check_tensors(checkpoint, model, quantized=quantized)
     return model, weights
 
 
-def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Any:
+def build_on_meta(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Any:
     """Make a model on the meta device, except for its positional buffers, with the generation defaults of `checkpoint`.
 
     Args:
@@ -129,7 +129,7 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
     Raises:
         ModelError: the model has other buffers, which no file holds.
     """
-    with made_without_weights(checkpoint.source):
+    with build_without_weights(checkpoint.source):
         model = build()
         model.tie_weights()
         # Make it again: its buffers are on the meta device too, and no file stores them.
@@ -141,7 +141,7 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ModelError(
-            f"{checkpoint.source} has buffers that are in no file: {', '.join(empty[:_SHOWN])}",
+            f"{checkpoint.source} has buffers that are in no file: {', '.join(empty[:_MAX_SHOWN_NAMES])}",
             field="model.name_or_path",
             value=checkpoint.source,
         )
@@ -157,16 +157,18 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
         ModelError: tensors are missing, unexpected or of another shape; the message names the first ones.
     """
     if quantized:
-        checkpoint = as_floats(checkpoint)
-    with made_without_weights(checkpoint.source):
+        checkpoint = dequantize_checkpoint(checkpoint)
+    with build_without_weights(checkpoint.source):
         expected = _find_stored_shapes(model, checkpoint)
     stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
-        raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json requires", missing)
+        raise _misfit_error(checkpoint, model, f"lacks {_format_count(missing)} that its config.json requires", missing)
     added = [name for name in sorted(stored - expected.keys()) if not _is_ignored(name, model)]
     if added:
-        raise _refused(checkpoint, model, f"holds {_count(added)} that its config.json has no place for", added)
+        raise _misfit_error(
+            checkpoint, model, f"holds {_format_count(added)} that its config.json has no place for", added
+        )
     headers = checkpoint.headers
     misshapen = [
         f"{name} is {list(headers[name].shape)}, not {list(shape)}"
@@ -174,8 +176,8 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
         if name in stored and headers[name].shape != tuple(shape)
     ]
     if misshapen:
-        raise _refused(
-            checkpoint, model, f"holds {_count(misshapen)} of another shape than its config.json says", misshapen
+        raise _misfit_error(
+            checkpoint, model, f"holds {_format_count(misshapen)} of another shape than its config.json says", misshapen
         )
 
 
@@ -200,16 +202,16 @@ def _is_tied(name: str, model: Any, stored: set[str]) -> bool:
 def _is_ignored(name: str, model: Any) -> bool:
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     tied = name == "lm_head.weight" and model.config.tie_word_embeddings
-    return tied or bool(_HARMLESS.search(name)) or any(re.search(pattern, name) for pattern in patterns)
+    return tied or bool(_IGNORED_BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in patterns)
 
 
-def first_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def get_first_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that transformers uses if the configuration has none: that of the first floating tensor."""
     found = (info.dtype for info in checkpoint.headers.values())
     return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 
 
-def _compute_dtype(wanted: Any, config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
+def _resolve_dtype(wanted: Any, config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
     if isinstance(wanted, torch.dtype):
         return wanted
     if isinstance(wanted, str) and wanted != "auto":
@@ -218,13 +220,13 @@ def _compute_dtype(wanted: Any, config: Any, default: torch.dtype = torch.bfloat
     return config.dtype if isinstance(config.dtype, torch.dtype) else default
 
 
-def _count(names: list[str]) -> str:
+def _format_count(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
 
 
-def _refused(checkpoint: Checkpoint, model: Any, what: str, which: list[str]) -> ModelError:
+def _misfit_error(checkpoint: Checkpoint, model: Any, what: str, which: list[str]) -> ModelError:
     config = model.config
-    shown = ", ".join(which[:_SHOWN]) + (", ..." if len(which) > _SHOWN else "")
+    shown = ", ".join(which[:_MAX_SHOWN_NAMES]) + (", ..." if len(which) > _MAX_SHOWN_NAMES else "")
     shape = f"model_type {config.model_type}, {config.num_hidden_layers} layers"
     if hasattr(config, "layer_map"):
         shape += (
@@ -236,13 +238,13 @@ def _refused(checkpoint: Checkpoint, model: Any, what: str, which: list[str]) ->
 
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ALIAS = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
+_TIED_NAMES = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
 """Other name under which a tied tensor may be stored."""
-_ROWS = 1024
+_COMPARED_ROWS = 1024
 """Number of rows of head and embedding that are compared at a time."""
 
 
-def settle_head(config: Any, checkpoint: Checkpoint) -> None:
+def resolve_tied_head(config: Any, checkpoint: Checkpoint) -> None:
     """Set `config.tie_word_embeddings` to whether the files really tie the head, as transformers does.
 
     A stored head that differs from the stored embedding is used even if the configuration ties them. If none is stored,
@@ -264,19 +266,19 @@ def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
 
 
 def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    checkpoint = as_floats(checkpoint)
+    checkpoint = dequantize_checkpoint(checkpoint)
     shape = checkpoint.headers[name].shape
     if shape != checkpoint.headers[other].shape:
         return False
-    for start in range(0, shape[0], _ROWS):
-        a, b = checkpoint.tensors([name, other], slice(start, start + _ROWS)).values()
+    for start in range(0, shape[0], _COMPARED_ROWS):
+        a, b = checkpoint.read_tensors([name, other], slice(start, start + _COMPARED_ROWS)).values()
         if not torch.equal(a, b.to(a.dtype)):
             return False
     return True
 
 
 @dataclass
-class _Stored:
+class _TensorSources:
     """The tensors of the checkpoint from which one tensor in memory is made."""
 
     converter: WeightConverter | None = None
@@ -288,7 +290,7 @@ class _Stored:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
-    def blocks(self) -> list[list[str]] | None:
+    def expert_blocks(self) -> list[list[str]] | None:
         """Names by block of experts to stack, with the rows of a block (gates) above those of the next; None: not made
         by stacking."""
         if self.converter is None:
@@ -312,15 +314,15 @@ class StoredWeights:
         self.checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
-        self._stored: dict[str, _Stored] = {}
-        self._weights = as_floats(checkpoint) if is_quantized(config) else checkpoint
+        self._stored: dict[str, _TensorSources] = {}
+        self._weights = dequantize_checkpoint(checkpoint) if is_quantized(config) else checkpoint
         transforms = get_checkpoint_conversion_mapping(config.model_type) or []
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        for name in sorted(self._weights.shards, key=_natural):  # experts in their order
+        for name in sorted(self._weights.shards, key=_make_natural_sort_key):  # experts in their order
             target, pattern = rename_source_key(name, renamings, converters)
-            stored = self._stored.setdefault(target, _Stored(by_pattern.get(pattern or "")))
+            stored = self._stored.setdefault(target, _TensorSources(by_pattern.get(pattern or "")))
             stored.add(pattern, name)
 
     def __contains__(self, name: str) -> bool:
@@ -336,36 +338,36 @@ class StoredWeights:
 
     def _read(self, name: str, part: Part | None) -> torch.Tensor:
         # A tied head is stored once, under either name.
-        stored = self._stored[name if name in self._stored else _ALIAS.get(name, name)]
+        stored = self._stored[name if name in self._stored else _TIED_NAMES.get(name, name)]
         if stored.converter is None:
             (source,) = stored.sources[""]
-            return self._tensors([source], part)[0]
-        if (blocks := stored.blocks) is not None:
+            return self._read_tensors([source], part)[0]
+        if (blocks := stored.expert_blocks) is not None:
             return self._stack(blocks, part)
         made = self._convert(name, stored, stored.converter)
         return made if part is None else made[part].clone()
 
     def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
         """Read stacked experts [num_experts, rows, columns], with the rows of all blocks one above the other."""
-        experts, rows, columns = ranges(part, 3)
+        experts, rows, columns = expand_ranges(part, 3)
         heights = [self._weights.headers[block[0]].shape[0] for block in blocks]
         first, last, _ = rows.indices(sum(heights))
         read, start = [], 0
         for block, height in zip(blocks, heights, strict=True):
             own = slice(max(first - start, 0), min(last - start, height))
             if own.start < own.stop:
-                read.append(torch.stack(self._tensors(block[experts], (own, columns))))
+                read.append(torch.stack(self._read_tensors(block[experts], (own, columns))))
             start += height
         return read[0] if len(read) == 1 else torch.cat(read, dim=1)
 
-    def _convert(self, name: str, stored: _Stored, converter: WeightConverter) -> torch.Tensor:
+    def _convert(self, name: str, stored: _TensorSources, converter: WeightConverter) -> torch.Tensor:
         for pattern, sources in stored.sources.items():
-            for tensor in self._tensors(sources):
+            for tensor in self._read_tensors(sources):
                 converter.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]  # a tensor does as well
         made: torch.Tensor = converter.convert(name, config=self._config)[name]
         return made
 
-    def _tensors(self, names: Sequence[str], part: Part | None = None) -> list[torch.Tensor]:
+    def _read_tensors(self, names: Sequence[str], part: Part | None = None) -> list[torch.Tensor]:
         read = []
         for name in names:
             tensor = self._weights.read(name, part)
@@ -373,6 +375,6 @@ class StoredWeights:
         return read
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     # By the number of its digits, since `int` refuses thousands of them.
     return [(len(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

@@ -22,36 +22,36 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, TensorInfo, ranges
+from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, TensorInfo, expand_ranges
 from swiftkv_platform.planning import has_quantized_weights
 
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_SCALES = ("_scale", "_scale_inv")
-_ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
+_SCALE_SUFFIXES = ("_scale", "_scale_inv")
+_ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
 """Suffixes of tensors that only quantised activations and caches need."""
-PACKED, SHAPE = "_packed", "_shape"
+PACKED_SUFFIX, SHAPE_SUFFIX = "_packed", "_shape"
 
 
 def is_quantized(config: Any) -> bool:
     """Whether a configuration says that weights are quantised. Raises `ModelError`: the format is not supported."""
-    return has_quantized_weights({"quantization_config": quantization_fields(config)})
+    return has_quantized_weights({"quantization_config": get_quantization_fields(config)})
 
 
-def quantization_fields(config: Any) -> dict[str, Any] | None:
+def get_quantization_fields(config: Any) -> dict[str, Any] | None:
     """Return the `quantization_config` of a configuration, or None."""
     fields = getattr(config, "quantization_config", None)
     return fields if fields is None or isinstance(fields, dict) else fields.to_dict()
 
 
-def as_floats(checkpoint: Checkpoint) -> Dequantized:
+def dequantize_checkpoint(checkpoint: Checkpoint) -> DequantizedCheckpoint:
     """Return a view of the checkpoint with the names and shapes of its unquantised weights, which are dequantised when
     read. Reading raises `ModelError`: scales are missing or do not fit."""
-    own = {name for name in checkpoint.shards if not _belongs_to_another(name, checkpoint)}
-    shards = {name.removesuffix(PACKED): shard for name, shard in checkpoint.shards.items() if name in own}
-    return Dequantized(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
+    own = {name for name in checkpoint.shards if not _is_quantization_parameter(name, checkpoint)}
+    shards = {name.removesuffix(PACKED_SUFFIX): shard for name, shard in checkpoint.shards.items() if name in own}
+    return DequantizedCheckpoint(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
 
 
-def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
+def exclude_swiftkv_modules(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a teacher's `quantization_config` changed for its student, whose own tensors are not quantised."""
     if fields["quant_method"] == "compressed-tensors":
         ignored = [*(fields.get("ignore") or []), "re:.*_swiftkv$", "exit_head"]
@@ -63,7 +63,7 @@ def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Dequantized(Checkpoint):
+class DequantizedCheckpoint(Checkpoint):
     """A checkpoint whose quantised weights are read as floats."""
 
     stored: Checkpoint = field(kw_only=True)
@@ -72,28 +72,30 @@ class Dequantized(Checkpoint):
     def headers(self) -> dict[str, TensorInfo]:
         return {name: self._info(name) for name in self.shards}
 
-    def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
+    def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         return {name: self.read(name, part) for name in names}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the packed weights."""
         packed = [name for name in self.shards if name not in self.stored.shards]
-        if missing := [name for name in packed if f"{name}{SHAPE}" not in self.stored.shards]:
-            raise self._misfit(f"{missing[0]}{PACKED} has no matching {missing[0]}{SHAPE}")
-        read = self.stored.tensors(f"{name}{SHAPE}" for name in packed)
-        shapes = {name: tuple(read[f"{name}{SHAPE}"].tolist()) for name in packed}
+        if missing := [name for name in packed if f"{name}{SHAPE_SUFFIX}" not in self.stored.shards]:
+            raise self._quantization_error(f"{missing[0]}{PACKED_SUFFIX} has no matching {missing[0]}{SHAPE_SUFFIX}")
+        read = self.stored.read_tensors(f"{name}{SHAPE_SUFFIX}" for name in packed)
+        shapes = {name: tuple(read[f"{name}{SHAPE_SUFFIX}"].tolist()) for name in packed}
         for name, shape in shapes.items():
-            info = self.stored.headers[f"{name}{PACKED}"]
+            info = self.stored.headers[f"{name}{PACKED_SUFFIX}"]
             fits = len(shape) == 2 and len(info.shape) == 2 and shape[0] == info.shape[0]
             if info.dtype != torch.int32 or not fits or info.shape[1] not in (-(-shape[1] // 8), -(-shape[1] // 4)):
-                raise self._misfit(f"{name}{PACKED} is {list(info.shape)}, which does not hold {list(shape)} integers")
+                raise self._quantization_error(
+                    f"{name}{PACKED_SUFFIX} is {list(info.shape)}, which does not hold {list(shape)} integers"
+                )
         return shapes
 
-    def integers(self, name: str) -> IntegerWeight | None:
+    def read_integers(self, name: str) -> IntegerWeight | None:
         """Read a weight as integers with a scale for each row or group of inputs; None if it is not stored so."""
-        stored, scales = self.stored, f"{name}{_SCALES[0]}"
-        packed = f"{name}{PACKED}" in stored.shards
+        stored, scales = self.stored, f"{name}{_SCALE_SUFFIXES[0]}"
+        packed = f"{name}{PACKED_SUFFIX}" in stored.shards
         if not packed and (name not in stored.shards or stored.headers[name].dtype != torch.int8):
             return None
         if scales not in stored.shards:
@@ -110,7 +112,7 @@ class Dequantized(Checkpoint):
     def _info(self, name: str) -> TensorInfo:
         if name in self.stored.shards:
             return self.stored.headers[name]
-        info = self.stored.headers[f"{name}{PACKED}"]
+        info = self.stored.headers[f"{name}{PACKED_SUFFIX}"]
         return replace(info, shape=self._shapes[name], dtype=None)
 
     def read(self, name: str, part: Part | None = None, /) -> torch.Tensor:
@@ -122,17 +124,19 @@ class Dequantized(Checkpoint):
             weight = self.stored.read(name, part)
             if weight.dtype not in QUANTIZED_DTYPES:
                 return weight
-        scales = next((f"{name}{suffix}" for suffix in _SCALES if f"{name}{suffix}" in self.stored.shards), None)
+        scales = next(
+            (f"{name}{suffix}" for suffix in _SCALE_SUFFIXES if f"{name}{suffix}" in self.stored.shards), None
+        )
         if scales is None:
-            raise self._misfit(f"{name} is quantised but has no {name}_scale or {name}_scale_inv")
+            raise self._quantization_error(f"{name} is quantised but has no {name}_scale or {name}_scale_inv")
         return self._multiply(name, weight, self.stored.read(scales), part)
 
     def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
         """Read the integers of a packed weight, int8, and the number of bits of each."""
         size = self._shapes[name][1]
-        packed = f"{name}{PACKED}"
+        packed = f"{name}{PACKED_SUFFIX}"
         count = 8 if self.stored.headers[packed].shape[1] == -(-size // 8) else 4  # integers of one int32
-        rows, columns = ranges(part, 2)
+        rows, columns = expand_ranges(part, 2)
         first, last, _ = columns.indices(size)
         read = self.stored.read(packed, (rows, slice(first // count, -(-last // count))))
         start = first - first // count * count
@@ -144,15 +148,17 @@ class Dequantized(Checkpoint):
         grid = scale.float()
         grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
         if len(grid) > rows or grid.shape[1] > columns:
-            raise self._misfit(f"{name} is {rows} x {columns}, which its scales {tuple(scale.shape)} do not fit")
-        for dim, (size, kept) in enumerate(zip(shape, ranges(part, 2), strict=True)):
+            raise self._quantization_error(
+                f"{name} is {rows} x {columns}, which its scales {tuple(scale.shape)} do not fit"
+            )
+        for dim, (size, kept) in enumerate(zip(shape, expand_ranges(part, 2), strict=True)):
             if grid.shape[dim] > 1:
                 # Blocks have equal size, except that the last one may be shorter.
-                block = torch.arange(size)[kept] // _block(size, grid.shape[dim])
+                block = torch.arange(size)[kept] // _get_block_size(size, grid.shape[dim])
                 grid = grid.index_select(dim, block)
         return weight.float() * grid
 
-    def _misfit(self, why: str) -> ModelError:
+    def _quantization_error(self, why: str) -> ModelError:
         return ModelError(
             f"cannot read the quantised weights of {self.source!r}: {why}",
             field="model.name_or_path",
@@ -160,18 +166,18 @@ class Dequantized(Checkpoint):
         )
 
 
-def _belongs_to_another(name: str, checkpoint: Checkpoint) -> bool:
+def _is_quantization_parameter(name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor belongs to another one's quantisation, such as its scales."""
-    if name.endswith(_ACTIVATIONS):
+    if name.endswith(_ACTIVATION_SUFFIXES):
         return True
-    for suffix in (*_SCALES, SHAPE):
+    for suffix in (*_SCALE_SUFFIXES, SHAPE_SUFFIX):
         base = name.removesuffix(suffix)
-        if base != name and (base in checkpoint.shards or f"{base}{PACKED}" in checkpoint.shards):
+        if base != name and (base in checkpoint.shards or f"{base}{PACKED_SUFFIX}" in checkpoint.shards):
             return True
     return False
 
 
-def _block(size: int, count: int) -> int:
+def _get_block_size(size: int, count: int) -> int:
     """Return the rows or columns of a block if `count` blocks cover `size`; the usual 128 if that fits."""
     return 128 if -(-size // 128) == count else -(-size // count)
 
@@ -180,39 +186,39 @@ WeightFormat = Literal["int8", "int4"]
 BITS: dict[WeightFormat, int] = {"int8": 8, "int4": 4}
 GROUP_SIZES = (128, 64, 32)
 """Numbers of inputs that share a scale in int4; the first that divides a model's projections is used."""
-_RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
+_SCALE_RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
 """Range of the scales that are tried, relative to the one that maps the largest weight to the largest integer, and the
 number of scales tried."""
 MAX_MULTIPLIER = 15
 """Maximum multiple of a row's step that an int4 scale can be. The multiple times a 4-bit integer fits into int8, so an
 int4 product can be computed as an int8 product with a scale per row."""
-_PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
+_PROJECTION_PATTERN = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
 """Last parts of the names of linear modules in the layers that are quantised."""
-_HEADS = r".*self_attn\.(?!o_proj)\w+"
+_QKV_PATTERN = r".*self_attn\.(?!o_proj)\w+"
 """Projections that make queries, keys and values. vLLM fuses them, so they all have one form."""
 DAMPING = 0.05
 """Share of the mean squared input that is added to each input's, in calibrated rounding."""
-_COLUMNS = 128
+_GPTQ_BLOCK_COLUMNS = 128
 """Number of columns that are rounded before the error is propagated to later columns."""
 
 
 def is_projection(name: str) -> bool:
     """Whether a tensor is the weight of a linear module in the layers that is quantised, which a router's is not."""
     module, _, leaf = name.rpartition(".")
-    return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
+    return leaf == "weight" and ".layers." in module and bool(_PROJECTION_PATTERN.fullmatch(module.rpartition(".")[2]))
 
 
-def int8_in_mixed(num_layers: int) -> str:
+def mixed_int8_pattern(num_layers: int) -> str:
     """Return the pattern of the linear modules that `mixed` stores in int8, the others in int4: those that make
     queries, keys and values, which are small, and the MLPs of the last eighth of a model's layers. Both are most
     sensitive to rounding."""
     last = range(num_layers - max(1, round(num_layers / 8)), num_layers)
-    return rf"{_HEADS}|.*layers\.({'|'.join(map(str, last))})\.mlp\.\w+_proj$"
+    return rf"{_QKV_PATTERN}|.*layers\.({'|'.join(map(str, last))})\.mlp\.\w+_proj$"
 
 
-def is_int8_in_mixed(name: str, num_layers: int) -> bool:
+def is_mixed_int8(name: str, num_layers: int) -> bool:
     """Whether `mixed` stores a projection of a model with `num_layers` layers in int8."""
-    return bool(re.fullmatch(int8_in_mixed(num_layers), name.removesuffix(".weight")))
+    return bool(re.fullmatch(mixed_int8_pattern(num_layers), name.removesuffix(".weight")))
 
 
 class IntegerWeight(NamedTuple):
@@ -234,7 +240,7 @@ class IntegerWeight(NamedTuple):
         """Number of inputs that share a scale."""
         return self.integers.shape[1] // self.scale.shape[1]
 
-    def part(self, index: Sequence[slice]) -> IntegerWeight | None:
+    def slice_part(self, index: Sequence[slice]) -> IntegerWeight | None:
         """Return rows, or rows and columns, of the weight; None if the columns would split a group."""
         rows, columns = (*index, slice(None))[:2]
         first, last, _ = columns.indices(self.integers.shape[1])
@@ -258,7 +264,7 @@ class IntegerWeight(NamedTuple):
             torch.cat([one.integers for one in weights]), torch.cat([one.scale for one in weights]), weights[0].form
         )
 
-    def multipliers(self) -> torch.Tensor | None:
+    def find_multipliers(self) -> torch.Tensor | None:
         """Return the scales as multiples 1 to `MAX_MULTIPLIER` of a step per row, uint8 [size_out, num_groups]; None if
         they are not such multiples."""
         scale = self.scale.float()
@@ -297,7 +303,7 @@ def quantize_weight(
     top = 2 ** (BITS[form] - 1) - 1
 
     def error_of(scale: torch.Tensor) -> torch.Tensor:
-        rounded = round_to(blocks, scale, form).mul_(scale)
+        rounded = round_to_integers(blocks, scale, form).mul_(scale)
         squares: torch.Tensor = (rounded - blocks).square_().mul_(counts).sum(-1, keepdim=True)
         return squares
 
@@ -306,21 +312,21 @@ def quantize_weight(
     if gram is not None:
         gram = gram + (DAMPING * gram.diagonal().mean()).clamp(min=1e-9) * torch.eye(len(gram))
         counts = gram.diagonal().unflatten(0, (-1, blocks.shape[2]))
-    for ratio in torch.linspace(*_RATIOS[form]).tolist():
+    for ratio in torch.linspace(*_SCALE_RATIOS[form]).tolist():
         scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
         found = error_of(scale)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
     if form == "int4":
-        best = _as_multiples(torch.where(largest > 0, best, 0.0), error_of)
+        best = _round_scales_to_multiples(torch.where(largest > 0, best, 0.0), error_of)
     if gram is None:
-        integers = round_to(blocks, best, form).flatten(1)
+        integers = round_to_integers(blocks, best, form).flatten(1)
     else:
-        integers = _round_in_turn(weight.float(), best.expand_as(blocks).flatten(1), form, gram)
+        integers = _round_with_gptq(weight.float(), best.expand_as(blocks).flatten(1), form, gram)
     return integers.to(torch.int8), best.squeeze(-1).to(weight.dtype)
 
 
-def _as_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _round_scales_to_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return scales [size_out, num_groups, 1] near `scale` that are 1 to `MAX_MULTIPLIER` times a step of their row; of
     the steps and multiples tried, those of least error. Steps have four significant bits, so that the products are
     exact in any dtype."""
@@ -339,22 +345,22 @@ def _as_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.
     return best
 
 
-def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:
+def _round_with_gptq(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:
     """Round by GPTQ: columns are rounded one after another, those with the largest inputs first, and later columns are
     adjusted for the error in the output. Scales are fixed in advance, so that groups stay in place."""
     order = gram.diagonal().argsort(descending=True)
     weight, scale, gram = weight[:, order], scale[:, order], gram[order][:, order]
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
     integers = torch.empty_like(weight)
-    for begin in range(0, weight.shape[1], _COLUMNS):
-        block = slice(begin, begin + _COLUMNS)
+    for begin in range(0, weight.shape[1], _GPTQ_BLOCK_COLUMNS):
+        block = slice(begin, begin + _GPTQ_BLOCK_COLUMNS)
         part, of_block, errors = weight[:, block], inverse[block, block], torch.empty_like(weight[:, block])
         for j in range(part.shape[1]):
             rounded, step = integers[:, begin + j], scale[:, begin + j]
-            rounded.copy_(round_to(part[:, j], step, form))
+            rounded.copy_(round_to_integers(part[:, j], step, form))
             errors[:, j] = (part[:, j] - rounded * step) / of_block[j, j]
             part[:, j:].addr_(errors[:, j], of_block[j, j:], alpha=-1)
-        weight[:, begin + _COLUMNS :].addmm_(errors, inverse[block, begin + _COLUMNS :], alpha=-1)
+        weight[:, begin + _GPTQ_BLOCK_COLUMNS :].addmm_(errors, inverse[block, begin + _GPTQ_BLOCK_COLUMNS :], alpha=-1)
     return integers[:, order.argsort()]
 
 
@@ -364,7 +370,7 @@ def dequantize_weight(integers: torch.Tensor, scale: torch.Tensor) -> torch.Tens
     return blocks.flatten(1)
 
 
-def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+def round_to_integers(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """Return the integers of the format that are nearest to `blocks / scale`, as floats."""
     top = 2 ** (BITS[form] - 1) - 1
     return (blocks / scale).round_().clamp_(-top - (form == "int4"), top)
@@ -384,7 +390,9 @@ def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return (((packed.unsqueeze(-1) >> shifts) & mask) - offset).to(torch.int8).flatten(1)
 
 
-def stored_form(name: str, integers: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> dict[str, torch.Tensor]:
+def make_stored_tensors(
+    name: str, integers: torch.Tensor, scale: torch.Tensor, form: WeightFormat
+) -> dict[str, torch.Tensor]:
     """Return the tensors by name in which a checkpoint stores a quantised weight."""
     if form == "int8":
         return {name: integers, f"{name}_scale": scale}
@@ -395,7 +403,7 @@ def stored_form(name: str, integers: torch.Tensor, scale: torch.Tensor, form: We
     }
 
 
-def compressed_tensors_config(
+def make_compressed_tensors_config(
     targets: Mapping[WeightFormat, str], group: int | None, ignored: Sequence[str], *, calibrated: bool
 ) -> dict[str, Any]:
     """Return the `quantization_config` of a model in compressed-tensors' form.
@@ -406,7 +414,7 @@ def compressed_tensors_config(
         ignored: linear modules that are not quantised.
         calibrated: whether columns were rounded in the order of their inputs.
     """
-    schemes = {form: _scheme(form, group, target, calibrated=calibrated) for form, target in targets.items()}
+    schemes = {form: _make_scheme(form, group, target, calibrated=calibrated) for form, target in targets.items()}
     layouts = {scheme["format"] for scheme in schemes.values()}
     return {
         "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
@@ -419,7 +427,7 @@ def compressed_tensors_config(
     }
 
 
-def _scheme(form: WeightFormat, group: int | None, target: str, *, calibrated: bool) -> dict[str, Any]:
+def _make_scheme(form: WeightFormat, group: int | None, target: str, *, calibrated: bool) -> dict[str, Any]:
     group = None if form == "int8" else group
     common: dict[str, Any] = {
         "actorder": None,

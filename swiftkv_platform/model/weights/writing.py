@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-Files = Literal["link", "copy", "symlink"]
+FilePlacement = Literal["link", "copy", "symlink"]
 """Way to put an unchanged weight file into a new directory: a hard link, which takes no space and no time; a copy, for
 a target that must not share its bytes with the source; or a symbolic link, for a target that its source outlives."""
 
@@ -29,12 +29,12 @@ Progress = Callable[[int, int], None]
 MAX_SHARD_BYTES = 2 << 30
 """Largest weight file, unless a single tensor is larger."""
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
-_OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
-"""Files that describe one model and are wrong for a model made from it."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+_MODEL_SPECIFIC_FILES = ("config.json", "README.md", "evaluation.json", "manifest.json")
+"""FilePlacement that describe one model and are wrong for a model made from it."""
 
 
-def check_new(target: Path) -> None:
+def check_target_is_empty(target: Path) -> None:
     """Raise `ConflictError` unless `target` does not exist or is an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConflictError.for_field(
@@ -43,7 +43,7 @@ def check_new(target: Path) -> None:
 
 
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a directory to fill, which becomes `target` if the block succeeds and is deleted otherwise.
 
     It is next to `target` under a hidden name, so that a killed process leaves nothing that looks complete.
@@ -51,11 +51,11 @@ def new_directory(target: Path) -> Iterator[Path]:
     Raises:
         ConflictError: `target` exists and is not empty.
     """
-    check_new(target)
+    check_target_is_empty(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        partial.chmod(0o777 & ~_umask())
+        partial.chmod(0o777 & ~_get_umask())
         yield partial
         partial.replace(target)  # replaces an empty directory
     except BaseException:
@@ -63,7 +63,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise
 
 
-def place(source: Path, target: Path, files: Files) -> None:
+def place_file(source: Path, target: Path, files: FilePlacement) -> None:
     """Put `source` at `target`: a link if asked for and possible, else a copy."""
     source = source.resolve()  # the hub's cache links to its blobs
     if files == "symlink":
@@ -79,17 +79,19 @@ def place(source: Path, target: Path, files: Files) -> None:
     shutil.copyfile(source, target)
 
 
-def copy_companions(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
+def copy_companion_files(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
     """Copy the files that fit a model's student too: tokenizer, generation defaults, chat template, licence."""
     for path in sorted(source.iterdir()):
         unfit = (
-            path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in {*_OWN, *leaving_out}
+            path.name.startswith(".")
+            or path.name.endswith((*_WEIGHT_SUFFIXES, ".py"))
+            or path.name in {*_MODEL_SPECIFIC_FILES, *leaving_out}
         )
         if path.is_file() and not unfit:
             shutil.copyfile(path, target / path.name)
 
 
-def shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
+def make_shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
     """Return new names of weight files. They differ from those of `save_pretrained`, which would overwrite a linked
     file together with its source."""
     ordered = sorted(set(shards))
@@ -126,25 +128,25 @@ class ShardWriter:
         self.shards |= dict.fromkeys(self._pending, file)
         self._pending, self._pending_bytes = {}, 0
 
-    def place(
+    def add_checkpoint(
         self,
         checkpoint: Checkpoint,
         prefix: str,
-        files: Files,
+        files: FilePlacement,
         kept: Collection[str] | None = None,
         progress: Progress = lambda _done, _total: None,
     ) -> None:
         """Put the files of a checkpoint into the directory: as `files` says if all their tensors are `kept` (None: all
         are), else rewritten with those that are."""
         kept = checkpoint.shards.keys() if kept is None else kept
-        wanted = {shard: [name for name in names if name in kept] for shard, names in checkpoint.names_in.items()}
-        targets = shard_names((shard for shard, names in wanted.items() if names), prefix)
+        wanted = {shard: [name for name in names if name in kept] for shard, names in checkpoint.names_by_shard.items()}
+        targets = make_shard_names((shard for shard, names in wanted.items() if names), prefix)
         for done, (shard, file) in enumerate(targets.items(), start=1):
             names = wanted[shard]
-            if len(names) == len(checkpoint.names_in[shard]):
-                place(checkpoint.path(shard), self._directory / file, files)
+            if len(names) == len(checkpoint.names_by_shard[shard]):
+                place_file(checkpoint.path(shard), self._directory / file, files)
             else:
-                write_shard(checkpoint.tensors(names), self._directory / file)
+                write_shard(checkpoint.read_tensors(names), self._directory / file)
             self.shards |= dict.fromkeys(names, file)
             self._num_bytes += sum(checkpoint.headers[name].num_bytes for name in names)
             progress(done, len(targets))
@@ -168,7 +170,7 @@ def write_model_shards(
     if len(files) == 1:
         (directory / files[0]).rename(directory / SAFE_WEIGHTS_NAME)
         return
-    names = shard_names(files, "model")
+    names = make_shard_names(files, "model")
     for file, name in names.items():
         (directory / file).rename(directory / name)
     writer.shards = {tensor: names[file] for tensor, file in writer.shards.items()}
@@ -178,10 +180,10 @@ def write_model_shards(
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write a weight file with default permissions; safetensors would make it private."""
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o666 & ~_umask())
+    path.chmod(0o666 & ~_get_umask())
 
 
-def _umask() -> int:
+def _get_umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask

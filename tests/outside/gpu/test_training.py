@@ -324,7 +324,7 @@ def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
     def said(directory: str, device: torch.device) -> dict[str, Tensor]:
         (tmp_path / directory).mkdir()
         calibrate(spec, path, rows(60), tmp_path / directory, device=device)
-        student, start = disturbed(spec, path), Checkpoint.of_files(tmp_path / directory)
+        student, start = disturbed(spec, path), Checkpoint.from_directory(tmp_path / directory)
         assert set(start) == student.swiftkv_parameters().keys()
         load_trained_tensors(student, start)
         ids = torch.from_numpy(rows().batch([0])["input_ids"])

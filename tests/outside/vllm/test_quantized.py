@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
 from swiftkv_platform.model.export import Quantization
-from swiftkv_platform.model.weights.quantization import without_swiftkv
+from swiftkv_platform.model.weights.quantization import exclude_swiftkv_modules
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,
@@ -122,7 +122,11 @@ def test_teacher_mode_beside_projections_that_are_not_quantised(dense: Callable[
     student = make_student(tmp_path / "float", **WIDE)
     fields = FORMATS["int8"][1] | {"quant_method": "compressed-tensors"}
     quantized, meant = quantize(
-        student, tmp_path / "quantized", "int8", lambda name: name.endswith("_swiftkv"), **without_swiftkv(fields)
+        student,
+        tmp_path / "quantized",
+        "int8",
+        lambda name: name.endswith("_swiftkv"),
+        **exclude_swiftkv_modules(fields),
     )
     with serving(quantized, **OPTIONS) as llm:
         assert error(next_logprobs(llm, BATCH), meant) <= 1.2 * dense("int8")
@@ -170,7 +174,7 @@ def test_fp8_scales_meet_their_weights(
     """`kept`: the student as `convert` writes it from an FP8 teacher, its own projections unquantised and listed by
     name suffix."""
     student = make_student(tmp_path / "float", shape=shape, **WIDE)
-    fields = without_swiftkv(FORMATS[layout][1]) if kept else {}
+    fields = exclude_swiftkv_modules(FORMATS[layout][1]) if kept else {}
     quantized, meant = quantize(
         student, tmp_path / "quantized", layout, lambda name: kept and name.endswith("_swiftkv"), **fields
     )

@@ -124,9 +124,9 @@ def test_rows_and_columns_of_ranks_make_the_whole() -> None:
     integers = torch.randint(-8, 8, (6, 128), dtype=torch.int8, generator=generator)
     for scale, form in ((torch.rand(6, 1), "int8"), (torch.rand(6, 4), "int4")):
         whole: Any = IntegerWeight(integers, scale, form)  # type: ignore[arg-type]
-        rows = [whole.part((slice(3 * rank, 3 * rank + 3),)) for rank in range(2)]
+        rows = [whole.slice_part((slice(3 * rank, 3 * rank + 3),)) for rank in range(2)]
         assert torch.equal(IntegerWeight.cat(rows).scale, scale)
-        columns = [whole.part((slice(None), slice(64 * rank, 64 * rank + 64))) for rank in range(2)]
+        columns = [whole.slice_part((slice(None), slice(64 * rank, 64 * rank + 64))) for rank in range(2)]
         wide = torch.cat([dequantize_weight(one.integers, one.scale) for one in columns], dim=1)
         assert torch.equal(wide, dequantize_weight(integers, scale))
-    assert whole.part((slice(None), slice(0, 48))) is None, "a slice may not cut a group"
+    assert whole.slice_part((slice(None), slice(0, 48))) is None, "a slice may not cut a group"

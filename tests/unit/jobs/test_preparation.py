@@ -56,7 +56,7 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
     assert not stored.lacks_start
     assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
     stored.fetch_start(tmp_path / "rows")
-    calibrated, found = stored.open(tmp_path / "rows").calibrated, Checkpoint.of_files(tmp_path / "found")
+    calibrated, found = stored.open(tmp_path / "rows").calibrated, Checkpoint.from_directory(tmp_path / "found")
     assert calibrated.keys() == found.keys()
     assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
     assert is_discarded(job)

@@ -47,7 +47,7 @@ def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
     if spec.swiftkv.initialization == "copied":
         return plan, Prepared(data, None)
     calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
-    return plan, Prepared(data, dict(Checkpoint.of_files(place)))
+    return plan, Prepared(data, dict(Checkpoint.from_directory(place)))
 
 
 def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:

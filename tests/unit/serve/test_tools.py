@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.weights.writing import copy_companions
+from swiftkv_platform.model.weights.writing import copy_companion_files
 from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.tools.families import (
     FAMILIES,
@@ -280,7 +280,7 @@ def test_a_message_keeps_arguments_that_are_no_object() -> None:
 
 
 def test_a_students_directory_gets_the_built_in_template_and_it_marks_what_the_assistant_says(tmp_path: Path) -> None:
-    copy_companions(find_builtin_teacher(BUILTIN_TEACHER), tmp_path)
+    copy_companion_files(find_builtin_teacher(BUILTIN_TEACHER), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert family_of(tokenizer.chat_template) == "hermes"
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it warm in Rome?"}

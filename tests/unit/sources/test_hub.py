@@ -9,8 +9,8 @@ from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.jobs.worker.prepare import _load_engine
 from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
-from swiftkv_platform.model.weights.adapters import whole_model
-from swiftkv_platform.model.weights.bases import model_directory
+from swiftkv_platform.model.weights.adapters import open_merged_model
+from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from tests.support.distill_jobs import job_spec
@@ -46,7 +46,7 @@ def make_student(name: str, target: Path) -> None:
 
 
 def check(name: str, _: Path) -> None:
-    model_directory(name, access=Access(roots=()))
+    resolve_model_directory(name, access=Access(roots=()))
 
 
 @pytest.mark.parametrize("fetch", [serve, write, make_student, check])
@@ -63,7 +63,7 @@ def test_an_adapter_comes_without_pickles(hub: Hub, tiny_teacher: Path, tmp_path
     convert(tiny_teacher, num_key_value_layers=3).save_pretrained(tmp_path / "student")
     export_adapter(tmp_path / "student", tmp_path / "adapter", base=tiny_teacher)
     upload(hub, tmp_path / "adapter")
-    with whole_model(MODEL, base_model=tiny_teacher) as (directory, adapter):
+    with open_merged_model(MODEL, base_model=tiny_teacher) as (directory, adapter):
         assert adapter is not None
         assert (Path(directory) / "config.json").is_file()
     assert hub.fetched & NOT_NEEDED == set()

@@ -392,7 +392,7 @@ def _have_start(
     from swiftkv_platform.model.workers import Workers
 
     spec, workers = request.spec, Workers()
-    if workers.from_first(stored.lacks_start):
+    if workers.broadcast_from_first(stored.lacks_start):
         set_up_process(spec)
         path = teacher_path(spec.model, workspace.path, access=access_of(request), fetch=workspace.fetches)
         workers.gather(None)  # the others wait

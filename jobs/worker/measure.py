@@ -134,9 +134,9 @@ class Evaluation:
     def _prefill(self) -> PrefillCost | None:
         """Measure prefill on the first worker only, unless a forward pass needs all workers."""
         if not self._workers.is_first and not self._workers.in_step:
-            return self._workers.from_first(None)
+            return self._workers.broadcast_from_first(None)
         prompt_length = min(_PROMPT_LENGTH, self._student.config.max_position_embeddings)
-        return self._workers.from_first(
+        return self._workers.broadcast_from_first(
             measure_prefill(self._student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS)
         )
 

@@ -131,7 +131,7 @@ def shared_workspace(name: str) -> Iterator[Workspace]:
     """Create a directory for all workers of a machine; the first of them removes it on exit. Collective."""
     workers = Workers()
     hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
-    path = Path(tempfile.gettempdir()) / workers.from_first(f"{name}-{uuid4().hex}")
+    path = Path(tempfile.gettempdir()) / workers.broadcast_from_first(f"{name}-{uuid4().hex}")
     path.mkdir(mode=0o700, exist_ok=True)
     fetches = workers.rank == hosts.index(host)
     try:
@@ -273,7 +273,7 @@ def find_start(
         progress: see `calibrate`.
     """
     workers = Workers()
-    if workers.from_first(workers.is_first and stored.lacks_start):
+    if workers.broadcast_from_first(workers.is_first and stored.lacks_start):
         with tempfile.TemporaryDirectory(prefix="start-") as directory:
             calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device, progress=progress)
             if workers.is_first:

@@ -148,9 +148,11 @@ def tool_calling(
         return None
     tools = [tool.for_template() for tool in fields.tools or ()]
     family = _family(tokenizer, tools, parser)
-    from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller does not need
+    from swiftkv_platform.model.tokenizers import (
+        get_special_ids,  # imports torch, which Serve's controller does not need
+    )
 
-    ids = special_ids(tokenizer)
+    ids = get_special_ids(tokenizer)
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
     special = {token: token_id for token, token_id in found.items() if token_id in ids}
     constraint = _constraint(fields, functions, CallGrammar(family.layout, {}, special), asked)

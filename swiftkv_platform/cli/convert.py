@@ -19,7 +19,7 @@ from swiftkv_platform.planning import equal_cache_group_size
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
-    from swiftkv_platform.model.conversion import Converted
+    from swiftkv_platform.model.conversion import ConversionResult
     from swiftkv_platform.model.weights.writing import Progress as ProgressCallback
 
 _MIB = 1 << 20
@@ -224,7 +224,7 @@ def _show_progress(what: str) -> Iterator[ProgressCallback]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _describe_student(converted: Converted) -> dict[str, Any]:
+def _describe_student(converted: ConversionResult) -> dict[str, Any]:
     config = converted.config
     layer_map, heads = config.layer_map, getattr(config, "num_key_value_heads", 1)
     cached = [config.get_cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]

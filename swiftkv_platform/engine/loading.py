@@ -19,10 +19,10 @@ from swiftkv_platform.engine.sharding import check_divisible, load_shard
 from swiftkv_platform.engine.weights import align_weights, fuse_weights, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import read_config, read_generation_config
-from swiftkv_platform.model.conversion import dense_model
+from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
-from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
+from swiftkv_platform.model.tokenizers import get_end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
@@ -118,7 +118,7 @@ def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGrou
     if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
         model_class = student_classes(model_config.model_type.removesuffix("_swiftkv")).causal_lm
     else:
-        model_class, model_config = dense_model(directory)
+        model_class, model_config = resolve_dense_model(directory)
     model: PreTrainedModel
     if ranks is None:
         model = model_class.from_pretrained(directory, config=model_config, dtype=config.dtype)
@@ -193,7 +193,7 @@ def _find_eos_token_ids(generation_config: Any, model_config: Any, tokenizer: An
         getattr(model_config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
-    return end_ids(next((candidate for candidate in candidates if candidate is not None), None))
+    return get_end_ids(next((candidate for candidate in candidates if candidate is not None), None))
 
 
 def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:

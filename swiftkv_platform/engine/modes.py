@@ -14,10 +14,10 @@ from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.context import DecoderContext, TokenSelection
-from swiftkv_platform.model.conversion import dense_config
+from swiftkv_platform.model.conversion import make_dense_config
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.deep_tokens import Bypass
-from swiftkv_platform.model.tokenizers import end_ids
+from swiftkv_platform.model.tokenizers import get_end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
 _IN_MEMORY_DIGEST = "in memory"
@@ -39,7 +39,7 @@ def open_engine(
     loaded = LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
-        eos_token_ids=end_ids(student.generation_config.eos_token_id),
+        eos_token_ids=get_end_ids(student.generation_config.eos_token_id),
         context_length=context_length,
         model=model,
         digest=_IN_MEMORY_DIGEST,
@@ -103,7 +103,7 @@ class _TeacherModel:
     """A student's teacher, with the part of a model's interface that the engine uses."""
 
     def __init__(self, student: Any) -> None:
-        self.config = dense_config(student.config)
+        self.config = make_dense_config(student.config)
         self.model = _TeacherDecoder(student.model, self.config.layer_map)
         self.lm_head = student.lm_head
         self.device, self.dtype = student.device, student.dtype

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError
-from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
+from swiftkv_platform.model.tokenizers import get_special_ids, max_bytes_per_token
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -63,7 +63,7 @@ class InputProcessor:
             # tokenizer, so several threads can make them.
             self._tokenizer("")
             bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
-            self._silent = special_ids(self._tokenizer)
+            self._silent = get_special_ids(self._tokenizer)
         self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
 
     def validate(self, prompts: abc.Iterable[Prompt], params: SamplingParams) -> None:

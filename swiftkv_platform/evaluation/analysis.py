@@ -30,7 +30,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher, make_student
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.model.similarity import THRESHOLD, collect_similarity, recommend_depth
+from swiftkv_platform.model.similarity import MIN_SIMSCORE, collect_similarity, recommend_depth
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
@@ -325,7 +325,7 @@ def _recommend(
     """Return the recommended l, and the rule behind it. `judging`: the share of needles that a teacher finds which
     finds enough."""
     if not starts:
-        return recommend_depth(scores), f"smallest l from half of the layers on where SimScore is at least {THRESHOLD}"
+        return recommend_depth(scores), f"smallest l from half of the layers on where SimScore is at least {MIN_SIMSCORE}"
     rule = f"smallest l from which the calibrated start is within {max_kl} nats of the teacher"
     if judging is None:
         return shallowest(starts, max_kl=max_kl), rule

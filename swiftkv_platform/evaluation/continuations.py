@@ -15,7 +15,7 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.model.tokenizers import end_ids
+from swiftkv_platform.model.tokenizers import get_end_ids
 from swiftkv_platform.model.workers import Workers
 
 _LONGEST_PROMPT = 64
@@ -79,9 +79,9 @@ def compare_continuations(
     prompts = _prompts(rows, num_prompts, model.config.max_position_embeddings - num_tokens)
     if prompts is None:
         return None
-    end_tokens = list(end_ids(model.generation_config.eos_token_id))
+    end_tokens = list(get_end_ids(model.generation_config.eos_token_id))
     counts = torch.zeros(3, dtype=torch.int64)  # matched, identical, written
-    mine = workers.share(range(len(prompts)))
+    mine = workers.get_share(range(len(prompts)))
     share = -(-len(prompts) // workers.size)
     examples: list[tuple[int, Example]] = []
     taken = mine + [0] * (share - len(mine) if workers.in_step else 0)

@@ -41,7 +41,7 @@ class NoParts:
 def measured(parts: Parts, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
     """Return part `name`, of type `kind`, on every worker: the stored one, or measure and store it. Collective."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
-    kept = workers.from_first(parts.get(name) if workers.is_first else None)
+    kept = workers.broadcast_from_first(parts.get(name) if workers.is_first else None)
     if kept is not None:
         return adapter.validate_json(kept)
     value = measure()

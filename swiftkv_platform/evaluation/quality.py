@@ -160,8 +160,8 @@ def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, 
     indices = evaluation_rows(rows, max_tokens=max_tokens)
     share = -(-len(indices) // workers.size)
     # In step, a worker that has run out of rows runs one that counts nothing.
-    fill = indices[:1] * (share - len(workers.share(indices))) if workers.in_step else []
-    totals = measure(model, rows, workers.share(indices), batch_size=min(batch_size, share), not_counted=fill)
+    fill = indices[:1] * (share - len(workers.get_share(indices))) if workers.in_step else []
+    totals = measure(model, rows, workers.get_share(indices), batch_size=min(batch_size, share), not_counted=fill)
     return sum(workers.gather(totals), Totals())
 
 

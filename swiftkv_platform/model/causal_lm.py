@@ -97,7 +97,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             )
         selection: Any = None
         if exits is not None:
-            selection, logits_to_keep = exits.choose, 0
+            selection, logits_to_keep = exits.select_rows, 0
         elif tokens is not None and labels is None and not self._outputs_every_token(kwargs):
             requested, logits_of_selection = _select_logits(logits_to_keep, tokens.shape[1])
             if requested is not None and supports_selection(self.config, requested):
@@ -114,7 +114,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         )
         logits = self.lm_head(_slice_logits(outputs.last_hidden_state, logits_to_keep))
         if exits is not None:
-            logits = exits.merge(logits)
+            logits = exits.merge_logits(logits)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -27,7 +27,7 @@ from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_ge
 from swiftkv_platform.sources.untrusted_files import read_object
 
 FIELD = "model.name_or_path"
-_LONGEST = 300
+_MAX_ERROR_LENGTH = 300
 """Maximum characters of a transformers error in a message."""
 
 
@@ -50,12 +50,12 @@ def read_config(
             value.
     """
     try:
-        values = read_object(_config_file(source, hub))
+        values = read_object(_find_config_file(source, hub))
         assert values, "config.json is empty"
     except Exception as error:
         raise ModelError(
             f"{field} is {str(source)!r}: cannot read a model configuration; give a directory with config.json or a "
-            f"hub id that this machine can reach ({one_line(error)})",
+            f"hub id that this machine can reach ({format_error(error)})",
             field=field,
             value=str(source),
         ) from error
@@ -68,7 +68,7 @@ def read_config(
         cleaned = clean_config(values)
     except ModelError as error:
         raise ModelError.for_field(field, str(source), f": its {error.message}") from error
-    with refusing(source, "its config.json is refused", field):
+    with convert_errors(source, "its config.json is refused", field):
         config_class = config_class or CONFIG_MAPPING[str(cleaned.get("model_type"))]
         config = config_class.from_dict(cleaned, name_or_path=str(source))
     config._attn_implementation = None  # loading chooses one that this machine has
@@ -90,7 +90,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
     """Read the generation defaults in `file`; None without a file. Raises `ModelError`: they have impossible values."""
     if file is None:
         return None
-    with refusing(source, f"its {file.name} is refused", field):
+    with convert_errors(source, f"its {file.name} is refused", field):
         values = read_object(file)
         try:
             check_generation_values(values)
@@ -100,7 +100,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
         return GenerationConfig.from_dict(cleaned)
 
 
-def _config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
+def _find_config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
     path = Path(source)
     if path.is_dir():
@@ -112,14 +112,14 @@ def _config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
 
 
 @contextmanager
-def made_without_weights(source: str | Path) -> Iterator[None]:
+def build_without_weights(source: str | Path) -> Iterator[None]:
     """Make models on the meta device inside the block; errors are the configuration's and raise `ModelError`."""
-    with refusing(source, "no model can be built from its config.json"), torch.device("meta"):
+    with convert_errors(source, "no model can be built from its config.json"), torch.device("meta"):
         yield
 
 
 @contextmanager
-def refusing(
+def convert_errors(
     source: str | Path, what: str, field: str = FIELD, errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Iterator[None]:
     """Turn `errors` of transformers in the block into a `ModelError` that says `what`."""
@@ -128,12 +128,12 @@ def refusing(
     except SwiftKVError:
         raise
     except errors as error:
-        raise ModelError.for_field(field, str(source), f": {what} ({one_line(error)})") from error
+        raise ModelError.for_field(field, str(source), f": {what} ({format_error(error)})") from error
 
 
-def one_line(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return an error in one line, with its type unless its text is clear without it."""
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:_LONGEST]
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:_MAX_ERROR_LENGTH]
     plain = isinstance(error, OSError | ValueError | StrictDataclassError) or (
         isinstance(error, AssertionError) and text
     )

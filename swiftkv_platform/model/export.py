@@ -96,7 +96,7 @@ def export(
     if isinstance(student, str | Path):
         read_config(student, revision=revision)  # raises for a bad config.json before weights are downloaded
         with open_merged_model(student, base_model=base_model, revision=revision) as (whole, adapter):
-            source = _Source.open(whole, teacher, prefill_only, revision if adapter is None else None)
+            source = _ExportSource.open(whole, teacher, prefill_only, revision if adapter is None else None)
             if quantize is not None:
                 return _export_quantized(source, target, quantize, calibration, progress)
             with atomic_directory(target) as partial:
@@ -106,13 +106,15 @@ def export(
                 copy_companion_files(source.directory, partial)
                 source.config.save_pretrained(partial)
             return target
-    config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
+    config, keeps = _make_export_config(student.config, str(student.config.name_or_path), teacher, prefill_only)
     config.dtype = student.dtype
     if teacher and not student.config.swiftkv_teacher_weights:
-        raise _no_teacher(str(student.config.name_or_path))
+        raise _missing_teacher_error(str(student.config.name_or_path))
     if quantize is not None:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
-            source = _Source.open(export(student, Path(whole) / "student", teacher=teacher), teacher, prefill_only)
+            source = _ExportSource.open(
+                export(student, Path(whole) / "student", teacher=teacher), teacher, prefill_only
+            )
             return _export_quantized(source, target, quantize, calibration, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with atomic_directory(target) as partial:
@@ -149,7 +151,7 @@ def export_adapter(
     """
     target = Path(target)
     check_target_is_empty(target)
-    config, _ = _checked(read_config(student), str(student), True, False)
+    config, _ = _make_export_config(read_config(student), str(student), True, False)
     directory = fetch_model_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER_FILE).is_file():
         raise ModelError(
@@ -189,7 +191,7 @@ def drop_teacher(student: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ExportSource:
     """A student on disk that is exported."""
 
     name: str
@@ -203,19 +205,19 @@ class _Source:
     """Names of the tensors to keep."""
 
     @classmethod
-    def open(cls, source: str | Path, teacher: bool, prefill_only: bool, revision: str | None = None) -> _Source:
+    def open(cls, source: str | Path, teacher: bool, prefill_only: bool, revision: str | None = None) -> _ExportSource:
         whole = read_config(source, revision=revision)
-        config, keeps = _checked(whole, str(source), teacher, prefill_only)
+        config, keeps = _make_export_config(whole, str(source), teacher, prefill_only)
         directory = fetch_model_directory(str(source), revision, field="model.name_or_path")
         checkpoint = Checkpoint.open(directory)
         modules = {name.rpartition(".")[0] for name in checkpoint.shards}
         if teacher and modules.isdisjoint(list_teacher_modules(config)):
-            raise _no_teacher(str(source))
+            raise _missing_teacher_error(str(source))
         return cls(str(source), directory, whole, config, checkpoint, frozenset(filter(keeps, checkpoint.shards)))
 
 
 def _export_quantized(
-    source: _Source,
+    source: _ExportSource,
     target: Path,
     form: Quantization,
     calibration: Iterable[TokenBatch] | None,
@@ -290,7 +292,9 @@ def _export_quantized(
     return target
 
 
-def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:
+def _make_export_config(
+    config: Any, source: str, teacher: bool, prefill_only: bool
+) -> tuple[Any, Callable[[str], bool]]:
     """Return the configuration to write, and a function that says whether a tensor is kept. Raises `ModelError`."""
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
@@ -303,7 +307,7 @@ def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tup
     if prefill_only:
         _check_prefill_only(config, source, teacher)
         config.swiftkv_prefill_only, config.swiftkv_teacher_weights = True, False
-        return config, config.layer_map.runs_in_prefill
+        return config, config.layer_map.is_prefill_tensor
     if teacher:
         return config, lambda _: True
     config.swiftkv_teacher_weights = False
@@ -313,7 +317,7 @@ def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tup
 
 def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) -> None:
     """Raise `ModelError` if the student has no layers to leave out, or vLLM does not serve its family."""
-    refused = config.family.refused_by_vllm
+    refused = config.family.vllm_obstacle
     if teacher or refused or not config.layer_map.leaders:
         why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
         raise ModelError(
@@ -329,7 +333,7 @@ def list_teacher_modules(config: Any) -> list[str]:
     return modules
 
 
-def _no_teacher(source: str) -> ModelError:
+def _missing_teacher_error(source: str) -> ModelError:
     return ModelError(
         f"{source!r} was exported without its teacher's projections; use teacher=False",
         field="teacher",

@@ -34,7 +34,7 @@ class StudentClasses:
     config: type[Any]
     causal_lm: type[Any]
 
-    def config_from(self, teacher: Any, shape: StudentShape | None = None) -> Any:
+    def make_config(self, teacher: Any, shape: StudentShape | None = None) -> Any:
         """Make a student's configuration from its teacher's; without `shape` it is dense. Raises `ModelError`: the
         teacher's configuration has a student's keys."""
         of_teacher = teacher.to_dict()
@@ -45,16 +45,16 @@ class StudentClasses:
         return config
 
 
-def _teacher_class(family: Family, suffix: str) -> type[Any]:
+def _import_teacher_class(family: Family, suffix: str) -> type[Any]:
     """Import the family's class `{prefix}{suffix}` of transformers."""
     module = importlib.import_module(family.teacher_module("modeling"))
     teacher: type[Any] = getattr(module, family.teacher_class(suffix))
     return teacher
 
 
-def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
+def _derive_class(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
     """Define `{prefix}SwiftKV{suffix}`, importable from this module: `mixin` before the family's own class."""
-    teacher = _teacher_class(family, suffix)
+    teacher = _import_teacher_class(family, suffix)
     name = f"{family.prefix}SwiftKV{suffix}"
     body = {"__module__": __name__, "__qualname__": name, **members}
     student = types.new_class(name, (mixin, teacher), exec_body=lambda namespace: namespace.update(body))
@@ -62,32 +62,32 @@ def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[An
     return student
 
 
-def _build(family: Family) -> StudentClasses:
+def _build_classes(family: Family) -> StudentClasses:
     """Make the classes of one family and register them with transformers.
 
     transformers keeps experts fused in memory and one by one on disk, and looks up the conversion by `model_type`, so a
     student gets its teacher's entry.
     """
     config = configs.CONFIGS[family.model_type]
-    attention = _derive(family, "Attention", _ATTENTION[family.attention])
-    layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
+    attention = _derive_class(family, "Attention", _ATTENTION[family.attention])
+    layer = _derive_class(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
     # transformers detects grouped experts in the source of a class's module, so a derived class takes its answer.
     shared = {
         "config_class": config,
-        "_can_set_experts_implementation_cached_value": _teacher_class(
+        "_can_set_experts_implementation_cached_value": _import_teacher_class(
             family, "Model"
         )._can_set_experts_implementation(),
     }
-    decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, **shared)
-    causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, **shared)
+    decoder = _derive_class(family, "Model", SwiftKVDecoderMixin, layer_class=layer, **shared)
+    causal_lm = _derive_class(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, **shared)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     if (conversions := get_checkpoint_conversion_mapping(family.model_type)) is not None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
-    return StudentClasses(_teacher_class(family, "ForCausalLM"), config, causal_lm)
+    return StudentClasses(_import_teacher_class(family, "ForCausalLM"), config, causal_lm)
 
 
 configs.register()
-STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items()}
+STUDENTS = {model_type: _build_classes(family) for model_type, family in FAMILIES.items()}
 
 
 def student_classes(model_type: str) -> StudentClasses:
@@ -106,4 +106,4 @@ def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
             value=name,
         )
     classes = student_classes(teacher.model_type)
-    return classes.config_from(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))
+    return classes.make_config(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))

@@ -33,7 +33,8 @@ def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
 
 
 class ThresholdExits:
-    """Decides in each step which rows exit, and counts their tokens. A step is `choose`, `merge`, then `finish`."""
+    """Decides in each step which rows exit, and counts their tokens. A step is `select_rows`, `merge_logits`, then
+    `finish_step`."""
 
     def __init__(self, threshold: float, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._threshold, self._exit_logits = threshold, exit_logits
@@ -44,20 +45,20 @@ class ThresholdExits:
         self._running: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
-    def choose(self, x: torch.Tensor) -> TokenSelection:
+    def select_rows(self, x: torch.Tensor) -> TokenSelection:
         """Select the last token of the rows that do not exit. `x` [batch, num_tokens, hidden_size]: layer l's input."""
         self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
         self._exited = exit_confidence(self._logits[:, 0]) >= self._threshold
         self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
-    def merge(self, logits: torch.Tensor) -> torch.Tensor:
+    def merge_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of all rows [batch, 1, vocab_size], given those of rows that went on [num_rows, 1,
         vocab_size]."""
         assert self._logits is not None, "merged before a row was chosen"
         return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
 
-    def finish(self, done: torch.Tensor) -> None:
+    def finish_step(self, done: torch.Tensor) -> None:
         """Count the step's exited tokens. `done`: rows that have ended with this step, bool [batch]."""
         assert self._exited is not None, "a step ends before a row was chosen"
         if self.num_exited_tokens is None or self._running is None:
@@ -66,7 +67,7 @@ class ThresholdExits:
         self.num_exited_tokens += self._exited.to(done.device) & self._running
         self._running &= ~done
 
-    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    def wrap_stopping_criteria(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
         """Wrap stopping criteria so that they also report finished rows to this object."""
         return _WatchedCriteria(self, criteria)
 
@@ -78,7 +79,7 @@ class _WatchedCriteria(StoppingCriteriaList):
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         done: torch.Tensor = super().__call__(*args, **kwargs)
-        self._exits.finish(done)
+        self._exits.finish_step(done)
         return done
 
 
@@ -105,7 +106,7 @@ class SwiftKVGenerationMixin(nn.Module):
         for name, value in given.items():
             if value is not None:
                 setattr(generation_config, name, value)
-        get_payload_dtype(_kv_cache_dtype(generation_config))
+        get_payload_dtype(_get_kv_cache_dtype(generation_config))
         generation_config.early_exit = EarlyExit.parse(getattr(generation_config, "early_exit", None))
         return generation_config, model_kwargs
 
@@ -150,7 +151,7 @@ class SwiftKVGenerationMixin(nn.Module):
         max_cache_length: int,
     ) -> None:
         """Pass `generate()` a cache of `num_kv_cache_layers` layers instead of one of L."""
-        kv_cache_dtype = _kv_cache_dtype(generation_config)
+        kv_cache_dtype = _get_kv_cache_dtype(generation_config)
         wanted = get_payload_dtype(kv_cache_dtype)
         given = model_kwargs.get("past_key_values")
         if given is not None and wanted not in (None, get_stored_dtype(given)):
@@ -159,7 +160,7 @@ class SwiftKVGenerationMixin(nn.Module):
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
         if generation_config.use_cache is False and self.config.layer_map.deep_leaders:
             # Without a cache each pass recomputes the answer, whose tokens are deep.
-            model_kwargs["prompt_length"] = _mask_length(generation_config, model_kwargs)
+            model_kwargs["prompt_length"] = _get_prompt_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None
         if given is not None or generation_config.use_cache is False or plain_teacher:
             family: Any = super()
@@ -217,7 +218,7 @@ class SwiftKVGenerationMixin(nn.Module):
         seen = int(cache.get_seq_length())
         tokens = input_ids if embeddings is None else embeddings
         # A prompt that continues a cache is passed whole or as its new tokens only; its mask's length tells which.
-        mask_length = _mask_length(generation_config, model_kwargs)
+        mask_length = _get_prompt_length(generation_config, model_kwargs)
         new = tokens[:, seen:] if embeddings is not None or mask_length == tokens.shape[1] else tokens
         num_run = (new.shape[1] - 1) // chunk_size * chunk_size
         first_position = 0 if position_ids is None else position_ids.shape[-1] - new.shape[1]
@@ -252,7 +253,7 @@ class SwiftKVGenerationMixin(nn.Module):
         output = family._sample(
             input_ids,
             logits_processor,
-            exits.watch(stopping_criteria),
+            exits.wrap_stopping_criteria(stopping_criteria),
             generation_config,
             exits=exits,
             **model_kwargs,
@@ -271,13 +272,13 @@ class SwiftKVGenerationMixin(nn.Module):
         )
 
 
-def _mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
+def _get_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     """Return the prompt's number of tokens, including padding; transformers drops a mask that hides nothing."""
     mask = model_kwargs.get("attention_mask")
     return int(getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1])
 
 
-def _kv_cache_dtype(generation_config: Any) -> str:
+def _get_kv_cache_dtype(generation_config: Any) -> str:
     return getattr(generation_config, "kv_cache_dtype", None) or "auto"
 
 

@@ -14,7 +14,7 @@ import torch
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.calibration import TokenBatch
 
-THRESHOLD = 0.5
+MIN_SIMSCORE = 0.5
 """SimScore that all of the paper's models exceed at around half of their depth (section 3.2)."""
 _MASKS = ("loss_mask", "attention_mask")
 
@@ -63,7 +63,7 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
         outputs = model.base_model(**inputs, use_cache=False, output_hidden_states=True)
         # The last entry is the output of the last layer, which is no layer's input.
         states = torch.stack([state[counted.bool()] for state in outputs.hidden_states[:-1]])  # [L, tokens, hidden]
-        part = _compare(states)
+        part = _sum_cosines(states)
         total = part if total is None else total + part
     if total is None or not total.num_tokens:
         raise InvalidInputError("similarity got no tokens; give at least one batch of token ids", field="text")
@@ -71,18 +71,18 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
 
 
 def recommend_depth(scores: list[float]) -> int:
-    """Return the smallest l >= L / 2 such that every SimScore from l on is at least `THRESHOLD`, else L - 1.
+    """Return the smallest l >= L / 2 such that every SimScore from l on is at least `MIN_SIMSCORE`, else L - 1.
 
     It is never below half the depth: shallower layers may have scores as high, but quality falls there (table 2).
     """
     num_layers = len(scores) + 1
     depth = num_layers - 1
-    while depth > -(-num_layers // 2) and scores[depth - 1] >= THRESHOLD:
+    while depth > -(-num_layers // 2) and scores[depth - 1] >= MIN_SIMSCORE:
         depth -= 1
     return max(depth, 1)
 
 
-def _compare(states: torch.Tensor) -> Similarity:
+def _sum_cosines(states: torch.Tensor) -> Similarity:
     """Compute the sums for `states` [L, tokens, hidden]."""
     directions = torch.nn.functional.normalize(states.double(), dim=-1).flatten(1)
     return Similarity((directions @ directions.T).cpu(), states.shape[1])

@@ -36,7 +36,7 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
     directory = fetch_tokenizer_directory(str(source), revision, field=field)
     try:
         with open_tokenizer_view(directory) as view:
-            tokenizer = _read(view, directory)
+            tokenizer = _read_tokenizer(view, directory)
         # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     except ModelError as error:
@@ -60,7 +60,7 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
     return tokenizer
 
 
-def _read(view: Path, directory: Path) -> Any:
+def _read_tokenizer(view: Path, directory: Path) -> Any:
     """Read the tokenizer in a view of a directory, and let it name the directory's files."""
     has_file = (view / TOKENIZER).is_file()
     tokenizer = (PreTrainedTokenizerFast if has_file else AutoTokenizer).from_pretrained(view, trust_remote_code=False)
@@ -85,9 +85,9 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
         return None
     backend = tokenizer.backend_tokenizer
     vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder().values()
-    normalizers, pre_tokenizers = steps(backend.normalizer), steps(backend.pre_tokenizer)
-    shrinks = [_SHRINKS.get(step["type"]) if not _is_deleting(step) else None for step in normalizers]
-    kept = all(step["type"] in _KEEPING and not _is_deleting(step) for step in pre_tokenizers)
+    normalizers, pre_tokenizers = list_steps(backend.normalizer), list_steps(backend.pre_tokenizer)
+    shrinks = [_SHRINK_FACTORS.get(step["type"]) if not _deletes_text(step) else None for step in normalizers]
+    kept = all(step["type"] in _TEXT_PRESERVING and not _deletes_text(step) for step in pre_tokenizers)
     if None in shrinks or not kept or any(token.lstrip or token.rstrip for token in added):
         return None
     if any(step["type"] == "ByteLevel" for step in [*normalizers, *pre_tokenizers]):
@@ -104,7 +104,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
     return longest * math.prod(shrink for shrink in shrinks if shrink is not None)
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def get_special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the token ids that `decode` leaves out with `skip_special_tokens`."""
     if not getattr(tokenizer, "is_fast", False):
         return frozenset(tokenizer.all_special_ids)
@@ -112,18 +112,18 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
-def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+def get_end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     """Return the ids in an `eos_token_id`: none, one or several."""
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
-_SHRINKS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
+_SHRINK_FACTORS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
 """Normalizers that keep text, and the factor by which bytes may shrink: three Hangul letters of 9 bytes become 3."""
-_KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+_TEXT_PRESERVING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
 """Pre-tokenizers that keep text, unless their options say otherwise."""
 
 
-def _is_deleting(step: dict[str, Any]) -> bool:
+def _deletes_text(step: dict[str, Any]) -> bool:
     """Whether a step's options make it remove text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
@@ -131,7 +131,7 @@ def _is_deleting(step: dict[str, Any]) -> bool:
     return step.get("behavior") == "Removed"
 
 
-def steps(component: Any) -> list[dict[str, Any]]:
+def list_steps(component: Any) -> list[dict[str, Any]]:
     """Return the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened; empty for None."""
     unvisited = [] if component is None else [json.loads(component.__getstate__())]
     found = []

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """This process and those that it works with. All methods but `share` are collective; properties are not.
+    """This process and those that it works with. All methods but `get_share` are collective; properties are not.
 
     Args:
         in_step: whether a forward pass of the model is collective too, so that all workers must run equally many.
@@ -26,25 +26,25 @@ class Workers:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank() if self._together else 0
+        return dist.get_rank() if self._is_distributed else 0
 
     @property
     def size(self) -> int:
-        return dist.get_world_size() if self._together else 1
+        return dist.get_world_size() if self._is_distributed else 1
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     @property
-    def _together(self) -> bool:
+    def _is_distributed(self) -> bool:
         return not self._alone and dist.is_available() and dist.is_initialized()
 
-    def share(self, indices: Sequence[int]) -> list[int]:
+    def get_share(self, indices: Sequence[int]) -> list[int]:
         """Return this worker's share of `indices`, every `size`-th one."""
         return list(indices[self.rank :: self.size])
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all workers, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -57,11 +57,11 @@ class Workers:
             dist.all_gather_object(values, value)
         return values
 
-    def num_local(self) -> int:
+    def count_local(self) -> int:
         """Return the number of workers on this machine."""
         return self.gather(socket.gethostname()).count(socket.gethostname())
 
-    def from_first(self, value: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         """Return the first worker's `value`, on every worker."""
         values = [value]
         if self.size > 1:

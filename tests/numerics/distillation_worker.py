@@ -229,14 +229,14 @@ class _Watched:
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
     """Record the bytes of every tensor, or part of a tensor, that is read from checkpoint files."""
-    read, sizes = checkpoint._read, []
+    read, sizes = checkpoint._read_tensor, []
 
     def count(*arguments: Any) -> Tensor:
         tensor = read(*arguments)
         sizes.append(tensor.nbytes)
         return tensor
 
-    with patch.object(checkpoint, "_read", count):
+    with patch.object(checkpoint, "_read_tensor", count):
         yield sizes
 
 

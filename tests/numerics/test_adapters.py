@@ -170,7 +170,7 @@ def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, 
         ]
     ):
         other = save(teacher, tmp_path / f"other-{number}")
-        reads = patch("swiftkv_platform.model.weights.checkpoint.Checkpoint.tensors", None)
+        reads = patch("swiftkv_platform.model.weights.checkpoint.Checkpoint.read_tensors", None)
         with reads, pytest.raises(ModelError, match=message):
             logits(tmp_path / "adapter", base_model=str(other))
 

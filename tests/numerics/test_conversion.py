@@ -116,14 +116,14 @@ def test_progress_counts_every_tensor_and_a_failed_conversion_leaves_nothing(tmp
 
 def test_converting_holds_a_few_tensors_of_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
-    read, seen, held = checkpoint._read, [], []
+    read, seen, held = checkpoint._read_tensor, [], []
 
     def watched(*arguments: Any) -> torch.Tensor:
         tensor = read(*arguments)
         seen.append((weakref.ref(tensor), tensor.nbytes))
         return tensor
 
-    monkeypatch.setattr(checkpoint, "_read", watched)
+    monkeypatch.setattr(checkpoint, "_read_tensor", watched)
     convert_checkpoint(
         *(teacher, tmp_path / "student"),
         **SHAPE,

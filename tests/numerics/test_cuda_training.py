@@ -33,7 +33,7 @@ def log() -> Iterator[DeviceLog]:
 def make_student(dtype: torch.dtype, **changes: Any) -> Any:
     classes = student_classes("llama")
     shape = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} | changes
-    config = classes.config_from(LlamaConfig(**TEACHER), StudentShape(**shape))
+    config = classes.make_config(LlamaConfig(**TEACHER), StudentShape(**shape))
     with torch.device(DEVICE):
         return classes.causal_lm._from_config(config, dtype=dtype)
 

@@ -309,7 +309,7 @@ class _Run:
         scores: list[TaskScore] = []
         left_out: list[str] = []
         for index, task in enumerate(tasks):
-            if self._workers.from_first(time.monotonic() >= ends_at):
+            if self._workers.broadcast_from_first(time.monotonic() >= ends_at):
                 left_out.append(task.spec.name)
                 continue
             self._part, self._passes = f"task-{index:03d}", 0
@@ -321,7 +321,7 @@ class _Run:
     def _one(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
         if not self._workers.is_first:
             self._language_model.follow()
-            return self._workers.from_first(())
+            return self._workers.broadcast_from_first(())
         try:
             loaded = _load(manager, task)
             templated = _templated(task.spec, self._language_model.tokenizer)
@@ -335,7 +335,7 @@ class _Run:
             self._language_model.end(error)
             raise
         self._language_model.end()
-        return self._workers.from_first(scores)
+        return self._workers.broadcast_from_first(scores)
 
     def _progress(self, done: int, total: int) -> None:
         """Report a task's progress over both modes; a task with several kinds of requests reports each kind."""

@@ -30,7 +30,7 @@ from swiftkv_platform.engine.memory import compute_cache_bytes
 from swiftkv_platform.engine.modes import has_constant_rotary_factors, open_engine
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.parts import Parts
-from swiftkv_platform.model.conversion import dense_config
+from swiftkv_platform.model.conversion import make_dense_config
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 
@@ -164,10 +164,10 @@ class Writer:
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
         """Return the bytes for as many of the longest texts as run at a time, within this worker's share of host
         memory; None on a GPU, where the engine measures free memory. Collective."""
-        num_local = self.workers.num_local()
+        num_local = self.workers.count_local()
         if self.student.device.type == "cuda":
             return None
-        config = self.student.config if swiftkv else dense_config(self.student.config)
+        config = self.student.config if swiftkv else make_dense_config(self.student.config)
         longest = sorted(lengths, reverse=True)[:num_seqs] or [2]
         all_of_them, one = (compute_cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
         available: int = psutil.virtual_memory().available
@@ -252,7 +252,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     def follow(self) -> None:
         """Answer shares until the first worker ends the task; raises the error that stopped it, if any."""
         while True:
-            name, argument = self._workers.from_first(_NOTHING)
+            name, argument = self._workers.broadcast_from_first(_NOTHING)
             if name == "end":
                 if argument is not None:
                     raise argument
@@ -264,7 +264,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
 
     def end(self, error: BaseException | None = None) -> None:
         """Release the others; with `error`, they raise it."""
-        self._workers.from_first(("end", error))
+        self._workers.broadcast_from_first(("end", error))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat as training and serving do."""
@@ -341,7 +341,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         for name, known, share in zip(names, kept, shares, strict=True):
             written = known
             if written is None:
-                self._workers.from_first(("write", mode))
+                self._workers.broadcast_from_first(("write", mode))
                 written = _in_order(self._write_share(mode, share))
                 self._parts.put(name, written)
             answers += json.loads(written)
@@ -377,7 +377,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     def _deal(self, name: str, pieces: list[_Piece], total: int) -> list[Any]:
         """Have every worker answer its share of `pieces`. Answers are in the order of the requests."""
         command = name, self._model.model.swiftkv_enabled
-        self._workers.from_first(command)
+        self._workers.broadcast_from_first(command)
         shares = deal(pieces, self._workers, self._most_prompts)
         answers: list[Any] = [None] * total
         for worker in self._answer_share(*command, shares):

@@ -27,8 +27,8 @@ import torch
 
 from swiftkv_platform.model.calibration.regression import (
     RIDGE,
+    CalibrationMethod,
     GroupRegression,
-    Method,
     share_components,
 )
 from swiftkv_platform.model.weights.lazy_student import share_heads
@@ -42,61 +42,67 @@ class _Layer:
     num_heads: int
     """Number of shared key-value heads."""
     keys: list[torch.Tensor]
-    """Maps from h by member, each [rows, num_heads * head_dim], dimensions ordered by `_paired`."""
+    """Maps from h by member, each [rows, num_heads * head_dim], dimensions ordered by `_order_by_pairs`."""
     values: list[torch.Tensor]
     """Maps from h by member, each [rows, num_heads * head_dim]."""
     queries: list[torch.Tensor]
-    """Summed squared queries by member, each [query heads, head_dim], ordered by `_paired`."""
+    """Summed squared queries by member, each [query heads, head_dim], ordered by `_order_by_pairs`."""
     order: Sequence[int]
     """The teacher's head that joins each shared head."""
 
     @classmethod
-    def of(cls, attention: Any, i: int, regression: GroupRegression) -> _Layer:
+    def from_attention(cls, attention: Any, i: int, regression: GroupRegression) -> _Layer:
         config = attention.config
         num_heads: int = config.num_key_value_heads_swiftkv or config.num_key_value_heads
         merged = max(config.num_key_value_heads // num_heads, 1)
         keys, values = (
-            _members(regression.predict(i, name), config.num_key_value_heads, num_heads)
+            _split_members(regression.predict(i, name), config.num_key_value_heads, num_heads)
             for name in ("k_proj", "v_proj")
         )
         by_head = regression.sums.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
-        pairs = _rotated_pairs(attention)
-        queries = [_paired(heads.flatten(0, 1), pairs) for heads in by_head]
-        return cls(attention, num_heads, [_paired(key, pairs) for key in keys], values, queries, range(num_heads))
+        pairs = _get_pair_order(attention)
+        queries = [_order_by_pairs(heads.flatten(0, 1), pairs) for heads in by_head]
+        return cls(
+            attention, num_heads, [_order_by_pairs(key, pairs) for key in keys], values, queries, range(num_heads)
+        )
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """The teacher's o_proj by member, each [hidden_size, num_heads, its query heads * head_dim], in its dtype."""
-        weight = _reordered(self.attention.o_proj.weight, 1, self.order)
+        weight = _reorder_heads(self.attention.o_proj.weight, 1, self.order)
         return list(weight.unflatten(1, (self.num_heads, len(self.keys), -1)).unbind(2))
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let head `order[n]` join the shared head n; for a layer of one member."""
         self.order = order
         for tensors, dim in ((self.keys, 1), (self.values, 1), (self.queries, 0)):
-            tensors[:] = [_reordered(tensor, dim, order) for tensor in tensors]
+            tensors[:] = [_reorder_heads(tensor, dim, order) for tensor in tensors]
 
-    def turn_query(self, factor: torch.Tensor) -> None:
+    def absorb_into_query(self, factor: torch.Tensor) -> None:
         """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
         teacher, student = self.attention.get_teacher_module("q_proj"), self.attention.q_proj_swiftkv
-        head_dim, pairs = self.attention.head_dim, _rotated_pairs(self.attention)
+        head_dim, pairs = self.attention.head_dim, _get_pair_order(self.attention)
         by_head = factor.conj().repeat_interleave(teacher.out_features // head_dim // len(factor), dim=0)
         # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
-        weight = _reordered(teacher.weight.double(), 0, self.order)
-        student.weight.copy_(_split(_real(_complex(_paired(weight.T, pairs), head_dim) * by_head), pairs).T)
+        weight = _reorder_heads(teacher.weight.double(), 0, self.order)
+        student.weight.copy_(
+            _undo_pair_order(_to_real(_to_complex(_order_by_pairs(weight.T, pairs), head_dim) * by_head), pairs).T
+        )
         if teacher.bias is not None:
-            bias = _reordered(teacher.bias.double(), 0, self.order)
-            student.bias.copy_(_split(_real(_complex(_paired(bias, pairs), head_dim) * by_head), pairs))
+            bias = _reorder_heads(teacher.bias.double(), 0, self.order)
+            student.bias.copy_(
+                _undo_pair_order(_to_real(_to_complex(_order_by_pairs(bias, pairs), head_dim) * by_head), pairs)
+            )
 
-    def turn_output(self, maps: Sequence[torch.Tensor]) -> None:
+    def absorb_into_output(self, maps: Sequence[torch.Tensor]) -> None:
         """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `share_values`."""
         turned = [map_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
         self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
 
-def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
+def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
     leader, config = attentions[0], attentions[0].config
-    group = [_Layer.of(attention, i, regression) for attention, i in zip(attentions, layers, strict=True)]
+    group = [_Layer.from_attention(attention, i, regression) for attention, i in zip(attentions, layers, strict=True)]
     num_heads, merged = group[0].num_heads, len(group[0].keys)
     if config.own_output_projection and not leader.has_head_norms and num_heads == config.num_key_value_heads:
         firsts = [(layer.keys[0], layer.queries[0]) for layer in group]
@@ -112,32 +118,32 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
         shared, factors = merge_keys(keys, queries, regression.gram, num_heads)
         for n, layer in enumerate(group):
             of_layer = torch.stack(factors[n * merged : (n + 1) * merged], dim=1)
-            layer.turn_query(of_layer.flatten(0, 1))
-    regression.assign("k_proj", _split(shared, _rotated_pairs(leader)))
+            layer.absorb_into_query(of_layer.flatten(0, 1))
+    regression.set_projections("k_proj", _undo_pair_order(shared, _get_pair_order(leader)))
     if config.own_output_projection and len(values) > 1:
         value, maps = share_values(values, outputs, regression.gram, num_heads)
         for n, layer in enumerate(group):
-            layer.turn_output(maps[n * merged : (n + 1) * merged])
+            layer.absorb_into_output(maps[n * merged : (n + 1) * merged])
     else:
         value = merge_values(values, outputs, num_heads)
-    regression.assign("v_proj", value)
+    regression.set_projections("v_proj", value)
 
 
-HEADS = Method(
+HEADS = CalibrationMethod(
     recorded=("k_proj", "v_proj"),
     query_statistic=lambda queries: queries.square().sum(0),  # [num_attention_heads, head_dim]
-    fit=_fit,
+    fit=_fit_group,
 )
 
 
-def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[torch.Tensor]:
+def _split_members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[torch.Tensor]:
     """Split or repeat heads: [inputs, num_heads * head_dim] -> members, each [inputs, num_shared * head_dim]."""
     if num_shared >= num_heads:
         return [share_heads(projection.T, num_heads, num_shared).T]
     return [part.flatten(1) for part in projection.unflatten(1, (num_shared, num_heads // num_shared, -1)).unbind(2)]
 
 
-def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
+def _reorder_heads(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
     """Return `x` with head `order[n]` at place n; dimension `dim` consists of heads of equal size."""
     if list(order) == list(range(len(order))):
         return x
@@ -145,7 +151,7 @@ def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
     return heads.index_select(dim, torch.tensor(order, device=x.device)).flatten(dim, dim + 1)
 
 
-def _rotated_pairs(attention: Any) -> torch.Tensor | None:
+def _get_pair_order(attention: Any) -> torch.Tensor | None:
     """Return the order of a head's dimensions in which pairs are (j, j + head_dim / 2), if RoPE rotates only the first
     dimensions, else None. Dimensions that are not rotated, and can be mixed freely, are paired as well."""
     head_dim: int = attention.head_dim
@@ -158,27 +164,27 @@ def _rotated_pairs(attention: Any) -> torch.Tensor | None:
     return torch.cat((*first, *second))
 
 
-def _paired(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """Put each head's dimensions in `[..., num_heads * head_dim]` in the order `pairs` (`_rotated_pairs`)."""
+def _order_by_pairs(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """Put each head's dimensions in `[..., num_heads * head_dim]` in the order `pairs` (`_get_pair_order`)."""
     if pairs is None:
         return x
     paired: torch.Tensor = x.unflatten(-1, (-1, len(pairs)))[..., pairs.to(x.device)].flatten(-2)
     return paired
 
 
-def _split(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """Invert `_paired`."""
-    return x if pairs is None else _paired(x, pairs.argsort())
+def _undo_pair_order(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """Invert `_order_by_pairs`."""
+    return x if pairs is None else _order_by_pairs(x, pairs.argsort())
 
 
-def _complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _to_complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[..., num_heads * head_dim] -> complex [..., num_heads, head_dim / 2]: RoPE's pairs (j, j + head_dim / 2)."""
     real, imaginary = x.unflatten(-1, (-1, head_dim)).chunk(2, dim=-1)
     return torch.complex(real.contiguous(), imaginary.contiguous())
 
 
-def _real(z: torch.Tensor) -> torch.Tensor:
-    """Invert `_complex`."""
+def _to_real(z: torch.Tensor) -> torch.Tensor:
+    """Invert `_to_complex`."""
     return torch.cat((z.real, z.imag), dim=-1).flatten(-2)
 
 
@@ -196,8 +202,10 @@ def merge_keys(
         The shared projection, shaped like one of `keys`, and factors [num_key_value_heads, head_dim / 2].
     """
     head_dim = queries[0].shape[1]
-    predicted = torch.stack([_complex(w, head_dim) for w in keys])  # [group, inputs, kv_heads, frequencies]
-    scale = torch.stack([_query_norms(q, num_key_value_heads) for q in queries])  # [group, kv_heads, frequencies]
+    predicted = torch.stack([_to_complex(w, head_dim) for w in keys])  # [group, inputs, kv_heads, frequencies]
+    scale = torch.stack(
+        [_compute_query_norms(q, num_key_value_heads) for q in queries]
+    )  # [group, kv_heads, frequencies]
     scale = scale / scale.mean(0)
     weighted = predicted * scale[:, None]
     of_h = weighted[:, : len(gram)]
@@ -209,10 +217,10 @@ def merge_keys(
     shared = (principal.conj()[:, None] * weighted).sum(0)
     factors = principal / scale  # k_i is close to factors_i * shared
     size = factors.abs().square().mean(0).sqrt()
-    return _real(shared * size), list(factors / size)
+    return _to_real(shared * size), list(factors / size)
 
 
-def _query_norms(squares: torch.Tensor, num_key_value_heads: int) -> torch.Tensor:
+def _compute_query_norms(squares: torch.Tensor, num_key_value_heads: int) -> torch.Tensor:
     """Return the norms of the queries that a key meets, by head and frequency, [num_key_value_heads, head_dim / 2].
 
     A key meets all query heads of its group of heads, and both dimensions of its pair.
@@ -231,10 +239,10 @@ def match_heads(
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:
-        weighted = _complex(keys[: len(gram)], queries.shape[1]) * _query_norms(queries, num_key_value_heads)
+        weighted = _to_complex(keys[: len(gram)], queries.shape[1]) * _compute_query_norms(queries, num_key_value_heads)
         image = torch.einsum("nm,mhf->nhf", gram.to(weighted.dtype), weighted)
         if joined:
-            orders.append(assign_heads(_lost_energy(joined, weighted, image)))
+            orders.append(assign_heads(_compute_lost_energy(joined, weighted, image)))
         joined.append((weighted[:, orders[-1]], image[:, orders[-1]]))
     return orders
 
@@ -247,7 +255,7 @@ def assign_heads(lost: torch.Tensor) -> list[int]:
     return columns
 
 
-def _lost_energy(
+def _compute_lost_energy(
     joined: Sequence[tuple[torch.Tensor, torch.Tensor]], weighted: torch.Tensor, image: torch.Tensor
 ) -> torch.Tensor:
     """Return the energy outside the principal component if a layer's head (column) joins a shared head (row)."""
@@ -279,7 +287,7 @@ def share_values(
     head_dim = values[0].shape[1] // num_key_value_heads
     shared, maps = share_components(
         [value.unflatten(1, (num_key_value_heads, -1)) for value in values],
-        [_metric(output, head_dim) for output in outputs],
+        [_compute_metric(output, head_dim) for output in outputs],
         gram,
     )
     return torch.einsum("nkd,kde->nke", shared.weights, shared.restore).flatten(1), maps
@@ -291,7 +299,7 @@ def map_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     return torch.einsum("okqd,kde->okqe", output.double().unflatten(2, (-1, maps.shape[1])), maps)
 
 
-def _metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _compute_metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return O^T O of an output projection by key-value head, [num_key_value_heads, head_dim, head_dim]."""
     heads = output.double().unflatten(2, (-1, head_dim))
     return torch.einsum("okqd,okqe->kde", heads, heads)
@@ -300,7 +308,9 @@ def _metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
 def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
     """Merge a group's values into one projection [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
-    metric = torch.stack([_metric(output, head_dim) for output in outputs])  # [group, kv_heads, head_dim, head_dim]
+    metric = torch.stack(
+        [_compute_metric(output, head_dim) for output in outputs]
+    )  # [group, kv_heads, head_dim, head_dim]
     total = metric.sum(0)
     identity = torch.eye(head_dim, dtype=total.dtype, device=total.device)
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity

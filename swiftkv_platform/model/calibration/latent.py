@@ -23,29 +23,29 @@ import torch
 
 from swiftkv_platform.model.calibration.heads import map_outputs, merge_keys, merge_values, share_values
 from swiftkv_platform.model.calibration.regression import (
+    CalibrationMethod,
     GroupRegression,
-    Method,
     Weighted,
-    root_and_inverse,
+    compute_root_and_inverse,
     share_components,
 )
 
 
-def _second_moments(queries: torch.Tensor) -> torch.Tensor:
+def _sum_second_moments(queries: torch.Tensor) -> torch.Tensor:
     """Sum q q^T over tokens by head: [num_attention_heads, qk_head_dim, qk_head_dim]."""
     return torch.einsum("thd,the->hde", queries, queries)
 
 
-def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
+def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
     leader, num_tokens = attentions[0], regression.num_tokens
     rank, plain = leader.kv_lora_rank, leader.qk_nope_head_dim
     compressed = [regression.predict(i, "kv_a_proj_with_mqa") for i in layers]
     if len(attentions) == 1:
-        regression.assign("kv_a_proj_with_mqa", compressed[0])
+        regression.set_projections("kv_a_proj_with_mqa", compressed[0])
         return
     queries = [regression.sums.queries[i] / num_tokens for i in layers]
-    energies = [_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
-    rotary, factors = merge_keys([_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
+    energies = [_to_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
+    rotary, factors = merge_keys([_to_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
 
     latents = [regression.predict(i, "kv_a_layernorm") for i in layers]
     expanded = [
@@ -56,17 +56,19 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
         [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression.gram
     )
     values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions, regression)
-    down, up = _factorise(keys, values, rank, regression)
-    down = down * torch.stack([_size(w[:, :rank], regression) for w in compressed]).mean()
+    down, up = _factorize(keys, values, rank, regression)
+    down = down * torch.stack([_compute_rms(w[:, :rank], regression) for w in compressed]).mean()
 
-    regression.assign("kv_a_proj_with_mqa", torch.cat((down, _pairs(rotary)), dim=1))
+    regression.set_projections("kv_a_proj_with_mqa", torch.cat((down, _to_pairs(rotary)), dim=1))
     leader.kv_a_layernorm_swiftkv.weight.fill_(1.0)
     leader.kv_b_proj_swiftkv.weight.copy_(up.flatten(1).T)
     for attention, linear, factor in zip(attentions, maps, factors, strict=True):
-        _turn_query(attention, linear, factor[0])
+        _absorb_into_query(attention, linear, factor[0])
 
 
-LATENTS = Method(recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_second_moments, fit=_fit)
+LATENTS = CalibrationMethod(
+    recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_sum_second_moments, fit=_fit_group
+)
 
 
 def _merge_weighted_values(
@@ -83,11 +85,11 @@ def _merge_weighted_values(
             attention.o_proj_swiftkv.weight.copy_(output.flatten(1))
     else:
         merged = merge_values(flat, outputs, num_heads)
-    root, inverse = root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
+    root, inverse = compute_root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
     return Weighted(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
 
 
-def _factorise(
+def _factorize(
     keys: Weighted, values: Weighted, rank: int, regression: GroupRegression
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the down projection [rows, rank] to latents of mean square 1, and the up projection [rank, heads, dim].
@@ -111,30 +113,30 @@ def _factorise(
     return down / norm, torch.cat(up, dim=-1)
 
 
-def _size(weights: torch.Tensor, regression: GroupRegression) -> torch.Tensor:
+def _compute_rms(weights: torch.Tensor, regression: GroupRegression) -> torch.Tensor:
     """Return the root mean square over tokens of the outputs of `weights` [rows, outputs] on h."""
     of_h = weights[: regression.num_inputs]
     total = torch.einsum("no,nm,mo->", of_h, regression.gram, of_h)
     return (total / (regression.num_tokens * weights.shape[1])).sqrt()
 
 
-def _turn_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> None:
+def _absorb_into_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> None:
     """Set the last query projection to the teacher's queries: F^T q without RoPE, q conj(factor) with it."""
     name = attention.list_query_modules(attention.config)[-1]
     teacher, student = getattr(attention, name), getattr(attention, f"{name}_swiftkv")
     by_head = teacher.weight.double().unflatten(0, (len(linear), -1))
     plain, rotary = by_head.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=1)
-    real, imaginary = _halves(rotary.mT).chunk(2, dim=-1)
+    real, imaginary = _to_halves(rotary.mT).chunk(2, dim=-1)
     turned = torch.complex(real.contiguous(), imaginary.contiguous()) * factor.conj()
-    rotary = _pairs(torch.cat((turned.real, turned.imag), dim=-1)).mT
+    rotary = _to_pairs(torch.cat((turned.real, turned.imag), dim=-1)).mT
     student.weight.copy_(torch.cat((linear.mT @ plain, rotary), dim=1).flatten(0, 1))
 
 
-def _halves(x: torch.Tensor) -> torch.Tensor:
+def _to_halves(x: torch.Tensor) -> torch.Tensor:
     """[..., dim] with RoPE's pairs at (2j, 2j + 1) -> at (j, j + dim / 2)."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
-def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """Invert `_halves`."""
+def _to_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Invert `_to_halves`."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)

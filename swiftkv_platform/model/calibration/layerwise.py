@@ -35,13 +35,13 @@ class LayerSource(Protocol):
 
 
 @contextmanager
-def filled(source: LayerSource, module: nn.Module, *, own: bool = True) -> Iterator[None]:
+def load_module(source: LayerSource, module: nn.Module, *, own: bool = True) -> Iterator[None]:
     source.fill(module, own=own)
     yield
     source.release(module)
 
 
-def decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | str) -> dict[str, torch.Tensor]:
+def make_decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | str) -> dict[str, torch.Tensor]:
     """Return the decoder's arguments for a batch. Raises `InvalidInputError`: it does not hold ids of this model."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, vocab_size = given.get("input_ids"), decoder.config.vocab_size
@@ -64,7 +64,7 @@ def decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | str) 
     return {name: (t[None] if t.ndim == 1 else t).to(device) for name, t in named.items()}
 
 
-class KeptTensor:
+class StoredActivation:
     """A tensor in an `ActivationStore`; deleting this object frees its memory or file."""
 
     def __init__(self, store: ActivationStore, tensor: torch.Tensor | None, path: Path | None) -> None:
@@ -105,11 +105,11 @@ class ActivationStore:
         with tempfile.TemporaryDirectory(prefix="activations-") as directory:
             yield cls(max_bytes, Path(directory))
 
-    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+    def add(self, tensor: torch.Tensor) -> StoredActivation:
         if self.num_bytes + tensor.nbytes <= self._max_bytes:
             self.num_bytes += tensor.nbytes
-            return KeptTensor(self, tensor.cpu(), None)
+            return StoredActivation(self, tensor.cpu(), None)
         self._num_files += 1
         path = self._directory / f"{self._num_files:08d}.safetensors"
         save_file({"x": tensor.detach().cpu().contiguous()}, path)
-        return KeptTensor(self, None, path)
+        return StoredActivation(self, None, path)

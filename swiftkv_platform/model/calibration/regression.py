@@ -11,7 +11,7 @@ from torch import nn
 
 RIDGE = 1e-4
 """Ridge penalty as a share of the mean diagonal of the Gram matrix."""
-_FLOOR = 1e-3
+_MIN_EIGENVALUE_SHARE = 1e-3
 """Minimum eigenvalue of a metric before inversion, as a share of the mean eigenvalue."""
 
 
@@ -22,7 +22,7 @@ class GroupSums:
     cross: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """Sum of [h, 1]^T output, [hidden_size + 1, outputs], by layer and recorded module of its attention."""
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Sum of `Method.query_statistic` of the queries before RoPE, by layer."""
+    """Sum of `CalibrationMethod.query_statistic` of the queries before RoPE, by layer."""
     own_gram: torch.Tensor | None = None
     """Sum of [n, 1]^T [n, 1], [hidden_size + 1, hidden_size + 1], for the input n of the leader's projections; set for
     a group of several layers if deep tokens keep their own K and V."""
@@ -30,7 +30,7 @@ class GroupSums:
     """Sum of [n, 1]^T output, as `cross`; set with `own_gram`."""
 
 
-def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
+def factor_with_ridge(gram: torch.Tensor) -> torch.Tensor:
     """Return the lower Cholesky factor of a Gram matrix plus the ridge penalty."""
     penalty = RIDGE * gram.diagonal().mean()
     factor: torch.Tensor = torch.linalg.cholesky(
@@ -39,10 +39,10 @@ def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
     return factor
 
 
-def root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the symmetric square root of a metric [..., dim, dim], and the root's inverse."""
     values, vectors = torch.linalg.eigh(metric)
-    values = values.clamp_min(0) + _FLOOR * values.mean(-1, keepdim=True).clamp_min(1e-30)
+    values = values.clamp_min(0) + _MIN_EIGENVALUE_SHARE * values.mean(-1, keepdim=True).clamp_min(1e-30)
     return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
 
 
@@ -68,7 +68,7 @@ def share_components(
         gram: sum of h^T h; the maps' rows for h come first, and rows for other inputs get no weight.
     """
     dim = parts[0].shape[-1]
-    roots = [root_and_inverse(metric) for metric in metrics]
+    roots = [compute_root_and_inverse(metric) for metric in metrics]
     weighted = torch.cat([torch.einsum("nhd,hde->nhe", p, root) for p, (root, _) in zip(parts, roots, strict=True)], -1)
     of_h = weighted[: len(gram)]
     images = torch.einsum("nm,mhd->nhd", gram, of_h)
@@ -96,17 +96,17 @@ class Regression:
         self._inputs = slice(None if intercept else -1)
         self.num_tokens = num_tokens
         self.gram = gram[self._inputs, self._inputs]
-        self.factor = ridge_factor(self.gram)
+        self.factor = factor_with_ridge(self.gram)
 
     def solve(self, cross: torch.Tensor) -> torch.Tensor:
         """Return the weights [inputs, outputs] for sums [hidden_size + 1, outputs]."""
         return torch.cholesky_solve(cross[self._inputs], self.factor)
 
-    def of_group(self, leader: Any, layer: int, sums: GroupSums) -> GroupRegression:
+    def for_group(self, leader: Any, layer: int, sums: GroupSums) -> GroupRegression:
         """Return the regressions of a group. `leader`, `layer`: its leader's attention and layer number."""
         factor = None
         if sums.own_gram is not None:
-            factor = ridge_factor(sums.own_gram[self._inputs, self._inputs])
+            factor = factor_with_ridge(sums.own_gram[self._inputs, self._inputs])
         return GroupRegression(self, leader, layer, sums, factor)
 
 
@@ -131,7 +131,7 @@ class GroupRegression:
         return len(self.regression.gram)
 
     @property
-    def keeps_own(self) -> bool:
+    def has_own_key_value(self) -> bool:
         return bool(self.leader.config.layer_map.deep_leaders)
 
     @property
@@ -146,7 +146,7 @@ class GroupRegression:
     def predict(self, i: int, name: str) -> torch.Tensor:
         """Return the map to the outputs of the module `name` in layer i's attention, [rows, outputs]."""
         solved = self.regression.solve(self.sums.cross[i, name])
-        if not self.keeps_own:
+        if not self.has_own_key_value:
             return solved
         if i == self.layer and name in self.leader.decode_modules:
             projection = self.leader.get_teacher_module(name)
@@ -159,15 +159,15 @@ class GroupRegression:
             own = torch.cholesky_solve(cross[: self.num_inputs], self.own_factor)
         return torch.cat((solved, own.to(solved.device)))
 
-    def assign(self, name: str, maps: torch.Tensor) -> None:
+    def set_projections(self, name: str, maps: torch.Tensor) -> None:
         """Write maps [rows, outputs] into the leader's twins of the module `name`."""
-        assign(getattr(self.leader, f"{name}_swiftkv"), maps[: self.num_inputs].T)
-        if self.keeps_own:
-            assign(getattr(self.leader, f"{name}_decode_swiftkv"), maps[self.num_inputs :].T)
+        set_projection(getattr(self.leader, f"{name}_swiftkv"), maps[: self.num_inputs].T)
+        if self.has_own_key_value:
+            set_projection(getattr(self.leader, f"{name}_decode_swiftkv"), maps[self.num_inputs :].T)
 
 
 @dataclass(frozen=True)
-class Method:
+class CalibrationMethod:
     """Calibration method for a kind of attention."""
 
     recorded: tuple[str, ...]
@@ -178,7 +178,7 @@ class Method:
     """Function that sets the SwiftKV projections of a group, given its attention modules (leader first) and layers."""
 
 
-def assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
+def set_projection(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
     """Write [outputs, inputs (+ 1 for the intercept)] into a projection."""
     inputs = projection.in_features
     projection.weight.copy_(weight_and_bias[:, :inputs])

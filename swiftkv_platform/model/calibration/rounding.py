@@ -21,11 +21,11 @@ from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.calibration.layerwise import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,
-    KeptTensor,
     LayerSource,
+    StoredActivation,
     TokenBatch,
-    decoder_inputs,
-    filled,
+    load_module,
+    make_decoder_inputs,
 )
 from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
@@ -59,10 +59,10 @@ def round_calibrated(
         dtype: dtype of the scales.
     """
     with ActivationStore.open(MAX_ACTIVATION_BYTES) as store:
-        yield from _Pass(source, store, formats, dtype).run(batches)
+        yield from _RoundingPass(source, store, formats, dtype).run(batches)
 
 
-class _Pass:
+class _RoundingPass:
     """One pass of all rows over all layers."""
 
     def __init__(
@@ -80,31 +80,31 @@ class _Pass:
         """Contexts by row, without hidden states."""
         self._deep: list[torch.Tensor] = []
         """Masks of deep tokens by row, bool [num_tokens]."""
-        self._hidden: list[KeptTensor] = []
-        self._x: list[KeptTensor] = []
+        self._hidden: list[StoredActivation] = []
+        self._x: list[StoredActivation] = []
         """Outputs of layer l - 1, by row."""
-        self._key_value: list[tuple[KeptTensor, ...]] = []
+        self._key_value: list[tuple[StoredActivation, ...]] = []
         """K and V of the group, by row."""
 
     def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         decoder, layer_map = self._decoder, self._config.layer_map
-        with filled(self._source, decoder.embed_tokens):
+        with load_module(self._source, decoder.embed_tokens):
             for batch in batches:
-                self._add(batch)
+                self._embed_batch(batch)
         if not self._hidden:
             raise InvalidInputError("calibration got no tokens; give more text", field="calibration")
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
-        self._hidden = [self._store.keep(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
-        with filled(self._source, decoder.norm_swiftkv):
+        self._hidden = [self._store.add(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
+        with load_module(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
                 self._key_value = [()] * len(deep)
                 for i in layer_map.get_group(leader):
                     yield from self._round_layer(i)
 
-    def _add(self, batch: TokenBatch) -> None:
-        inputs = decoder_inputs(batch, self._decoder, "cpu")
+    def _embed_batch(self, batch: TokenBatch) -> None:
+        inputs = make_decoder_inputs(batch, self._decoder, "cpu")
         ids = inputs["input_ids"]
         if not ids.numel():
             return
@@ -119,7 +119,7 @@ class _Pass:
                 deep[begin : begin + length // 2] = False
             begin += length
         context = make_packed_context(self._decoder, ids, positions, lengths, dtype=torch.float32)
-        self._hidden.append(self._store.keep(context.hidden))
+        self._hidden.append(self._store.add(context.hidden))
         self._contexts.append(replace(context, hidden=torch.empty(0)))
         self._deep.append(deep)
 
@@ -127,10 +127,10 @@ class _Pass:
         layer = self._decoder.layers[i]
         modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
         weights = {f"model.layers.{i}.{name}.weight": module for name, module in modules.items()}
-        with filled(self._source, layer):
-            with _grams([module for name, module in weights.items() if name in self._formats]) as grams:
+        with load_module(self._source, layer):
+            with _record_grams([module for name, module in weights.items() if name in self._formats]) as grams:
                 for row in range(len(self._hidden)):
-                    self._run(i, row)
+                    self._run_layer(i, row)
             for name, module in weights.items():
                 if module in grams:
                     weight = module.weight.to(self._dtype)
@@ -139,7 +139,7 @@ class _Pass:
                     yield name, (integers, scale)
             self._round_experts(i, layer)
             for row in range(len(self._hidden)):
-                self._hidden[row] = self._store.keep(self._run(i, row))
+                self._hidden[row] = self._store.add(self._run_layer(i, row))
 
     def _round_experts(self, i: int, layer: nn.Module) -> None:
         """Round experts to nearest, in the format in which they will be stored; in memory they are fused."""
@@ -150,7 +150,7 @@ class _Pass:
                     rounded = quantize_weight(experts.flatten(0, 1).to(self._dtype), form, group)
                     experts.copy_(dequantize_weight(*rounded).view_as(experts))
 
-    def _run(self, i: int, row: int) -> torch.Tensor:
+    def _run_layer(self, i: int, row: int) -> torch.Tensor:
         """Return the hidden states of a row after layer i."""
         hidden, context = self._hidden[row].load("cpu"), self._contexts[row]
         first, config = self._config.num_key_value_layers, self._config
@@ -163,10 +163,10 @@ class _Pass:
             context = add_conversation_spans(context, self._deep[row])
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
-            key_value = self._of_leader(i, row, x, self._decoder.layer_rotations.select(i, context.rotation), kept)
+            key_value = self._make_key_value(i, row, x, self._decoder.layer_rotations.select(i, context.rotation), kept)
         return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
 
-    def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
+    def _make_key_value(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
         """Return a group's keys and values, or a function that makes them; stores them for the group's other layers."""
         leader = self._decoder.layers[i].self_attn
         inputs = self._decoder.norm_swiftkv(x)
@@ -174,7 +174,7 @@ class _Pass:
 
         def keep(key_value: KeyValue) -> KeyValue:
             if len(self._config.layer_map.get_group(i)) > 1:
-                self._key_value[row] = tuple(map(self._store.keep, key_value))
+                self._key_value[row] = tuple(map(self._store.add, key_value))
             return key_value
 
         if not self._config.layer_map.deep_leaders:
@@ -184,7 +184,7 @@ class _Pass:
 
 
 @contextmanager
-def _grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
+def _record_grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
     """Yield, by module, the sum over tokens of x^T x for the inputs x of `modules`, updated while the block runs."""
     grams: dict[nn.Module, torch.Tensor] = {}
 

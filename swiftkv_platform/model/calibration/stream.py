@@ -24,13 +24,13 @@ from swiftkv_platform.model.calibration.latent import LATENTS
 from swiftkv_platform.model.calibration.layerwise import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,
-    KeptTensor,
     LayerSource,
+    StoredActivation,
     TokenBatch,
-    decoder_inputs,
-    filled,
+    load_module,
+    make_decoder_inputs,
 )
-from swiftkv_platform.model.calibration.regression import GroupSums, Method, Regression, ridge_factor
+from swiftkv_platform.model.calibration.regression import CalibrationMethod, GroupSums, Regression, factor_with_ridge
 from swiftkv_platform.model.workers import Workers
 
 K = TypeVar("K")
@@ -56,7 +56,7 @@ def calibrate_streamed(
         progress: called with the number of layers done and the number of all layers.
     """
     with ActivationStore.open(max_activation_bytes) as store:
-        yield from _Stream(source, workers, device, store).run(batches, progress)
+        yield from _CalibrationPass(source, workers, device, store).run(batches, progress)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
 class _Recorder:
     """The latest outputs of modules of a teacher's attention, recorded while the teacher runs."""
 
-    def __init__(self, attention: Any, method: Method) -> None:
+    def __init__(self, attention: Any, method: CalibrationMethod) -> None:
         self.outputs: dict[str, torch.Tensor] = {}
         """Outputs of the modules that are regressed on h, float64 [num_tokens, outputs]."""
         self.query: torch.Tensor
@@ -82,12 +82,14 @@ class _Recorder:
         """Input of the projections, [batch, num_tokens, hidden_size]."""
         self.handles: list[Any] = []
         for name in method.recorded:
-            self._follow(attention, name, partial(self.outputs.__setitem__, name))
-        self._follow(attention, attention.list_query_modules(attention.config)[-1], partial(setattr, self, "query"))
+            self._record_output(attention, name, partial(self.outputs.__setitem__, name))
+        self._record_output(
+            attention, attention.list_query_modules(attention.config)[-1], partial(setattr, self, "query")
+        )
         first = getattr(attention, attention.locate_teacher_rows(attention.config, method.recorded[0])[0])
         self.handles.append(first.register_forward_pre_hook(lambda _, inputs: setattr(self, "input", inputs[0])))
 
-    def _follow(self, attention: Any, name: str, keep: Callable[[torch.Tensor], None]) -> None:
+    def _record_output(self, attention: Any, name: str, keep: Callable[[torch.Tensor], None]) -> None:
         module, rows = attention.locate_teacher_rows(attention.config, name)
 
         def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
@@ -98,7 +100,7 @@ class _Recorder:
 
 
 @contextmanager
-def _recording(attention: Any, method: Method) -> Iterator[_Recorder]:
+def _record_attention(attention: Any, method: CalibrationMethod) -> Iterator[_Recorder]:
     recorder = _Recorder(attention, method)
     try:
         yield recorder
@@ -107,7 +109,7 @@ def _recording(attention: Any, method: Method) -> Iterator[_Recorder]:
             handle.remove()
 
 
-class _Stream:
+class _CalibrationPass:
     """One pass of this worker's rows over all layers."""
 
     def __init__(
@@ -124,12 +126,12 @@ class _Stream:
         self._method = LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
         self._intercept = attention.input_projections[0].bias is not None
         self._positions: list[torch.Tensor] = []
-        self._hidden: list[KeptTensor] = []
-        self._x: list[KeptTensor] = []
+        self._hidden: list[StoredActivation] = []
+        self._x: list[StoredActivation] = []
         """Outputs of layer l - 1 by row, with every token taken as a skipped prompt token."""
-        self._deep_x: list[KeptTensor] = []
+        self._deep_x: list[StoredActivation] = []
         """Outputs of the teacher's layer l - 1 by row; they differ from `_x` if prompts bypass layers below l."""
-        self._own_inputs: list[KeptTensor] = []
+        self._own_inputs: list[StoredActivation] = []
         """Inputs of the projections of a group's leader, by row, if deep tokens keep their own K and V."""
         self._scale = 1.0
         """Weight of the rows: 0 for a worker without rows, which runs one token to take part in the reductions."""
@@ -146,27 +148,27 @@ class _Stream:
                 self._x = list(self._hidden)
             with self._load_teacher_module(decoder.layers[i]):
                 for row in range(len(self._hidden)):
-                    self._step(i, self._hidden, row)
+                    self._run_layer(i, self._hidden, row)
                     if i > first_bypassed_layer and i not in layer_map.bypassed_layers:
-                        self._step(i, self._x, row)
+                        self._run_layer(i, self._x, row)
             progress(i + 1, num_layers)
         self._deep_x = list(self._hidden)
         if not layer_map.bypassed_layers:
             self._x = self._deep_x
-        with filled(self._source, decoder.norm_swiftkv):
+        with load_module(self._source, decoder.norm_swiftkv):
             if self._workers.is_first:
                 for name, parameter in decoder.norm_swiftkv.named_parameters():
                     yield f"model.norm_swiftkv.{name}", parameter
-            gram = self._gram()
+            gram = self._compute_gram()
             regression = Regression(gram, num_tokens, intercept=self._intercept) if self._workers.is_first else None
             for leader in layer_map.leaders:
                 sums, self._own_inputs = GroupSums(), []
                 for i in layer_map.get_group(leader):
                     with self._load_teacher_module(decoder.layers[i]):
-                        self._observe(i, sums, leader)
+                        self._collect_layer_sums(i, sums, leader)
                     progress(i + 1, num_layers)
                 if regression is not None:
-                    yield from self._fit(layer_map.get_group(leader), sums, regression)
+                    yield from self._fit_group(layer_map.get_group(leader), sums, regression)
         if self._config.shape.has_exit_head:
             yield from self._fit_exit_head()
 
@@ -175,78 +177,80 @@ class _Stream:
         num_tokens = 0
         with self._load_teacher_module(self._decoder.embed_tokens):
             for batch in batches:
-                inputs = decoder_inputs(batch, self._decoder, self._device)
+                inputs = make_decoder_inputs(batch, self._decoder, self._device)
                 num_tokens += inputs["input_ids"].numel()
-                self._add(inputs)
+                self._embed_batch(inputs)
             if not self._hidden:
                 self._scale = 0.0
-                self._add({"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=self._device)})
-        total = int(self._workers.sum_(torch.tensor(num_tokens, device=self._device)))
+                self._embed_batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=self._device)})
+        total = int(self._workers.all_reduce_(torch.tensor(num_tokens, device=self._device)))
         if not total:
             raise InvalidInputError(
                 "calibration got no tokens; give at least one batch of token ids", field="calibration"
             )
         return total
 
-    def _add(self, inputs: dict[str, torch.Tensor]) -> None:
+    def _embed_batch(self, inputs: dict[str, torch.Tensor]) -> None:
         context = self._decoder.make_context(**inputs)
         self._positions.append(context.position_ids)
-        self._hidden.append(self._store.keep(context.hidden))
+        self._hidden.append(self._store.add(context.hidden))
 
-    def _step(self, i: int, states: list[KeptTensor], row: int) -> None:
+    def _run_layer(self, i: int, states: list[StoredActivation], row: int) -> None:
         """Run layer i over the hidden states of a row."""
         # Masks are rebuilt each time: kept for all rows, they could be larger than the rows.
         hidden = states[row].load(self._device)
         context = self._decoder.make_context(inputs_embeds=hidden, position_ids=self._positions[row])
-        states[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
+        states[row] = self._store.add(self._decoder.run_layer(i, context.hidden, context))
 
-    def _inputs(self, row: int) -> torch.Tensor:
+    def _compute_regression_inputs(self, row: int) -> torch.Tensor:
         """Return h with a 1 for the intercept, [num_tokens, hidden_size + 1]."""
-        return _with_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
+        return _append_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
 
-    def _gram(self) -> torch.Tensor:
+    def _compute_gram(self) -> torch.Tensor:
         total: torch.Tensor | None = None
         for row in range(len(self._x)):
-            total = _add_gram(total, self._inputs(row))
+            total = _add_gram(total, self._compute_regression_inputs(row))
         assert total is not None, "there is a row, or one that counts nothing"
-        return self._workers.sum_(total)
+        return self._workers.all_reduce_(total)
 
-    def _observe(self, i: int, sums: GroupSums, leader: int) -> None:
+    def _collect_layer_sums(self, i: int, sums: GroupSums, leader: int) -> None:
         """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
         config, layer = self._config, self._decoder.layers[i]
         takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.get_group(leader)) > 1
         of_layer = GroupSums()
-        with _recording(layer.self_attn, self._method) as recorder:
+        with _record_attention(layer.self_attn, self._method) as recorder:
             for row in range(len(self._hidden)):
-                self._step(i, self._hidden, row)
-                inputs = self._inputs(row)
+                self._run_layer(i, self._hidden, row)
+                inputs = self._compute_regression_inputs(row)
                 for name, output in recorder.outputs.items():
-                    _add(of_layer.cross, (i, name), inputs.T @ output)
+                    _add_to_sum(of_layer.cross, (i, name), inputs.T @ output)
                 if takes_own:
                     if i == leader:
-                        self._own_inputs.append(self._store.keep(recorder.input))
-                    own = _with_intercept(self._own_inputs[row].load(self._device)) * self._scale
+                        self._own_inputs.append(self._store.add(recorder.input))
+                    own = _append_intercept(self._own_inputs[row].load(self._device)) * self._scale
                     if i == leader:
                         of_layer.own_gram = _add_gram(of_layer.own_gram, own)
                     for name, output in recorder.outputs.items():
-                        _add(of_layer.own_cross, (i, name), own.T @ output)
+                        _add_to_sum(of_layer.own_cross, (i, name), own.T @ output)
                 by_head = recorder.query.unflatten(-1, (config.num_attention_heads, -1))
-                _add(of_layer.queries, i, self._method.query_statistic(by_head) * self._scale)
-        sums.cross |= self._reduce(of_layer.cross)
-        sums.queries |= self._reduce(of_layer.queries)
-        sums.own_cross |= self._reduce(of_layer.own_cross)
+                _add_to_sum(of_layer.queries, i, self._method.query_statistic(by_head) * self._scale)
+        sums.cross |= self._sum_over_workers(of_layer.cross)
+        sums.queries |= self._sum_over_workers(of_layer.queries)
+        sums.own_cross |= self._sum_over_workers(of_layer.own_cross)
         if of_layer.own_gram is not None:
-            sums.own_gram = self._workers.sum_(of_layer.own_gram)
+            sums.own_gram = self._workers.all_reduce_(of_layer.own_gram)
 
-    def _reduce(self, sums: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
-        return {key: self._workers.sum_(part) for key, part in sums.items()}
+    def _sum_over_workers(self, sums: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
+        return {key: self._workers.all_reduce_(part) for key, part in sums.items()}
 
-    def _fit(self, group: Iterable[int], sums: GroupSums, regression: Regression) -> Iterator[tuple[str, torch.Tensor]]:
+    def _fit_group(
+        self, group: Iterable[int], sums: GroupSums, regression: Regression
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
             self._source.fill(attention)
-        self._method.fit(attentions, layers, regression.of_group(attentions[0], layers[0], sums))
+        self._method.fit(attentions, layers, regression.for_group(attentions[0], layers[0], sums))
         for i, attention in zip(layers, attentions, strict=True):
             for name, parameter in attention.named_parameters():
                 if "_swiftkv" in name:
@@ -256,27 +260,29 @@ class _Stream:
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Apply the language model's head to the final hidden state predicted from x."""
         model, sums = self._source.model, None
-        with filled(self._source, model.exit_norm), self._load_teacher_module(self._decoder.norm):
+        with load_module(self._source, model.exit_norm), self._load_teacher_module(self._decoder.norm):
             for kept, x in zip(self._hidden, self._deep_x, strict=True):
                 final = self._decoder.apply_final_norm(kept.load(self._device)).flatten(0, 1).double()
                 inputs = model.exit_norm(x.load(self._device)).flatten(0, 1).double()
                 parts = [inputs.T @ inputs * self._scale, inputs.T @ final * self._scale]
                 sums = parts if sums is None else [a.add_(b) for a, b in zip(sums, parts, strict=True)]
             assert sums is not None, "there is a row, or one that counts nothing"
-            gram, cross = (self._workers.sum_(part) for part in sums)
+            gram, cross = (self._workers.all_reduce_(part) for part in sums)
             if self._workers.is_first:
                 yield "exit_norm.weight", model.exit_norm.weight
         if self._workers.is_first:
             with self._load_teacher_module(model.lm_head):
                 head = model.lm_head.weight
-                expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected is close to final
+                expected = torch.cholesky_solve(
+                    cross, factor_with_ridge(gram)
+                )  # exit_norm(x) @ expected is close to final
                 yield "exit_head.weight", (head.float() @ expected.T.to(head.device, torch.float32)).to(head.dtype)
 
     def _load_teacher_module(self, module: nn.Module) -> Any:
-        return filled(self._source, module, own=False)
+        return load_module(self._source, module, own=False)
 
 
-def _with_intercept(states: torch.Tensor) -> torch.Tensor:
+def _append_intercept(states: torch.Tensor) -> torch.Tensor:
     """[batch, num_tokens, hidden_size] -> [batch * num_tokens, hidden_size + 1] in float64, with ones at the end."""
     states = states.flatten(0, 1).double()
     return torch.cat((states, states.new_ones(states.shape[0], 1)), dim=1)
@@ -286,5 +292,5 @@ def _add_gram(total: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
     return inputs.T @ inputs if total is None else total.addmm_(inputs.T, inputs)
 
 
-def _add(sums: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
+def _add_to_sum(sums: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
     sums[key] = sums[key].add_(part) if key in sums else part

@@ -57,7 +57,7 @@ def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16)
     classes = student_classes(family.partition("-")[0])
     shape = StudentShape(num_key_value_layers=2, key_value_group_size=2, early_exit=True) if student else None
     with torch.device(DEVICE):
-        return classes.causal_lm._from_config(classes.config_from(teacher, shape), dtype=dtype).eval()
+        return classes.causal_lm._from_config(classes.make_config(teacher, shape), dtype=dtype).eval()
 
 
 def open_engine(family: str = "llama", *, student: bool = True, **config: Any) -> LLMEngine:

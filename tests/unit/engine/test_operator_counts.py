@@ -30,7 +30,7 @@ def make_engine(num_layers: int, batch_size: int) -> LLMEngine:
         max_position_embeddings=1024,
     )
     classes = student_classes("llama")
-    config = classes.config_from(teacher, StudentShape(num_key_value_layers=num_layers // 2, key_value_group_size=2))
+    config = classes.make_config(teacher, StudentShape(num_key_value_layers=num_layers // 2, key_value_group_size=2))
     with torch.device(DEVICE):
         model = classes.causal_lm._from_config(config, dtype=torch.bfloat16).eval()
     settings = EngineConfig(max_num_seqs=batch_size, kv_cache_bytes=1 << 30)

@@ -50,7 +50,7 @@ from swiftkv_platform.model.packed_attention import (
     to_tensors,
 )
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.planning.job import training_setup
+from swiftkv_platform.planning.job import make_training_setup
 from swiftkv_platform.planning.training import LOGITS_PER_CHUNK
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.specs import JobSpec
@@ -318,7 +318,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
         calibrated = spec.swiftkv.is_calibrated
         return DryRun(
             num_workers=spec.resources.max_workers,
-            num_micro_batches=training_setup(spec).num_micro_batches,
+            num_micro_batches=make_training_setup(spec).num_micro_batches,
             num_parameters=counts[0],
             num_trained_parameters=counts[1],
             train=train,
@@ -348,7 +348,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
         strategy.get_state()  # creates the optimizer's state, as a worker does to look for a checkpoint
         optimizer = tracker.alive - parameters
         # A worker with a GPU keeps the copy in host memory.
-        remembers = training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
+        remembers = make_training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
         restore_weights = strategy.snapshot_weights() if remembers else None
         remembered = tracker.alive - parameters - optimizer
         tracker.restart()

@@ -149,7 +149,7 @@ def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm:
     """
     if options.backend != "auto":
         return options.backend
-    shape = StudentShape.of(config)
+    shape = StudentShape.from_config(config)
     suits_vllm = (
         device == "cuda"
         and has_vllm

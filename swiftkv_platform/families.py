@@ -19,44 +19,44 @@ STUDENT_SUFFIX = "_swiftkv"
 
 
 @dataclass(frozen=True)
-class Flag:
+class ConfigFlag:
     """A key of `config.json` that is true or false."""
 
     key: str
     default: bool = False
 
-    def of(self, config: Any) -> bool:
+    def get_value(self, config: Any) -> bool:
         """Return the key's value in a transformers configuration."""
         return bool(getattr(config, self.key, self.default))
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedFlag:
     """The same value in every configuration of a family."""
 
     value: bool
 
-    def of(self, _config: Any) -> bool:
+    def get_value(self, _config: Any) -> bool:
         return self.value
 
 
 @dataclass(frozen=True)
-class Windows:
+class SlidingWindows:
     """Sliding windows of a family's layers."""
 
     default: int | None
     """Window in tokens if `sliding_window` is absent; None: no window."""
-    switched: bool = False
+    needs_use_sliding_window: bool = False
     """Whether windows apply only if `use_sliding_window` is set."""
-    by_layer: bool = False
+    has_layer_types: bool = False
     """Whether `layer_types` says which layers have a window. If it is absent, the layers from `max_window_layers` on
-    have one if windows are `switched`, else all layers."""
-    full_every: int | None = None
+    have one if windows are `needs_use_sliding_window`, else all layers."""
+    full_attention_interval: int | None = None
     """n: if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` overrides it."""
 
 
-NEVER, ALWAYS = Fixed(False), Fixed(True)
-ATTENTION_BIAS, MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
+NEVER, ALWAYS = FixedFlag(False), FixedFlag(True)
+ATTENTION_BIAS, MLP_BIAS = ConfigFlag("attention_bias"), ConfigFlag("mlp_bias")
 
 
 @dataclass(frozen=True)
@@ -74,43 +74,43 @@ class Family:
     attention: Literal["head", "latent"] = "head"
     """Kind of attention: keys and values by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's RoPE (rotated
     halves), or DeepSeek-V2's latents."""
-    input_bias: Flag | Fixed = NEVER
+    input_bias: ConfigFlag | FixedFlag = NEVER
     """Biases of the query, key and value projections."""
-    output_bias: Flag | Fixed = NEVER
+    output_bias: ConfigFlag | FixedFlag = NEVER
     """Bias of the output projection of attention."""
     norms: Literal["before", "behind", "both"] = "before"
     """Place of a layer's norms: before its attention and its feed-forward part, behind each, or both. Students of a
     family without norms before (OLMo 2) have no norm_swiftkv: K and V of layers >= l come from x itself."""
     norm_offset: int = 0
     """Number that norms add to their weights."""
-    fuses_projections: bool = False
+    has_fused_projections: bool = False
     """Whether one `qkv_proj` makes queries, keys and values, and one `gate_up_proj` both inputs of the gate (Phi-3).
     They stay fused in memory and in files; the projections that a student adds are separate."""
     query_key_norms: Literal["head", "all heads"] | None = None
     """RMSNorms on queries and keys before RoPE: one over each head, or one over all heads together."""
     head_dim: int | None = None
     """Size of a head if `head_dim` is absent; None: hidden_size / num_attention_heads."""
-    has_unrotated_layers: bool = False
+    has_layers_without_rope: bool = False
     """Whether a 0 in `no_rope_layers` marks a layer without RoPE (SmolLM3); a group's layers follow its first one."""
-    rotates_by_layer_type: bool = False
+    has_rope_per_layer_type: bool = False
     """Whether layers with and layers without a window have different RoPEs; a group's layers follow its first one."""
     feed_forward: Literal["gated", "gated_gelu", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
     """Feed-forward part of a layer: gate, up and down projections with the activation `hidden_act` (`gated`) or
     `hidden_activation` (`gated_gelu`), or a mixture of experts."""
-    mlp_bias: Flag | Fixed = NEVER
+    mlp_bias: ConfigFlag | FixedFlag = NEVER
     """Biases of a feed-forward part that is not a mixture of experts."""
     multipliers: Literal["keys", "sizes"] | None = None
     """Factors. `keys`: on embeddings, scores, residual branches and logits, by keys of the configuration (Granite).
     `sizes`: `hidden_size ** 0.5`, rounded to the weights' dtype, on embeddings, and `query_pre_attn_scalar ** -0.5` on
     scores (Gemma)."""
-    windows: Windows | None = None
+    windows: SlidingWindows | None = None
     """Sliding windows; None: `sliding_window` is ignored."""
     max_position_embeddings: int = 32768
     """Number of positions if the key is absent."""
     tie_word_embeddings: bool = False
     gguf_architecture: str = ""
     """`general.architecture` of its GGUF files; empty: GGUF files are not supported."""
-    refused_by_vllm: str = ""
+    vllm_obstacle: str = ""
     """Why vLLM does not serve students of the family, and what does; empty: vLLM serves them."""
 
     @property
@@ -118,7 +118,7 @@ class Family:
         """The student's `model_type`."""
         return f"{self.model_type}{STUDENT_SUFFIX}"
 
-    def multiplier(self, config: Any, key: str) -> float:
+    def get_multiplier(self, config: Any, key: str) -> float:
         """Return a factor by Granite's name for it, such as `embedding_multiplier`; 1 if the family has none."""
         if self.multipliers == "sizes":
             embedding, attention = config.hidden_size**0.5, config.query_pre_attn_scalar**-0.5
@@ -130,7 +130,7 @@ class Family:
         """Whether a norm comes before attention, and norm_swiftkv before the K and V of layers >= l."""
         return self.norms != "behind"
 
-    def check_sharing(self, num_key_value_heads: int | None, field: str) -> None:
+    def check_head_sharing(self, num_key_value_heads: int | None, field: str) -> None:
         """Raise `ModelError`, naming `field`, if layers >= l must have as many KV heads as the teacher's."""
         why = None
         if self.attention == "latent":
@@ -145,18 +145,18 @@ class Family:
                 value=num_key_value_heads,
             )
 
-    def teacher_class(self, kind: str) -> str:
+    def get_teacher_class_name(self, kind: str) -> str:
         """Return the name of transformers' class of a kind, such as `DecoderLayer`."""
         of_decoder = kind in ("Model", "Config") and self.decoder_prefix
         return f"{self.decoder_prefix if of_decoder else self.prefix}{kind}"
 
-    def teacher_module(self, kind: Literal["modeling", "configuration"]) -> str:
+    def get_teacher_module_path(self, kind: Literal["modeling", "configuration"]) -> str:
         """Return the import path of transformers' module of a kind."""
         name = self.module or self.model_type
         return f"transformers.models.{name}.{kind}_{name}"
 
     @property
-    def student_class(self) -> str:
+    def student_class_name(self) -> str:
         """Name in a student's `architectures`."""
         return f"{self.prefix}SwiftKVForCausalLM"
 
@@ -174,13 +174,15 @@ FAMILIES: Mapping[str, Family] = {
             max_position_embeddings=2048,
             gguf_architecture="llama",  # Mistral's models too
         ),
-        Family("mistral", "Mistral", windows=Windows(4096), max_position_embeddings=131072),
-        Family("ministral", "Ministral", windows=Windows(4096, by_layer=True), max_position_embeddings=131072),
+        Family("mistral", "Mistral", windows=SlidingWindows(4096), max_position_embeddings=131072),
+        Family(
+            "ministral", "Ministral", windows=SlidingWindows(4096, has_layer_types=True), max_position_embeddings=131072
+        ),
         Family(
             "qwen2",
             "Qwen2",
             input_bias=ALWAYS,
-            windows=Windows(4096, switched=True, by_layer=True),
+            windows=SlidingWindows(4096, needs_use_sliding_window=True, has_layer_types=True),
             gguf_architecture="qwen2",
         ),
         Family(
@@ -189,15 +191,15 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             query_key_norms="head",
             head_dim=128,
-            windows=Windows(4096, switched=True, by_layer=True),
+            windows=SlidingWindows(4096, needs_use_sliding_window=True, has_layer_types=True),
             gguf_architecture="qwen3",
         ),
         Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
         Family(
             "seed_oss",
             "SeedOss",
-            input_bias=Flag("attention_bias", default=True),
-            output_bias=Flag("attention_out_bias"),
+            input_bias=ConfigFlag("attention_bias", default=True),
+            output_bias=ConfigFlag("attention_out_bias"),
             head_dim=128,
             mlp_bias=MLP_BIAS,
             max_position_embeddings=524288,
@@ -206,11 +208,11 @@ FAMILIES: Mapping[str, Family] = {
             "smollm3",
             "SmolLM3",
             **_BIASED,
-            has_unrotated_layers=True,
+            has_layers_without_rope=True,
             mlp_bias=MLP_BIAS,
-            windows=Windows(None, switched=True, by_layer=True),
+            windows=SlidingWindows(None, needs_use_sliding_window=True, has_layer_types=True),
             tie_word_embeddings=True,
-            refused_by_vllm="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
+            vllm_obstacle="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
         Family("olmo2", "Olmo2", **_BIASED, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
         Family(
@@ -219,11 +221,11 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             norms="behind",
             query_key_norms="all heads",
-            rotates_by_layer_type=True,
-            windows=Windows(4096, by_layer=True, full_every=4),
+            has_rope_per_layer_type=True,
+            windows=SlidingWindows(4096, has_layer_types=True, full_attention_interval=4),
             max_position_embeddings=2048,
         ),
-        Family("phi3", "Phi3", fuses_projections=True, windows=Windows(None), max_position_embeddings=4096),
+        Family("phi3", "Phi3", has_fused_projections=True, windows=SlidingWindows(None), max_position_embeddings=4096),
         Family(
             "gemma3_text",
             "Gemma3",
@@ -234,22 +236,24 @@ FAMILIES: Mapping[str, Family] = {
             norm_offset=1,
             query_key_norms="head",
             head_dim=256,
-            rotates_by_layer_type=True,
+            has_rope_per_layer_type=True,
             feed_forward="gated_gelu",
             multipliers="sizes",
-            windows=Windows(4096, by_layer=True, full_every=6),
+            windows=SlidingWindows(4096, has_layer_types=True, full_attention_interval=6),
             max_position_embeddings=131072,
             tie_word_embeddings=True,
             gguf_architecture="gemma3",
         ),
-        Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
+        Family(
+            "mixtral", "Mixtral", feed_forward="mixtral", windows=SlidingWindows(None), max_position_embeddings=131072
+        ),
         Family(
             "qwen3_moe",
             "Qwen3Moe",
             **_BIASED,
             query_key_norms="head",
             feed_forward="qwen3_moe",
-            windows=Windows(4096, switched=True),
+            windows=SlidingWindows(4096, needs_use_sliding_window=True),
         ),
         Family(
             "deepseek_v2",
@@ -259,7 +263,7 @@ FAMILIES: Mapping[str, Family] = {
             feed_forward="deepseek_v2",
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
-            refused_by_vllm="vLLM's multi-head latent attention cannot share a KV cache between layers; this project's "
+            vllm_obstacle="vLLM's multi-head latent attention cannot share a KV cache between layers; this project's "
             "own engine serves DeepSeek-V2 students",
         ),
     )
@@ -269,7 +273,7 @@ FLAGS = frozenset(
     flag.key
     for family in FAMILIES.values()
     for flag in (family.input_bias, family.output_bias, family.mlp_bias)
-    if isinstance(flag, Flag)
+    if isinstance(flag, ConfigFlag)
 )
 """Keys of `config.json` that the rows read as flags."""
 
@@ -296,4 +300,4 @@ def find_family(config: Mapping[str, Any]) -> Family:
 def is_served_by_vllm(model_type: str) -> bool:
     """Whether vLLM serves students of a family, by the `model_type` of a teacher or a student."""
     family = FAMILIES.get(get_teacher_type(model_type))
-    return family is not None and not family.refused_by_vllm
+    return family is not None and not family.vllm_obstacle

@@ -54,7 +54,7 @@ class StudentShape(FrozenModel):
     """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
 
     @classmethod
-    def of(cls, config: Any) -> StudentShape:
+    def from_config(cls, config: Any) -> StudentShape:
         """Read the shape from a configuration or from the keys of its `config.json`; a teacher's is dense. Raises
         `InvalidInputError` for an l, g or list of layers that is none."""
         found: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
@@ -91,13 +91,13 @@ class StudentShape(FrozenModel):
         return self.model_dump(mode="json")
 
     @classmethod
-    def config_fields(cls) -> dict[str, tuple[Any, Any]]:
+    def get_config_fields(cls) -> dict[str, tuple[Any, Any]]:
         """Return type and default of each key in `config.json`. A configuration without l is dense."""
         own = {name: (field.annotation, field.default) for name, field in cls.model_fields.items()}
         layers = {"num_key_value_layers": (int | None, None), "swiftkv_prefill_layers": (list[int] | None, None)}
         return {**own, **layers, "key_value_group_size": (int, 1)}
 
-    def check_form(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
+    def check_family_support(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
         """Raise `ModelError` if deep tokens have an unknown form, or prompts bypass layers where they cannot.
 
         Args:
@@ -144,7 +144,7 @@ class LayerMap:
         if self.shape.swiftkv_prefill_layers is not None:
             _check_prefill_layers(self.shape.swiftkv_prefill_layers, self.num_hidden_layers)
             if self.shape.swiftkv_prefill_layers[-1] + 1 != self.num_key_value_layers:
-                raise _second_depth(self.shape.swiftkv_prefill_layers)
+                raise _conflicting_depth_error(self.shape.swiftkv_prefill_layers)
         if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
             raise InvalidInputError.for_field(
                 "swiftkv.num_key_value_layers",
@@ -211,7 +211,7 @@ class LayerMap:
         offset = layer - self.num_key_value_layers
         return layer - offset % self.key_value_group_size
 
-    def runs_in_prefill(self, name: str) -> bool:
+    def is_prefill_tensor(self, name: str) -> bool:
         """Whether skipped prompt tokens need a checkpoint's tensor: the embedding, layers < l, and K and V of the
         groups."""
         found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
@@ -245,12 +245,12 @@ class ShapeRequest:
     prefill_layers: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, section: Any) -> ShapeRequest:
+    def from_spec(cls, section: Any) -> ShapeRequest:
         """Read the request from an object with its fields, such as a job spec's `swiftkv` section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
-    def given_layers(self) -> int | None:
+    def requested_depth(self) -> int | None:
         """The l that is given, directly or by `prefill_layers`; None if neither is."""
         return self.prefill_layers[-1] + 1 if self.prefill_layers else self.num_key_value_layers
 
@@ -264,15 +264,15 @@ class ShapeRequest:
         """Whether prompts bypass layers below l."""
         return bool(find_bypassed_layers(self.prefill_layers or ()))
 
-    def depth(self, num_hidden_layers: int) -> int:
+    def resolve_depth(self, num_hidden_layers: int) -> int:
         """Return l from whichever of its forms is given; half of the layers if none is. Raises `InvalidInputError` if
         two are given, or a share is outside 0..1."""
         share = self.prefill_reduction
         if self.prefill_layers is not None:
             _check_prefill_layers(self.prefill_layers, num_hidden_layers)
-            if share is not None or self.num_key_value_layers not in (None, self.given_layers):
-                raise _second_depth(self.prefill_layers)
-        given = self.given_layers
+            if share is not None or self.num_key_value_layers not in (None, self.requested_depth):
+                raise _conflicting_depth_error(self.prefill_layers)
+        given = self.requested_depth
         if given is not None and share is not None:
             raise InvalidInputError(
                 f"swiftkv.num_key_value_layers is {given} and swiftkv.prefill_reduction is {share}: both set the same "
@@ -289,14 +289,14 @@ class ShapeRequest:
             )
         return num_hidden_layers - min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
 
-    def comparable(self, num_hidden_layers: int | None) -> dict[str, Any]:
+    def to_comparable(self, num_hidden_layers: int | None) -> dict[str, Any]:
         """Return fields and values that are equal in requests for the same student: l instead of its other forms, and
         the list of prefill layers only if it has bypassed layers. Without `num_hidden_layers`, l is what the caller
         gave."""
         if num_hidden_layers is not None:
-            depth: Any = self.depth(num_hidden_layers)
+            depth: Any = self.resolve_depth(num_hidden_layers)
         else:
-            depth = self.given_layers or f"prefill_reduction {self.prefill_reduction or 0.5}"
+            depth = self.requested_depth or f"prefill_reduction {self.prefill_reduction or 0.5}"
         listed = list(self.prefill_layers or ()) if self.has_bypassed_layers else None
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["prefill_reduction"]
@@ -309,7 +309,7 @@ class ShapeRequest:
         Args:
             num_attention_heads: the teacher's query heads, which `mha` caches.
         """
-        depth = self.depth(num_hidden_layers)
+        depth = self.resolve_depth(num_hidden_layers)
         _check_integer("num_key_value_layers", depth)
         _check_integer("key_value_group_size", self.key_value_group_size)
         if not 1 <= depth < num_hidden_layers:
@@ -375,7 +375,7 @@ def refuse_bypass_with_latents(layers: Sequence[int], model_type: str) -> None:
     )
 
 
-def _second_depth(layers: Sequence[int]) -> InvalidInputError:
+def _conflicting_depth_error(layers: Sequence[int]) -> InvalidInputError:
     return InvalidInputError.for_field(
         "swiftkv.prefill_layers",
         list(layers),

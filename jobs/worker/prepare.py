@@ -49,8 +49,8 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.weights.adapters import check_can_be_base
-from swiftkv_platform.planning.job import refuse_writers, teacher_bytes, training_setup
-from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.job import refuse_row_generation, compute_teacher_bytes, make_training_setup
+from swiftkv_platform.planning.machines import has_fast_bfloat16
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
@@ -144,7 +144,7 @@ def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> fl
     Recomputation by gradient checkpointing is excluded. None for a family unknown to the planner. `config`: the
     student's configuration."""
     setup = replace(
-        training_setup(spec),
+        make_training_setup(spec),
         samples=rows.sample_length_histogram,
         counted_share=rows.num_counted_tokens / rows.num_tokens,
     )
@@ -157,7 +157,7 @@ def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> fl
 
 def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
     """Warn about bfloat16 on CPUs without fast bfloat16 products, judging by this machine's."""
-    if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not multiplies_bfloat16():
+    if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not has_fast_bfloat16():
         yield (
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which has no AVX-512; use float32",
             True,
@@ -228,9 +228,9 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
     from swiftkv_platform.engine import EngineConfig, LLMEngine
 
     path = str(fetch_model_directory(path, spec.model.revision, field="model.name_or_path"))
-    needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
+    needed, given = compute_teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
     if needed >= given:
-        refuse_writers(spec, needed, given, "free")
+        refuse_row_generation(spec, needed, given, "free")
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))
 
 

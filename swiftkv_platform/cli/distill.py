@@ -31,7 +31,7 @@ from swiftkv_platform.contract.verdicts import describe_undecided_gates, summari
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.planning.config import Fields
+from swiftkv_platform.planning.config import ConfigFields
 from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources.names import make_absolute
 from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe, find_recipes
@@ -309,7 +309,7 @@ def build_job_spec(
         InvalidInputError: a name of a model or data set is not valid.
         ModelError: the model's configuration cannot be read.
     """
-    context = Fields(read_model_config(model)).optional_count("max_position_embeddings", "n_positions")
+    context = ConfigFields(read_model_config(model)).get_optional_count("max_position_embeddings", "n_positions")
     longest = _MAX_GPU_ROW_LENGTH if gpus else _MAX_CPU_ROW_LENGTH
     shape = {"num_key_value_layers": num_key_value_layers, "prefill_layers": prefill_layers}
     layers = {name: value for name, value in shape.items() if value is not None}

@@ -39,7 +39,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.installing import DISTRIBUTION, make_install_command
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.machines import has_fast_bfloat16
 from swiftkv_platform.settings import Settings
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def check_compiler(context: CheckContext) -> Finding:
         reason = next((line for line in run.stderr.splitlines() if "error" in line), f"exit status {run.returncode}")
         message = f"{compiler} cannot compile C++20 with OpenMP ({reason.strip()}); {slower}."
         return make_warning(message, f"use a newer one: {advice}")
-    if not multiplies_bfloat16():
+    if not has_fast_bfloat16():
         return make_ok(
             f"{compiler} works; this processor has no AVX-512, so PyTorch's operators are used, and float32 is much "
             "faster than bfloat16 (model.dtype of a job, engine.dtype of a deployment)."

@@ -11,7 +11,11 @@ from swiftkv_platform.cli.output import Columns, print_fields, print_items, prin
 from swiftkv_platform.client import Resource
 from swiftkv_platform.control_plane.jobs.estimates import add_time, find_speed, validate
 from swiftkv_platform.local.terminal import format_count, format_duration, format_flops, format_size, pluralize
-from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
+from swiftkv_platform.planning.gates import (
+    MAX_FALSE_PASS_PROBABILITY,
+    WORSE_STUDENT_LOSS,
+    compute_false_pass_probability,
+)
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import JobSpec
@@ -140,9 +144,9 @@ def print_gates(gates: Sequence[Mapping[str, Any]]) -> None:
             "A limit below what the samples exclude may leave good students undecided: use more samples, a wider limit "
             "or auto."
         )
-    worse = passes_worse(gates)
-    if worse is not None and worse > MOST_PASSES_WORSE:
+    worse = compute_false_pass_probability(gates)
+    if worse is not None and worse > MAX_FALSE_PASS_PROBABILITY:
         print_line(
-            f"A student {WORSE:g} points worse on every task passes in about {worse:.0%} of evaluations: use more "
-            "samples, or further tasks."
+            f"A student {WORSE_STUDENT_LOSS:g} points worse on every task passes in about {worse:.0%} of evaluations: "
+            "use more samples, or further tasks."
         )

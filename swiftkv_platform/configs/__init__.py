@@ -47,14 +47,14 @@ class SwiftKVConfigMixin:
     def _validate_shape(self) -> None:
         """Raise `InvalidInputError` for a shape that does not fit the teacher, before any weight is read."""
         config, heads = cast("Any", self), self.layer_map.shape.num_key_value_heads_swiftkv
-        self.shape.check_form(
+        self.shape.check_family_support(
             config.model_type,
             caches_latents=self.family.attention == "latent",
             prefill_only=self.swiftkv_prefill_only,
         )
         if heads is None:
             return
-        self.family.check_sharing(heads, "swiftkv.sharing")
+        self.family.check_head_sharing(heads, "swiftkv.sharing")
         theirs = config.num_key_value_heads
         fits = heads >= 1 and config.num_attention_heads % heads == 0
         if not fits or (theirs % heads and heads % theirs):
@@ -79,7 +79,7 @@ class SwiftKVConfigMixin:
     @property
     def shape(self) -> StudentShape:
         """What makes the student; assign another to change the configuration's fields."""
-        return StudentShape.of(self)
+        return StudentShape.from_config(self)
 
     @shape.setter
     def shape(self, shape: StudentShape) -> None:
@@ -109,10 +109,10 @@ def get_layer_windows(config: Any) -> list[int | None]:
 
 def _define_config_class(family: Family) -> type[Any]:
     """Define `{prefix}SwiftKVConfig`, importable from this module."""
-    module = importlib.import_module(family.teacher_module("configuration"))
-    teacher: type[Any] = getattr(module, family.teacher_class("Config"))
+    module = importlib.import_module(family.get_teacher_module_path("configuration"))
+    teacher: type[Any] = getattr(module, family.get_teacher_class_name("Config"))
     name = f"{family.prefix}SwiftKVConfig"
-    fields = StudentShape.config_fields()
+    fields = StudentShape.get_config_fields()
     body = {
         "__module__": __name__,
         "__qualname__": name,

@@ -89,7 +89,7 @@ class AdapterConfig(FrozenModel):
 
     def check_shape(self, config: Any, source: str) -> None:
         """Raise `ModelError` if `config.json` describes another student than this adapter."""
-        found = StudentShape.of(config)
+        found = StudentShape.from_config(config)
         for name, value in self.swiftkv:
             if getattr(found, name) != value:
                 raise ModelError(

@@ -145,7 +145,7 @@ CURES: Mapping[str, Cure] = {
             "training.max_steps": _suggest_double,
             "training.num_epochs": lambda value, spec: f"use {2 * value}" if spec.training.max_steps is None else None,
             "swiftkv.prefill_reduction": lambda value, spec: (
-                f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.request.given_layers is None else None
+                f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.request.requested_depth is None else None
             ),
             "swiftkv.num_key_value_layers": lambda value, _spec: None if value is None else f"use {value + 1} or more",
             "swiftkv.key_value_group_size": _suggest_divisor,

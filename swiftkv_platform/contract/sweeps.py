@@ -119,7 +119,7 @@ def make_trial_result(
 ) -> TrialResult:
     return TrialResult(
         name=trial.name,
-        num_key_value_layers=trial.spec.swiftkv.request.given_layers,
+        num_key_value_layers=trial.spec.swiftkv.request.requested_depth,
         key_value_group_size=trial.spec.swiftkv.key_value_group_size,
         learning_rate=trial.spec.optimizer.learning_rate,
         report=None if report is None else dict(report),

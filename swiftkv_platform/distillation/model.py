@@ -43,7 +43,7 @@ from swiftkv_platform.model.packed_attention import (
     run_lower_layers_by_span,
 )
 from swiftkv_platform.planning.parameters import split_by_size
-from swiftkv_platform.planning.training import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
+from swiftkv_platform.planning.training import LOGITS_PER_CHUNK, LOGITS_PER_PASS, MIN_CHUNK_ROWS
 from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec
 
@@ -154,7 +154,7 @@ def _head_loss(
 
     The chunks' losses have logits divided by `scale`, so their sum is multiplied by scale^2 and its gradient by scale.
     """
-    chunk_size = chunk_size or max(FEWEST_ROWS, LOGITS_PER_CHUNK[_get_device_kind(head)] // len(head))
+    chunk_size = chunk_size or max(MIN_CHUNK_ROWS, LOGITS_PER_CHUNK[_get_device_kind(head)] // len(head))
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size, scale)  # type: ignore[no-untyped-call]
     return loss

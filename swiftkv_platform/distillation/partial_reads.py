@@ -302,7 +302,7 @@ class CheckpointTensors(LazyTensors):
         }
 
     @property
-    def places(self) -> Mapping[str, Any]:
+    def locations(self) -> Mapping[str, Any]:
         return self._locations
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
@@ -352,7 +352,7 @@ class RangedSafetensors(LazyTensors):
             self._locations |= {name: (file, begin, entry) for name, entry in header.items() if name != "__metadata__"}
 
     @property
-    def places(self) -> Mapping[str, Any]:
+    def locations(self) -> Mapping[str, Any]:
         return self._locations
 
     def _read_header(self, file: str, size: int) -> tuple[int, dict[str, Any]]:

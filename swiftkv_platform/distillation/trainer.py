@@ -37,7 +37,7 @@ from swiftkv_platform.distillation.steering import (
 from swiftkv_platform.distillation.strategy import DDPStrategy, FSDP2Strategy, Strategy, WeightSource
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
-from swiftkv_platform.planning.steering import RunSchedule, num_measured_rows, steps_of_trial
+from swiftkv_platform.planning.steering import RunSchedule, count_measured_rows, compute_trial_steps
 from swiftkv_platform.specs import JobSpec, TrainingSpec, ValidationSpec
 
 
@@ -115,10 +115,10 @@ class Trainer:
         self._checkpointer = checkpointer
         self._spec = spec
         self._total_steps = total_steps
-        self._schedule = RunSchedule.of(spec, total_steps, measures=validation_rows is not None)
+        self._schedule = RunSchedule.for_spec(spec, total_steps, measures=validation_rows is not None)
         self._listener = listener
         self._validation: ValidationSet | None = None
-        if validation_rows is not None and (interval := self._schedule.measured_every) is not None:
+        if validation_rows is not None and (interval := self._schedule.measurement_interval) is not None:
             self._validation = ValidationSet(strategy, validation_rows, spec.training, every_steps=interval)
 
     def run(self) -> StopRequest:
@@ -143,7 +143,12 @@ class Trainer:
                 progress = self._train_and_validate(progress)
                 stop_request = StopRequest(self._strategy.all_reduce_max(self._listener.poll_stop_request()))
                 is_best = progress.steering.best_step == progress.step
-                if is_best or self._schedule.is_due(progress.step) or stop_request or self._is_finished(progress):
+                if (
+                    is_best
+                    or self._schedule.is_checkpoint_due(progress.step)
+                    or stop_request
+                    or self._is_finished(progress)
+                ):
                     self._checkpointer.save(progress)
         except BaseException as error:
             try:
@@ -178,7 +183,7 @@ class Trainer:
 
     def _find_peak_rate(self, state: SteeringState, validation: ValidationSet) -> SteeringState:
         """Search for the peak learning rate. In runs too short for a search, limit it to `max_stable_rate`."""
-        spec_rate, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
+        spec_rate, num_steps = self._spec.optimizer.learning_rate, compute_trial_steps(self._total_steps)
         assert spec_rate is not None, "set before training by specs.job.resolve_model_defaults"
         max_rate = max_stable_rate(self._strategy.gather_matrices())
         rate, trials = first_trial_rate(spec_rate, max_rate, self._spec.distillation.trainable), list[TriedRate]()
@@ -320,8 +325,8 @@ def build_micro_batches(
     """Return this worker's share of the rows `batch` in micro batches of `micro_batch_size` rows. Every worker has the
     same number: a worker with a smaller share adds a row that no loss counts."""
     # 1. this worker's rows, padded to the same number on every worker
-    own_rows = select_rank_rows(batch, strategy.data_rank, strategy.data_size)
-    indices = [*own_rows, *batch[: -(-len(batch) // strategy.data_size) - len(own_rows)]]
+    get_local_rows = select_rank_rows(batch, strategy.data_rank, strategy.data_size)
+    indices = [*get_local_rows, *batch[: -(-len(batch) // strategy.data_size) - len(get_local_rows)]]
     if training.compile:  # compiled layers need batches of one size
         indices += [batch[0]] * (-len(indices) % training.micro_batch_size)
     # 2. concatenate the rows of each micro batch
@@ -330,7 +335,7 @@ def build_micro_batches(
         chosen = indices[start : start + training.micro_batch_size]
         step = math.lcm(strategy.sequence_parallel_size, TOKENS_MULTIPLE)
         multiple = len(chosen) * rows.max_length if training.compile else step
-        num_counted = max(len(own_rows) - start, 0)
+        num_counted = max(len(get_local_rows) - start, 0)
         arrays, lengths = rows.make_padding_free_batch(chosen, multiple=multiple, num_counted=num_counted)
         tensors = to_tensors(arrays)
         tensors["loss_mask"] = strategy.mask_own_positions(tensors["loss_mask"])
@@ -364,7 +369,7 @@ class ValidationSet:
 
 def select_validation_rows(rows: PackedRows, spec: ValidationSpec, rows_between: int) -> list[int]:
     """Return evenly spaced rows, since packing sorts them by the length of their samples."""
-    number = min(num_measured_rows(spec, rows.num_tokens / len(rows), rows_between), len(rows))
+    number = min(count_measured_rows(spec, rows.num_tokens / len(rows), rows_between), len(rows))
     return [int(i) for i in np.linspace(0, len(rows) - 1, number).round()]
 
 

@@ -45,7 +45,7 @@ class ModelDescription:
 
     @property
     def has_exit_head(self) -> bool:
-        return StudentShape.of(self.config).has_exit_head
+        return StudentShape.from_config(self.config).has_exit_head
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ class NativeLayer(nn.Module):
         if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.has_joint_head_norm:
             return None
         family, config = attention.config.family, attention.config
-        if family.norms != "before" or family.multiplier(config, "residual_multiplier") != 1.0:
+        if family.norms != "before" or family.get_multiplier(config, "residual_multiplier") != 1.0:
             return None
         if not (isinstance(mlp, NativeMLP) and isinstance(mlp.down_proj, NativeLinear)):
             return None

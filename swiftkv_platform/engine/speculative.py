@@ -207,7 +207,7 @@ def estimate_draft_costs(model: Any) -> DraftCosts:
     head = _count_weights(model.lm_head)
     whole = sum(map(_count_weights, layers)) + head
     max_step_tokens = MAX_DRAFTING_STEP_TOKENS[model.device.type]
-    exit_head = head if StudentShape.of(model.config).has_exit_head else 0
+    exit_head = head if StudentShape.from_config(model.config).has_exit_head else 0
     return DraftCosts(lower / whole, exit_head / whole, 1 / max_step_tokens, max_step_tokens)
 
 

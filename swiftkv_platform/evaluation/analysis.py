@@ -325,7 +325,9 @@ def _recommend(
     """Return the recommended l, and the rule behind it. `judging`: the share of needles that a teacher finds which
     finds enough."""
     if not starts:
-        return recommend_depth(scores), f"smallest l from half of the layers on where SimScore is at least {MIN_SIMSCORE}"
+        return recommend_depth(
+            scores
+        ), f"smallest l from half of the layers on where SimScore is at least {MIN_SIMSCORE}"
     rule = f"smallest l from which the calibrated start is within {max_kl} nats of the teacher"
     if judging is None:
         return shallowest(starts, max_kl=max_kl), rule

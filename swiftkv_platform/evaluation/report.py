@@ -24,7 +24,12 @@ from swiftkv_platform.evaluation.quality import (
     Totals,
 )
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.gates import DROPS, default_limit, default_needle_limit, num_task_gates
+from swiftkv_platform.planning.gates import (
+    DEFAULT_DROP_RANGE,
+    compute_default_limit,
+    compute_default_needle_limit,
+    count_task_gates,
+)
 from swiftkv_platform.specs import EvaluationSpec
 
 NO_TASKS = TaskResults()
@@ -277,7 +282,7 @@ def _gates(
     def settle(limit: float | Literal["auto"] | None, default: float) -> float | None:
         return limit if limit != "auto" else default if instruct else None
 
-    num_gates = max(num_task_gates(spec), sum(not score.task.startswith(NEEDLE_PREFIX) for score in tasks))
+    num_gates = max(count_task_gates(spec), sum(not score.task.startswith(NEEDLE_PREFIX) for score in tasks))
     student, ratio, known = held_out
     least = settle(spec.min_top1_agreement, MIN_TOP1_AGREEMENT)
     figures: tuple[tuple[str, str, float, float | None], ...] = (
@@ -351,9 +356,11 @@ def _task_gate(score: TaskScore, spec: EvaluationSpec, num_gates: int) -> Gate |
     if asked != "auto":
         limit = asked
     elif is_needle:
-        limit = default_needle_limit(score.num_samples)
+        limit = compute_default_needle_limit(score.num_samples)
+    elif score.is_share:
+        limit = compute_default_limit(score.num_samples, num_gates=num_gates)
     else:
-        limit = default_limit(score.num_samples, num_gates=num_gates) if score.is_share else DROPS[0]
+        limit = DEFAULT_DROP_RANGE[0]
     field, share = "max_needle_drop" if is_needle else "max_drop", 100.0 if score.is_share else None
     subject = f"points lost on {score.task}"
     return _gate(field, subject, score.drop, limit, score.drop_interval, score.num_samples, share=share)

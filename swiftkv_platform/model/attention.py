@@ -257,7 +257,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.rotates = True
-        if config.family.has_unrotated_layers:  # a group shares its keys, so all its layers rotate or none does
+        if config.family.has_layers_without_rope:  # a group shares its keys, so all its layers rotate or none does
             self.rotates = bool(config.no_rope_layers[config.layer_map.get_leader(layer_idx)])
         self.has_head_norms = config.family.query_key_norms is not None
         if not self.has_head_norms:
@@ -281,7 +281,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
 
     @classmethod
     def locate_teacher_rows(cls, config: Any, name: str, /) -> tuple[str, slice | None]:
-        if not config.family.fuses_projections or name not in ("q_proj", "k_proj", "v_proj"):
+        if not config.family.has_fused_projections or name not in ("q_proj", "k_proj", "v_proj"):
             return name, None
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size

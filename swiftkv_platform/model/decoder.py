@@ -43,7 +43,7 @@ class LayerRotations:
     """RoPE factors per layer of a model. Full and sliding layers may have different RoPEs."""
 
     def __init__(self, config: Any) -> None:
-        self._layer_types: list[str] = config.layer_types if config.family.rotates_by_layer_type else []
+        self._layer_types: list[str] = config.layer_types if config.family.has_rope_per_layer_type else []
         self._types = sorted(set(self._layer_types))
 
     def make(self, rotary_emb: nn.Module, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
@@ -108,10 +108,10 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        scale = config.family.multiplier(config, "embedding_multiplier")
+        scale = config.family.get_multiplier(config, "embedding_multiplier")
         if scale != 1.0:
             self.embed_tokens = ScaledEmbedding(config, scale, rounds_scale=config.family.multipliers == "sizes")
-        self._logits_scaling = config.family.multiplier(config, "logits_scaling")
+        self._logits_scaling = config.family.get_multiplier(config, "logits_scaling")
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)
         self.layer_map: LayerMap = config.layer_map  # cached, since the property makes a new one per access

@@ -17,7 +17,7 @@ from swiftkv_platform.families import FAMILIES, Family, find_family
 from swiftkv_platform.model.attention import HeadAttentionMixin, LatentAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
-from swiftkv_platform.planning.config import check_kind
+from swiftkv_platform.planning.config import check_no_student_keys
 from swiftkv_platform.student_shape import ShapeRequest, StudentShape
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
@@ -38,7 +38,7 @@ class StudentClasses:
         """Make a student's configuration from its teacher's; without `shape` it is dense. Raises `ModelError`: the
         teacher's configuration has a student's keys."""
         of_teacher = teacher.to_dict()
-        check_kind(of_teacher)
+        check_no_student_keys(of_teacher)
         values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_KEYS}
         config = self.config(**values, **({} if shape is None else shape.to_config()))
         config.dtype = teacher.dtype
@@ -47,8 +47,8 @@ class StudentClasses:
 
 def _import_teacher_class(family: Family, suffix: str) -> type[Any]:
     """Import the family's class `{prefix}{suffix}` of transformers."""
-    module = importlib.import_module(family.teacher_module("modeling"))
-    teacher: type[Any] = getattr(module, family.teacher_class(suffix))
+    module = importlib.import_module(family.get_teacher_module_path("modeling"))
+    teacher: type[Any] = getattr(module, family.get_teacher_class_name(suffix))
     return teacher
 
 

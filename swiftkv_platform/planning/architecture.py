@@ -10,7 +10,13 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.families import Family, find_family
-from swiftkv_platform.planning.config import ConfigSource, Fields, check_values, read_config, refused
+from swiftkv_platform.planning.config import (
+    ConfigFields,
+    ConfigSource,
+    check_config_values,
+    make_config_error,
+    read_config,
+)
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
@@ -36,7 +42,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """Cache entry of one token in one layer under one name (keys or values): `heads` vectors of `size`."""
 
     heads: int
@@ -58,7 +64,7 @@ class AttentionShape:
     query_size: int
     """Size of a head's query and key."""
     value_size: int
-    entries: tuple[Entry, ...]
+    entries: tuple[CacheEntry, ...]
     shared_query_norms: int = 0
     """Parameters of norms on queries before RoPE, which a student's layer shares with its teacher's (Qwen3)."""
     shared_key_norms: int = 0
@@ -124,44 +130,44 @@ class Architecture:
     """The shape in a student's configuration; None in a teacher's."""
 
 
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 """Most layers of a model; each becomes an object here."""
 
 
-def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) -> AttentionShape:
+def _read_head_attention(family: Family, fields: ConfigFields, num_key_value_heads: int | None) -> AttentionShape:
     """Attention whose query heads share KV heads (GQA, with MHA and MQA as its extremes)."""
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    kv_heads = num_key_value_heads or fields.count("num_key_value_heads", default=heads)
+    hidden, heads = fields.get_count("hidden_size"), fields.get_count("num_attention_heads")
+    kv_heads = num_key_value_heads or fields.get_count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(
             f"{heads} query heads cannot share {kv_heads} KV heads; a divisor is accepted",
             field="num_key_value_heads_swiftkv",
             value=kv_heads,
         )
-    size = fields.count("head_dim", default=family.head_dim or max(hidden // heads, 1))
-    bias = fields.has(family.input_bias)
+    size = fields.get_count("head_dim", default=family.head_dim or max(hidden // heads, 1))
+    bias = fields.has_property(family.input_bias)
     norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
     return AttentionShape(
         query=(Linear(hidden, heads * size, bias),),
         key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
         expansion=(),
-        output=(Linear(heads * size, hidden, fields.has(family.output_bias)),),
+        output=(Linear(heads * size, hidden, fields.has_property(family.output_bias)),),
         num_heads=heads,
         query_size=size,
         value_size=size,
-        entries=(Entry(kv_heads, size),) * 2,
+        entries=(CacheEntry(kv_heads, size),) * 2,
         shared_query_norms=norms[0],
         shared_key_norms=norms[1],
     )
 
 
-def _latent(family: Family, fields: Fields, _num_key_value_heads: int | None) -> AttentionShape:
+def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_heads: int | None) -> AttentionShape:
     """Multi-head latent attention (DeepSeek-V2): one latent and one rotated key a token are cached for all heads."""
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    nope, rope = fields.count("qk_nope_head_dim", default=128), fields.count("qk_rope_head_dim", default=64)
-    value, rank = fields.count("v_head_dim", default=128), fields.count("kv_lora_rank", default=512)
-    query_rank = fields.optional_count("q_lora_rank") if fields.given("q_lora_rank") else 1536
-    bias = fields.has(family.input_bias)
+    hidden, heads = fields.get_count("hidden_size"), fields.get_count("num_attention_heads")
+    nope, rope = fields.get_count("qk_nope_head_dim", default=128), fields.get_count("qk_rope_head_dim", default=64)
+    value, rank = fields.get_count("v_head_dim", default=128), fields.get_count("kv_lora_rank", default=512)
+    query_rank = fields.get_optional_count("q_lora_rank") if fields.has_key("q_lora_rank") else 1536
+    bias = fields.has_property(family.input_bias)
     query: tuple[Linear, ...] = (Linear(hidden, heads * (nope + rope)),)
     if query_rank is not None:
         query = (Linear(hidden, query_rank, bias), Linear(query_rank, heads * (nope + rope)))
@@ -169,84 +175,91 @@ def _latent(family: Family, fields: Fields, _num_key_value_heads: int | None) ->
         query=query,
         key_value=(Linear(hidden, rank + rope, bias),),
         expansion=(Linear(rank, heads * (nope + value)),),
-        output=(Linear(heads * value, hidden, fields.has(family.output_bias)),),
+        output=(Linear(heads * value, hidden, fields.has_property(family.output_bias)),),
         num_heads=heads,
         query_size=nope + rope,
         value_size=value,
-        entries=(Entry(1, rank), Entry(1, rope)),
+        entries=(CacheEntry(1, rank), CacheEntry(1, rope)),
         query_norms=query_rank or 0,
         key_norms=rank,
     )
 
 
-def _gated(
+def _make_gated_mlp(
     hidden: int, intermediate: int, *, bias: bool = False, copies: int = 1, active: int = 1
 ) -> tuple[Linear, ...]:
     into = Linear(hidden, intermediate, bias, copies, active)
     return into, into, Linear(intermediate, hidden, bias, copies, active)
 
 
-def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
-    hidden, intermediate = fields.count("hidden_size"), fields.count("intermediate_size")
-    bias = fields.has(family.mlp_bias)
-    if family.fuses_projections:
+def _read_gated_mlp(family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
+    hidden, intermediate = fields.get_count("hidden_size"), fields.get_count("intermediate_size")
+    bias = fields.has_property(family.mlp_bias)
+    if family.has_fused_projections:
         return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
-    return _gated(hidden, intermediate, bias=bias)
+    return _make_gated_mlp(hidden, intermediate, bias=bias)
 
 
-def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:
+def _read_experts(
+    fields: ConfigFields, intermediate: int, *counts: str, defaults: tuple[int, int | None]
+) -> tuple[Linear, ...]:
     """Router and experts of a layer."""
-    hidden = fields.count("hidden_size")
-    copies = fields.count(*counts, default=defaults[0])
-    active = fields.count("num_experts_per_tok", default=defaults[1])
+    hidden = fields.get_count("hidden_size")
+    copies = fields.get_count(*counts, default=defaults[0])
+    active = fields.get_count("num_experts_per_tok", default=defaults[1])
     if active > copies:
         raise ModelError(
             f"config.json sends a token to {active} of {copies} experts", field="num_experts_per_tok", value=active
         )
-    return (Linear(hidden, copies), *_gated(hidden, intermediate, copies=copies, active=active))
+    return (Linear(hidden, copies), *_make_gated_mlp(hidden, intermediate, copies=copies, active=active))
 
 
-def _mixtral_mlp(_family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
-    return _experts(fields, fields.count("intermediate_size"), "num_local_experts", "num_experts", defaults=(8, 2))
+def _read_mixtral_mlp(_family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
+    return _read_experts(
+        fields, fields.get_count("intermediate_size"), "num_local_experts", "num_experts", defaults=(8, 2)
+    )
 
 
-def _qwen3_moe_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, ...]:
-    dense = layer in (fields.sequence("mlp_only_layers") or ())
-    if dense or (layer + 1) % fields.count("decoder_sparse_step", default=1):
-        return _gated_mlp(family, fields, layer)
-    intermediate = fields.count("moe_intermediate_size", default=768)
-    return _experts(fields, intermediate, "num_experts", "num_local_experts", defaults=(128, 8))
+def _read_qwen3_moe_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[Linear, ...]:
+    dense = layer in (fields.get_sequence("mlp_only_layers") or ())
+    if dense or (layer + 1) % fields.get_count("decoder_sparse_step", default=1):
+        return _read_gated_mlp(family, fields, layer)
+    intermediate = fields.get_count("moe_intermediate_size", default=768)
+    return _read_experts(fields, intermediate, "num_experts", "num_local_experts", defaults=(128, 8))
 
 
-def _deepseek_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, ...]:
-    if layer < (fields.optional_count("first_k_dense_replace", least=0) or 0):
-        return _gated_mlp(family, fields, layer)
-    intermediate = fields.count("moe_intermediate_size", default=1407)
-    shared = intermediate * fields.count("n_shared_experts", default=2)
-    routed = _experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
+def _read_deepseek_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[Linear, ...]:
+    if layer < (fields.get_optional_count("first_k_dense_replace", minimum=0) or 0):
+        return _read_gated_mlp(family, fields, layer)
+    intermediate = fields.get_count("moe_intermediate_size", default=1407)
+    shared = intermediate * fields.get_count("n_shared_experts", default=2)
+    routed = _read_experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
     _check_expert_groups(fields, routed[0].out_features)
-    return (*routed, *_gated(fields.count("hidden_size"), shared, bias=fields.has(family.mlp_bias)))
+    return (
+        *routed,
+        *_make_gated_mlp(fields.get_count("hidden_size"), shared, bias=fields.has_property(family.mlp_bias)),
+    )
 
 
-def _check_expert_groups(fields: Fields, num_experts: int) -> None:
+def _check_expert_groups(fields: ConfigFields, num_experts: int) -> None:
     """Raise `ModelError` if experts cannot be chosen by the configuration's `topk_method`."""
-    method = fields.text("topk_method", default="greedy")
+    method = fields.get_text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise refused("topk_method", method, "greedy and group_limited_greedy are accepted")
+        raise make_config_error("topk_method", method, "greedy and group_limited_greedy are accepted")
     if method == "greedy":
         return
-    groups, chosen = fields.count("n_group"), fields.count("topk_group")
+    groups, chosen = fields.get_count("n_group"), fields.get_count("topk_group")
     if num_experts % groups:
-        raise refused("n_group", groups, f"a divisor of {num_experts} experts is accepted")
+        raise make_config_error("n_group", groups, f"a divisor of {num_experts} experts is accepted")
     if chosen > groups:
-        raise refused("topk_group", chosen, f"1..{groups} is accepted")
+        raise make_config_error("topk_group", chosen, f"1..{groups} is accepted")
 
 
-def _rotated(fields: Fields, num_layers: int) -> list[bool]:
+def _read_rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
     """Return whether each layer has RoPE. Raises `ModelError` if the list is too short."""
-    named = fields.sequence("no_rope_layers")
+    named = fields.get_sequence("no_rope_layers")
     if named is None:
-        interval = fields.count("no_rope_layer_interval", default=4)
+        interval = fields.get_count("no_rope_layer_interval", default=4)
         return [(i + 1) % interval != 0 for i in range(num_layers)]
     if len(named) < num_layers:
         raise ModelError(
@@ -257,30 +270,34 @@ def _rotated(fields: Fields, num_layers: int) -> list[bool]:
     return [bool(entry) for entry in named[:num_layers]]
 
 
-def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
     """By layer, the tokens that a query sees; None: all before it."""
     windows = family.windows
-    if windows is None or (windows.switched and not fields.flag("use_sliding_window")):
+    if windows is None or (windows.needs_use_sliding_window and not fields.get_flag("use_sliding_window")):
         return (None,) * num_layers
-    window = fields.optional_count("sliding_window") if fields.given("sliding_window") else windows.default
+    window = fields.get_optional_count("sliding_window") if fields.has_key("sliding_window") else windows.default
     if window == 1:
-        raise refused("sliding_window", 1, "2 or more is accepted")
-    types = fields.sequence("layer_types") if windows.by_layer else None
-    if window is None and windows.full_every is not None and (types is None or "sliding_attention" in types):
+        raise make_config_error("sliding_window", 1, "2 or more is accepted")
+    types = fields.get_sequence("layer_types") if windows.has_layer_types else None
+    if (
+        window is None
+        and windows.full_attention_interval is not None
+        and (types is None or "sliding_attention" in types)
+    ):
         raise ModelError(
             "config.json has sliding_window null, and layers of that type; a number is accepted",
             field="sliding_window",
             value=None,
         )
-    if not windows.by_layer or window is None:
+    if not windows.has_layer_types or window is None:
         return (window,) * num_layers
-    if types is None and family.has_unrotated_layers:
-        return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
-    if types is None and windows.full_every is not None:
-        every = fields.count("sliding_window_pattern", default=windows.full_every)
+    if types is None and family.has_layers_without_rope:
+        return tuple(None if rotates else window for rotates in _read_rotated_layers(fields, num_layers))
+    if types is None and windows.full_attention_interval is not None:
+        every = fields.get_count("sliding_window_pattern", default=windows.full_attention_interval)
         return tuple(None if (i + 1) % every == 0 else window for i in range(num_layers))
     if types is None:
-        named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
+        named = fields.get_optional_count("max_window_layers", minimum=0) if windows.needs_use_sliding_window else 0
         first = 28 if named is None else named
         return tuple(window if i >= first else None for i in range(num_layers))
     if len(types) != num_layers:
@@ -290,29 +307,36 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _student(fields: Fields, num_layers: int) -> StudentShape | None:
+def _read_student_shape(fields: ConfigFields, num_layers: int) -> StudentShape | None:
     """Return the shape in a student's configuration; None in a teacher's. Raises `ModelError`, naming a key."""
-    read: dict[Any, Callable[[str], Any]] = {bool: fields.flag, str: fields.text, list[int] | None: fields.sequence}
+    read: dict[Any, Callable[[str], Any]] = {
+        bool: fields.get_flag,
+        str: fields.get_text,
+        list[int] | None: fields.get_sequence,
+    }
     given: dict[str, Any] = {}
-    for name, (kind, default) in StudentShape.config_fields().items():
-        if fields.given(name):
-            least = 0 if default == 0 else 1
-            given[name] = read[kind](name) if kind in read else fields.optional_count(name, least=least)
+    for name, (kind, default) in StudentShape.get_config_fields().items():
+        if fields.has_key(name):
+            minimum = 0 if default == 0 else 1
+            given[name] = read[kind](name) if kind in read else fields.get_optional_count(name, minimum=minimum)
     if not given:
         return None
     try:
-        return LayerMap(num_layers, StudentShape.of({"num_hidden_layers": num_layers} | given)).shape
+        return LayerMap(num_layers, StudentShape.from_config({"num_hidden_layers": num_layers} | given)).shape
     except InvalidInputError as error:
         raise ModelError(error.message, field=error.field, value=error.value) from error
 
 
-_ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
-_FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]] = {
-    "gated": _gated_mlp,
-    "gated_gelu": _gated_mlp,
-    "mixtral": _mixtral_mlp,
-    "qwen3_moe": _qwen3_moe_mlp,
-    "deepseek_v2": _deepseek_mlp,
+_ATTENTION: Mapping[str, Callable[[Family, ConfigFields, int | None], AttentionShape]] = {
+    "head": _read_head_attention,
+    "latent": _read_latent_attention,
+}
+_FEED_FORWARD: Mapping[str, Callable[[Family, ConfigFields, int], tuple[Linear, ...]]] = {
+    "gated": _read_gated_mlp,
+    "gated_gelu": _read_gated_mlp,
+    "mixtral": _read_mixtral_mlp,
+    "qwen3_moe": _read_qwen3_moe_mlp,
+    "deepseek_v2": _read_deepseek_mlp,
 }
 
 
@@ -322,27 +346,27 @@ def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -
     or a key that is missing or invalid."""
     config = read_config(source)
     family = find_family(config)
-    check_values(config)
-    fields = Fields(config)
-    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
-    windows = _windows(family, fields, num_layers)
-    if family.has_unrotated_layers:
-        _rotated(fields, num_layers)  # refused here, before transformers reaches the end of the list
+    check_config_values(config)
+    fields = ConfigFields(config)
+    num_layers = fields.get_count("num_hidden_layers", maximum=_MAX_LAYERS)
+    windows = _read_windows(family, fields, num_layers)
+    if family.has_layers_without_rope:
+        _read_rotated_layers(fields, num_layers)  # refused here, before transformers reaches the end of the list
     attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
     own = attention(family, fields, None)
-    student = _student(fields, num_layers) if shape is None else shape
+    student = _read_student_shape(fields, num_layers) if shape is None else shape
     shared_heads = None if student is None else student.num_key_value_heads_swiftkv
-    family.check_sharing(shared_heads, "num_key_value_heads_swiftkv")
+    family.check_head_sharing(shared_heads, "num_key_value_heads_swiftkv")
     return Architecture(
         model_type=family.model_type,
-        hidden_size=fields.count("hidden_size"),
-        vocab_size=fields.count("vocab_size"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
+        hidden_size=fields.get_count("hidden_size"),
+        vocab_size=fields.get_count("vocab_size"),
+        tie_word_embeddings=fields.get_flag("tie_word_embeddings", default=family.tie_word_embeddings),
         layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
         has_input_norm=family.has_input_norm,
         num_norms=4 if family.norms == "both" else 2,
         shared_attention=attention(family, fields, shared_heads),
-        max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
-        dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),
+        max_position_embeddings=fields.get_count("max_position_embeddings", default=family.max_position_embeddings),
+        dtype=fields.get_text("dtype", "torch_dtype", default="bfloat16"),
         student=student,
     )

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX, Fixed, Flag
+from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX, ConfigFlag, FixedFlag
 from swiftkv_platform.student_shape import STUDENT_KEYS
 
 FIELD = "model.name_or_path"
-_MOST = 1 << 40
+_MAX_VALUE = 1 << 40
 """Largest count that is accepted in a configuration."""
 
 ConfigSource = str | Path | Mapping[str, Any]
@@ -46,60 +46,60 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
     return config
 
 
-class Fields:
+class ConfigFields:
     """Typed access to a configuration. A missing or mistyped value is a `ModelError` that names the key."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 
-    def count(self, *names: str, default: int | None = None, most: int = _MOST) -> int:
-        """A positive integer of at most `most` under the first of `names` that is there; null counts as absent."""
-        value = self.optional_count(*names, most=most)
+    def get_count(self, *names: str, default: int | None = None, maximum: int = _MAX_VALUE) -> int:
+        """A positive integer of at most `maximum` under the first of `names` that is there; null counts as absent."""
+        value = self.get_optional_count(*names, maximum=maximum)
         if value is None:
             value = default
         if value is None:
-            raise refused(names[0], None, "a positive integer is accepted")
+            raise make_config_error(names[0], None, "a positive integer is accepted")
         return value
 
-    def optional_count(self, *names: str, least: int = 1, most: int = _MOST) -> int | None:
-        """Return the integer from `least` to `most` of the first of `names` that is set; None if none is."""
+    def get_optional_count(self, *names: str, minimum: int = 1, maximum: int = _MAX_VALUE) -> int | None:
+        """Return the integer from `minimum` to `maximum` of the first of `names` that is set; None if none is."""
         for name in names:
             value = self._config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                kind = "a positive integer of" if least else "0 or a positive integer of"
-                raise refused(name, value, f"{kind} at most {most} is accepted")
+            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+                kind = "a positive integer of" if minimum else "0 or a positive integer of"
+                raise make_config_error(name, value, f"{kind} at most {maximum} is accepted")
             return value
         return None
 
-    def flag(self, name: str, *, default: bool = False) -> bool:
+    def get_flag(self, name: str, *, default: bool = False) -> bool:
         value = self._config.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise refused(name, value, "true and false are accepted")
+            raise make_config_error(name, value, "true and false are accepted")
         return value
 
-    def has(self, flag: Flag | Fixed) -> bool:
+    def has_property(self, flag: ConfigFlag | FixedFlag) -> bool:
         """Whether a property of the family holds here."""
-        return flag.value if isinstance(flag, Fixed) else self.flag(flag.key, default=flag.default)
+        return flag.value if isinstance(flag, FixedFlag) else self.get_flag(flag.key, default=flag.default)
 
-    def text(self, *names: str, default: str | None = None) -> str:
+    def get_text(self, *names: str, default: str | None = None) -> str:
         for name in names:
             value = self._config.get(name, default)
             if isinstance(value, str):
                 return value
-        raise refused(names[0], self._config.get(names[0]), "a string is accepted")
+        raise make_config_error(names[0], self._config.get(names[0]), "a string is accepted")
 
-    def given(self, name: str) -> bool:
+    def has_key(self, name: str) -> bool:
         """Whether the key is there; it may be null."""
         return name in self._config
 
-    def sequence(self, name: str) -> Sequence[Any] | None:
+    def get_sequence(self, name: str) -> Sequence[Any] | None:
         value = self._config.get(name)
         if value is not None and not isinstance(value, list | tuple):
-            raise refused(name, value, "a list is accepted")
+            raise make_config_error(name, value, "a list is accepted")
         return value
 
 
@@ -108,7 +108,7 @@ MAX_LAYERS = 1024
 _MAX_COUNT = (1 << 31) - 1
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
-_IN_PLACE = ("weight", "static")
+_ORDER_PRESERVING = ("weight", "static")
 """Orders of rounding (`actorder`) that keep columns and their groups in place."""
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
@@ -124,7 +124,7 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_COUNTS = ("original_max_position_embeddings",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+_ROPE_REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -144,9 +144,9 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
     if fields is None:
         return False
     if not isinstance(fields, Mapping):
-        raise refused("quantization_config", fields, "an object or null is accepted")
+        raise make_config_error("quantization_config", fields, "an object or null is accepted")
     method = fields.get("quant_method")
-    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_read(fields)):
+    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_supported_compressed_tensors(fields)):
         return True
     form = f" (format {fields['format']!r})" if "format" in fields else ""
     raise ModelError(
@@ -158,120 +158,124 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_read(fields: Mapping[str, Any]) -> bool:
+def _is_supported_compressed_tensors(fields: Mapping[str, Any]) -> bool:
     """Whether compressed-tensors' weights are 8-bit floats, or symmetric 8- or 4-bit integers in their original
     order."""
     groups = fields.get("config_groups")
     found = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if groups else []
     weights = [each for each in found if isinstance(each, Mapping)]
-    return bool(weights) and all(map(_is_read_scheme, weights))
+    return bool(weights) and all(map(_is_supported_scheme, weights))
 
 
-def _is_read_scheme(weights: Mapping[str, Any]) -> bool:
+def _is_supported_scheme(weights: Mapping[str, Any]) -> bool:
     if weights.get("type") == "float":
         return weights.get("num_bits") == 8
-    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_IN_PLACE)
+    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_ORDER_PRESERVING)
     return bool(plain) and weights.get("type", "int") == "int" and weights.get("num_bits") in (4, 8)
 
 
-def check_values(config: Mapping[str, Any]) -> None:
+def check_config_values(config: Mapping[str, Any]) -> None:
     """Check a `config.json` of a known family; absent keys have transformers' defaults. Raises `ModelError`, which
     names the key, its value and what is accepted."""
-    values = _Values("config.json", config)
-    values.check(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
-    values.check(_COUNTS, _is_count(), "a positive integer is accepted")
-    values.check(_OPTIONAL_COUNTS, _or_null(_is_count()), "a positive integer or null is accepted")
-    values.check(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
-    values.check(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
-    values.check(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
-    values.check(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str), "a name is accepted")
-    values.check(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
-    values.check(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
-    values.check(("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted")
+    values = _CheckedValues("config.json", config)
+    values.check_keys(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
+    values.check_keys(_COUNTS, _is_count(), "a positive integer is accepted")
+    values.check_keys(_OPTIONAL_COUNTS, _or_null(_is_count()), "a positive integer or null is accepted")
+    values.check_keys(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
+    values.check_keys(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check_keys(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
+    values.check_keys(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str), "a name is accepted")
+    values.check_keys(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
+    values.check_keys(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
+    values.check_keys(
+        ("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted"
+    )
     positive = ("rope_theta", "query_pre_attn_scalar")
-    values.check(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
-    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
-    values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
+    values.check_keys(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check_keys(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
+    values.check_keys(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
     _check_token_ids(values)
-    check_kind(config)
+    check_no_student_keys(config)
     _check_padding(config)
     _check_heads(config)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
-            old = {"su": _ROPE_NEEDS["longrope"]} if config.get("model_type") == "phi3" else {}  # an earlier name
-            _check_rope(_Values("config.json", rope, f"{key}."), {**_ROPE_NEEDS, **old})
+            old = (
+                {"su": _ROPE_REQUIRED_KEYS["longrope"]} if config.get("model_type") == "phi3" else {}
+            )  # an earlier name
+            _check_rope(_CheckedValues("config.json", rope, f"{key}."), {**_ROPE_REQUIRED_KEYS, **old})
             for kind, of_type in rope.items():  # by layer type, if these have their own
                 if isinstance(of_type, Mapping):
-                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."), _ROPE_NEEDS)
+                    _check_rope(_CheckedValues("config.json", of_type, f"{key}.{kind}."), _ROPE_REQUIRED_KEYS)
 
 
 def check_generation_values(config: Mapping[str, Any]) -> None:
-    """Check a `generation_config.json`. Raises as `check_values`."""
-    values = _Values("generation_config.json", config)
+    """Check a `generation_config.json`. Raises as `check_config_values`."""
+    values = _CheckedValues("generation_config.json", config)
     _check_token_ids(values)
-    values.check(_PROBABILITIES, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
-    values.check(_POSITIVE, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
-    values.check(
+    values.check_keys(_PROBABILITIES, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check_keys(_POSITIVE, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
+    values.check_keys(
         ("do_sample", "use_cache"), _or_null(lambda value: isinstance(value, bool)), "true or false is accepted"
     )
-    values.check(("top_k",), _or_null(_is_integer), "an integer is accepted")
+    values.check_keys(("top_k",), _or_null(_is_integer), "an integer is accepted")
 
 
-class _Values:
+class _CheckedValues:
     """Keys of a file, possibly nested below another key."""
 
     def __init__(self, file: str, config: Mapping[str, Any], prefix: str = "") -> None:
         self._file, self._config, self._prefix = file, config, prefix
 
-    def check(self, keys: Iterable[str], accepts: Callable[[Any], bool], accepted: str) -> None:
+    def check_keys(self, keys: Iterable[str], accepts: Callable[[Any], bool], accepted: str) -> None:
         for key in keys:
             if key in self._config and not accepts(self._config[key]):
-                raise refused(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
+                raise make_config_error(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
-    def check_needs(self, keys: Iterable[str], needs: Mapping[str, Sequence[str]]) -> None:
+    def check_required_keys(self, keys: Iterable[str], required: Mapping[str, Sequence[str]]) -> None:
         """Check that the keys required by the value of the first of `keys` that is set are there."""
         for key in [key for key in keys if key in self._config][:1]:
-            for needed in needs[self._config[key]]:
+            for needed in required[self._config[key]]:
                 if self._config.get(needed) is None:
                     accepted = f"with it {self._prefix}{needed} is needed"
-                    raise refused(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
+                    raise make_config_error(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
 
-def _check_token_ids(values: _Values) -> None:
-    values.check(
+def _check_token_ids(values: _CheckedValues) -> None:
+    values.check_keys(
         _TOKENS,
         lambda value: _or_null(_is_integer)(value) or (isinstance(value, list) and all(map(_is_integer, value))),
         "a token id, a list of them or null is accepted",
     )
 
 
-def check_kind(config: Mapping[str, Any]) -> None:
+def check_no_student_keys(config: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a teacher's configuration with a student's keys, which conversion would take over."""
     kind = str(config.get("model_type"))
     found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):
         accepted = f"model_type {kind!r} does not have it; a student's model_type is {kind + STUDENT_SUFFIX!r}"
-        raise refused(found, config[found], accepted)
+        raise make_config_error(found, config[found], accepted)
 
 
 def _check_padding(config: Mapping[str, Any]) -> None:
     padding, size = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(padding, int) and isinstance(size, int) and not -size <= padding < size:
-        raise refused("pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
+        raise make_config_error("pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise refused("num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted")
+        raise make_config_error("num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted")
 
 
-def _check_rope(values: _Values, needs: Mapping[str, Sequence[str]]) -> None:
-    values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
-    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
-    values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
-    values.check(("rope_type", "type"), _is_one_of(needs), f"one of {', '.join(needs)} is accepted")
-    values.check_needs(("rope_type", "type"), needs)
+def _check_rope(values: _CheckedValues, required: Mapping[str, Sequence[str]]) -> None:
+    values.check_keys(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check_keys(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
+    values.check_keys(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
+    values.check_keys(("rope_type", "type"), _is_one_of(required), f"one of {', '.join(required)} is accepted")
+    values.check_required_keys(("rope_type", "type"), required)
 
 
 def _is_integer(value: Any) -> bool:
@@ -282,15 +286,15 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_count(most: int = _MAX_COUNT) -> Callable[[Any], bool]:
-    return lambda value: _is_integer(value) and 1 <= value <= most
+def _is_count(maximum: int = _MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda value: _is_integer(value) and 1 <= value <= maximum
 
 
-def _is_number(least: float, most: float, *, above: bool = False) -> Callable[[Any], bool]:
+def _is_number(minimum: float, maximum: float, *, above: bool = False) -> Callable[[Any], bool]:
     def accepts(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return False
-        return least <= value <= most and not (above and value == least)
+        return minimum <= value <= maximum and not (above and value == minimum)
 
     return accepts
 
@@ -307,7 +311,7 @@ def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or accepts(value)
 
 
-def refused(key: str, value: Any, accepted: str, *, file: str = "config.json") -> ModelError:
+def make_config_error(key: str, value: Any, accepted: str, *, file: str = "config.json") -> ModelError:
     """Return an error about a key of a file; `accepted` says what would be."""
     text = repr(value)
     shown = text if len(text) <= 80 else f"{text[:80]}..."

@@ -13,19 +13,19 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir
 
-DISCORDANT = 0.08
+DISCORDANT_SHARE = 0.08
 """Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
-PASSES = 0.98
+PASS_PROBABILITY = 0.98
 """Chance that a student without a loss passes all gates on tasks at the default limits. Above the promised 95%, since
 the normal distribution is an approximation."""
-DROPS = 1.0, 10.0
+DEFAULT_DROP_RANGE = 1.0, 10.0
 """Range of the default `max_drop` in points. With fewer samples than its upper end needs, good students stay
 undecided."""
-WORSE = 3.0
+WORSE_STUDENT_LOSS = 3.0
 """Points that a worse student loses on every task; a forecast tells how often it passes all the same."""
-MOST_PASSES_WORSE = 0.05
+MAX_FALSE_PASS_PROBABILITY = 0.05
 """Chance that a worse student passes above which plan and `validate` warn."""
-NEEDLE_DROPS = 5.0, 20.0
+DEFAULT_NEEDLE_DROP_RANGE = 5.0, 20.0
 """Range of the default `max_needle_drop` in points."""
 NEEDLE_LENGTHS = (1024, 4096)
 """Default lengths of needle prompts for instruction-tuned models, if the context holds them."""
@@ -71,35 +71,36 @@ class TaskForecast(FrozenModel):
     samples_needed: int | None
     """Samples with which a student without a loss passes; None if the task has enough, or if unknown."""
     passes_worse: float | None
-    """Chance that the gate passes a student that loses `WORSE` points; None if its limit or samples are unknown."""
+    """Chance that the gate passes a student that loses `WORSE_STUDENT_LOSS` points; None if its limit or samples are
+    unknown."""
 
 
 def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
     """Return the smallest true loss that `num_samples` paired samples can exclude, in points of a hundred, at most 100.
 
     A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. At this limit,
-    a student without a loss passes `num_gates` independent gates with the probability `PASSES`, given that teacher and
-    student differ on `DISCORDANT` of the samples.
+    a student without a loss passes `num_gates` independent gates with the probability `PASS_PROBABILITY`, given that
+    teacher and student differ on `DISCORDANT_SHARE` of the samples.
     """
-    share = PASSES ** (1.0 / num_gates)
+    share = PASS_PROBABILITY ** (1.0 / num_gates)
     counted = num_samples + 2
-    discordant = num_samples * DISCORDANT
+    discordant = num_samples * DISCORDANT_SHARE
     margin = _Z * math.sqrt(discordant + 1.0)  # half-width of the interval
     spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the measured loss
     return min(100.0 * (margin + spread) / counted, 100.0)
 
 
-def chance_to_pass(loss: float, *, num_samples: int, limit: float) -> float:
+def compute_pass_probability(loss: float, *, num_samples: int, limit: float) -> float:
     """Chance that a gate on shares with `limit` passes a student with a true loss of `loss` points."""
-    discordant = num_samples * max(DISCORDANT, loss / 100.0)
+    discordant = num_samples * max(DISCORDANT_SHARE, loss / 100.0)
     margin = _Z * math.sqrt(discordant + 1.0)
     spread = math.sqrt(discordant - num_samples * (loss / 100.0) ** 2) or 1.0
     return NormalDist().cdf(((limit - loss) / 100.0 * num_samples - margin) / spread)
 
 
-def passes_worse(gates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the chance that a student which loses `WORSE` points on every task passes all gates on tasks, without
-    needles. None if there is no such gate, or the samples or limit of one are unknown.
+def compute_false_pass_probability(gates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the chance that a student which loses `WORSE_STUDENT_LOSS` points on every task passes all gates on tasks,
+    without needles. None if there is no such gate, or the samples or limit of one are unknown.
 
     Args:
         gates: forecasts as plain values.
@@ -109,23 +110,23 @@ def passes_worse(gates: Sequence[Mapping[str, Any]]) -> float | None:
     return math.prod(known) if chances and len(known) == len(chances) else None
 
 
-def default_limit(num_samples: int, *, num_gates: int) -> float:
+def compute_default_limit(num_samples: int, *, num_gates: int) -> float:
     """Return the limit, in points of a hundred, that `auto` means for a task of shares; `num_gates`: see
-    `num_task_gates`."""
-    return _between(DROPS, smallest_excluded_loss(num_samples, num_gates=num_gates))
+    `count_task_gates`."""
+    return _clamp_limit(DEFAULT_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=num_gates))
 
 
-def default_needle_limit(num_samples: int) -> float:
+def compute_default_needle_limit(num_samples: int) -> float:
     """Return the default limit for one length of needle prompts, in points of a hundred. Needles do not count among the
     tasks' gates, since only a tokenizer tells whether there are any; as they are few, the limit is wide."""
-    return _between(NEEDLE_DROPS, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
+    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
 
 
-def _between(bounds: tuple[float, float], loss: float) -> float:
+def _clamp_limit(bounds: tuple[float, float], loss: float) -> float:
     return min(max(bounds[0], round(loss, 2)), bounds[1])
 
 
-def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
+def find_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
     """Return the fewest samples that exclude a true loss of `loss` points; None if no number does."""
     if loss <= 0.0:
         return None
@@ -141,46 +142,46 @@ def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
     return high
 
 
-def num_task_gates(spec: EvaluationSpec) -> int:
+def count_task_gates(spec: EvaluationSpec) -> int:
     """Count the gates on tasks of a spec, the same way before a job and in its report; needles do not count."""
-    return max(len(_names(spec)), 1)
+    return max(len(_list_task_names(spec)), 1)
 
 
-def forecast(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
+def forecast_gates(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
     """Forecast the gates on tasks of a spec. Needles are included only if the spec names their lengths, since the
     tokenizer decides whether a model has them by default."""
-    names = _names(spec)
+    names = _list_task_names(spec)
     num_gates = max(len(names), 1)
-    found = [] if spec.max_drop is None else [_of_task(name, spec, num_gates) for name in names]
+    found = [] if spec.max_drop is None else [_forecast_task(name, spec, num_gates) for name in names]
     lengths = spec.needle_lengths or ()
     if spec.max_needle_drop is not None:
-        found += [_of_needles(length, spec) for length in lengths]
+        found += [_forecast_needles(length, spec) for length in lengths]
     return tuple(found)
 
 
-def _of_task(name: str, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
+def _forecast_task(name: str, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
     limit = spec.max_drop if isinstance(spec.max_drop, float) else None
-    samples = _num_samples(name, spec.task_limit)
+    samples = _count_samples(name, spec.task_limit)
     if limit is None and samples is not None:
-        limit = default_limit(samples, num_gates=num_gates)
-    return _forecast(name, "max_drop", samples, limit, num_gates)
+        limit = compute_default_limit(samples, num_gates=num_gates)
+    return _make_forecast(name, "max_drop", samples, limit, num_gates)
 
 
-def _of_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
+def _forecast_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
     samples = spec.needle_samples if spec.task_limit is None else min(spec.needle_samples, spec.task_limit)
     asked = spec.max_needle_drop
-    limit = asked if isinstance(asked, float) else default_needle_limit(samples)
-    return _forecast(f"needle_{length}", "max_needle_drop", samples, limit, _NEEDLE_GATES)
+    limit = asked if isinstance(asked, float) else compute_default_needle_limit(samples)
+    return _make_forecast(f"needle_{length}", "max_needle_drop", samples, limit, _NEEDLE_GATES)
 
 
-def _forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
+def _make_forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
     excluded = needed = worse = None
     if samples is not None:
         excluded = round(smallest_excluded_loss(samples, num_gates=num_gates), 2)
         if limit is not None and excluded > limit:
-            needed = samples_to_exclude(limit, num_gates=num_gates)
+            needed = find_samples_to_exclude(limit, num_gates=num_gates)
         if limit is not None:
-            worse = round(chance_to_pass(WORSE, num_samples=samples, limit=limit), 3)
+            worse = round(compute_pass_probability(WORSE_STUDENT_LOSS, num_samples=samples, limit=limit), 3)
     return TaskForecast(
         task=name,
         field=f"evaluation.{field}",
@@ -192,13 +193,13 @@ def _forecast(name: str, field: str, samples: int | None, limit: float | None, n
     )
 
 
-def _names(spec: EvaluationSpec) -> list[str]:
+def _list_task_names(spec: EvaluationSpec) -> list[str]:
     """Return the names of the tasks of a spec, with `paper` expanded."""
     named = (get_task_name_and_data_dir(task)[0] for task in spec.tasks)
     return [one for name in named for one in (_PAPER if name == "paper" else (name,))]
 
 
-def _num_samples(name: str, limit: int | None) -> int | None:
+def _count_samples(name: str, limit: int | None) -> int | None:
     """Return the number of samples of a task as published; None if unknown."""
     if name in _BY_SUBJECT:
         return _ALL_SUBJECTS if limit is None else min(_NUM_SUBJECTS * limit, _ALL_SUBJECTS)

@@ -10,10 +10,10 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
-from swiftkv_platform.planning.parameters import student_parameters
+from swiftkv_platform.planning.parameters import count_student_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
-from swiftkv_platform.planning.steering import searches_rate
-from swiftkv_platform.planning.training import WIDE, TrainingSetup, worker_memory
+from swiftkv_platform.planning.steering import has_rate_search
+from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, worker_memory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import BATCH_SIZE
 from swiftkv_platform.student_shape import LayerMap
@@ -22,7 +22,7 @@ _MAX_WORKERS = 4096
 """Most workers that a refusal proposes."""
 
 
-def training_setup(spec: JobSpec) -> TrainingSetup:
+def make_training_setup(spec: JobSpec) -> TrainingSetup:
     """Return the settings of `spec` that its plan depends on, with the default batch size if `training.batch_size` is
     not set."""
     return TrainingSetup(
@@ -40,19 +40,19 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,
         hidden_loss=spec.distillation.hidden_loss_weight > 0,
-        searches_rate=searches_rate(spec),
+        searches_rate=has_rate_search(spec),
         device="cuda" if spec.resources.gpus_per_worker else "cpu",
     )
 
 
-def refuse_what_cannot_fit(spec: JobSpec, model: Architecture, layer_map: LayerMap) -> None:
+def check_training_memory(spec: JobSpec, model: Architecture, layer_map: LayerMap) -> None:
     """Raise `InvalidInputError`, naming what is accepted, if training does not fit into the memory of the named GPU (if
     it is known) or into the requested host memory."""
-    setup, resources = training_setup(spec), spec.resources
-    device, host = _training_bytes(model, layer_map, setup)
+    setup, resources = make_training_setup(spec), spec.resources
+    device, host = _compute_training_bytes(model, layer_map, setup)
     given = DEVICE_MEMORY.get(resources.accelerator_type or "")
     if resources.gpus_per_worker and given is not None and device > given:
-        enough = _enough_workers(model, layer_map, setup, given)
+        enough = _find_sufficient_workers(model, layer_map, setup, given)
         ways = "sharding.strategy fsdp2 or a GPU with more memory"
         if enough is not None:
             ways = f"resources.num_workers {enough}"
@@ -72,45 +72,47 @@ def refuse_what_cannot_fit(spec: JobSpec, model: Architecture, layer_map: LayerM
         )
 
 
-def _training_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
+def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
     """Return the most bytes of a worker's device, and of its host memory in addition to a process without a model.
     Without a GPU the device is the host."""
-    parameters = student_parameters(model, layer_map, setup.trainable)
+    parameters = count_student_parameters(model, layer_map, setup.trainable)
     memory = worker_memory(model, layer_map, parameters, setup)
     if setup.device == "cpu":
         return memory.peak, memory.peak
-    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    narrow = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     read = max(parameters.largest_layer, parameters.root) if sharded else parameters.total
     # One after the other: weights are read, rates tried, checkpoints made.
     host = memory.host + max(narrow * read, memory.remembered)
     if setup.strategy == "deepspeed":  # the first worker assembles a checkpoint in host memory
-        host = max(host, memory.host + 3 * WIDE * parameters.trained)
+        host = max(host, memory.host + 3 * FLOAT32_BYTES * parameters.trained)
     return memory.peak, host
 
 
-def _enough_workers(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, given: float) -> int | None:
+def _find_sufficient_workers(
+    model: Architecture, layer_map: LayerMap, setup: TrainingSetup, given: float
+) -> int | None:
     """Double the number of workers until training fits devices of `given` bytes; None if no number does."""
     wanted = setup.num_workers * 2
     while wanted <= _MAX_WORKERS:
         larger = replace(setup, num_workers=wanted)
         larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
-        if _training_bytes(model, layer_map, larger)[0] <= given:
+        if _compute_training_bytes(model, layer_map, larger)[0] <= given:
             return wanted
         wanted *= 2
     return None
 
 
-def teacher_bytes(config: ConfigSource, dtype: str) -> int:
+def compute_teacher_bytes(config: ConfigSource, dtype: str) -> int:
     model = read_architecture(config)
     return weights_bytes(model, LayerMap.dense(len(model.layers)), dtype)
 
 
-def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
+def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
     """Raise `InvalidInputError` if a source has its rows written by the teacher and the teacher does not fit: each
     worker's engine holds all of it, in the memory of the named GPU or in `memory_per_worker`."""
     on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
-    needed = teacher_bytes(config, spec.model.dtype)
+    needed = compute_teacher_bytes(config, spec.model.dtype)
     if on_gpu and given is not None:
         setup = ServingSetup(
             memory_bytes=int(given),
@@ -119,13 +121,13 @@ def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
             kv_cache_dtype=spec.model.dtype,
         )
         if plan_serving(config, setup).dense.num_sequences < 1:
-            refuse_writers(spec, needed, given * (1 - setup.reserved), "of its device")
+            refuse_row_generation(spec, needed, given * (1 - setup.reserved), "of its device")
     memory = spec.resources.memory_per_worker
     if memory is not None and memory < needed:
-        refuse_writers(spec, needed, memory, "of host memory (resources.memory_per_worker)")
+        refuse_row_generation(spec, needed, memory, "of host memory (resources.memory_per_worker)")
 
 
-def refuse_writers(spec: JobSpec, needed: float, given: float, where: str) -> None:
+def refuse_row_generation(spec: JobSpec, needed: float, given: float, where: str) -> None:
     """Raise `InvalidInputError` for the first source that the teacher is to write, if any."""
     for index, source in enumerate(spec.data.sources):
         if source.complete is not None:

@@ -17,7 +17,7 @@ _ASSUMED_UTILISATION = 0.4
 """Share of a GPU's peak that a step is taken to reach, while no job has been measured and no speed is configured."""
 
 
-def assumed_speed(spec: JobSpec) -> tuple[float, str] | None:
+def assume_speed(spec: JobSpec) -> tuple[float, str] | None:
     """Return the FLOPs per second of a worker by its GPU's peak, and how they are assumed; None for unknown GPUs."""
     resources = spec.resources
     peak = resources.peak_flops_per_second
@@ -32,7 +32,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def multiplies_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
+def has_fast_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
     """Whether PyTorch multiplies bfloat16 matrices on this machine's CPU with vector instructions.
 
     An x86 processor needs AVX-512 for it; without, a product in bfloat16 takes tens of times as long as in float32.

@@ -35,12 +35,12 @@ class Parameters:
         return self.frozen + self.trained
 
 
-def dense_parameters(model: Architecture) -> int:
-    layers = sum(_layer(model, layer) for layer in model.layers)
-    return layers + _embeddings(model) + model.hidden_size
+def count_dense_parameters(model: Architecture) -> int:
+    layers = sum(_count_layer_parameters(model, layer) for layer in model.layers)
+    return layers + _count_embedding_parameters(model) + model.hidden_size
 
 
-def student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> Parameters:
+def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> Parameters:
     """Count the parameters of a student during distillation, with its teacher's projections."""
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
@@ -53,30 +53,32 @@ def student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trai
     exit_head = layer_map.shape.has_exit_head * (vocabulary + hidden)
     norm = hidden * model.has_input_norm
     added = twins + key_value + norm + exit_head
-    total = dense_parameters(model) + added
+    total = count_dense_parameters(model) + added
     teacher_projections = sum(
         layer.attention.query_parameters + layer.attention.key_value_parameters + of_output for layer in upper
     )
     trained = added
     if trainable != "qkv":
-        tail = sum(_layer(model, layer) for layer in upper)
+        tail = sum(_count_layer_parameters(model, layer) for layer in upper)
         # A layer after its group's leader has no keys of its own to normalise.
         idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
         total += tail + twins + key_value  # the teacher's copy has whole layers, including the student's projections
     if trainable == "all":
-        lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
+        lower = sum(_count_layer_parameters(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
         trained += lower
         total += lower
     first = layer_map.num_key_value_layers
     own_of_layer += decode  # of leaders, which occur among all kinds of layers
-    largest = max(_layer(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers))
+    largest = max(
+        _count_layer_parameters(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers)
+    )
     projecting = own.decode_parameters + own.key_norms
     runs = split_by_size([projecting] * len(layer_map.leaders), largest)
     return Parameters(
         frozen=total - trained,
         trained=trained,
-        root=_embeddings(model) + hidden + norm + exit_head,
+        root=_count_embedding_parameters(model) + hidden + norm + exit_head,
         largest_layer=largest,
         shared_key_value=projecting * max((run.stop - run.start for run in runs), default=0),
         trained_of_layer=own_of_layer if trainable == "qkv" else largest,
@@ -84,11 +86,11 @@ def student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trai
     )
 
 
-def _embeddings(model: Architecture) -> int:
+def _count_embedding_parameters(model: Architecture) -> int:
     return (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
 
 
-def _layer(model: Architecture, layer: Layer) -> int:
+def _count_layer_parameters(model: Architecture, layer: Layer) -> int:
     """Count the parameters of a teacher's layer."""
     attention = layer.attention
     norms = attention.shared_query_norms + attention.shared_key_norms
@@ -97,18 +99,20 @@ def _layer(model: Architecture, layer: Layer) -> int:
     return projections + maps + model.num_norms * model.hidden_size
 
 
-def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
+def count_served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
     """Count the parameters of a student without its teacher's projections (a dense map: of the teacher): in the layers,
     and outside."""
     first, hidden = layer_map.num_key_value_layers, model.hidden_size
-    layers = sum(_layer(model, layer) for layer in model.layers)
+    layers = sum(_count_layer_parameters(model, layer) for layer in model.layers)
     for i, layer in enumerate(model.layers[first:], start=first):
         layers -= layer.attention.query_parameters + layer.attention.key_value_parameters
         layers += model.shared_attention.query_parameters
         own = model.shared_attention
         layers += (i in layer_map.leaders) * own.key_value_parameters
         layers += (i in layer_map.deep_leaders) * own.decode_parameters
-    return layers, _embeddings(model) + hidden * (1 + (model.has_input_norm and bool(layer_map.leaders)))
+    return layers, _count_embedding_parameters(model) + hidden * (
+        1 + (model.has_input_norm and bool(layer_map.leaders))
+    )
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:

@@ -45,7 +45,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
     layers.
     """
     payload = scales = 0
-    for attention, window in cache_layers(model, layer_map):
+    for attention, window in list_cache_layers(model, layer_map):
         num_tokens = sequence_length if window is None else min(sequence_length, window - 1)
         for entry in attention.entries:
             payload += num_tokens * entry.heads * entry.size * DTYPE_BYTES[kv_cache_dtype]
@@ -53,7 +53,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
     return payload, scales
 
 
-def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
+def list_cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
     """Return for each cache layer the attention whose entries it stores, and its window."""
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
@@ -113,7 +113,7 @@ def forward_flops(
     """
     total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
     leaders, bypassed_layers = frozenset(layer_map.leaders), frozenset(layer_map.bypassed_layers)
-    cache = cache_layers(model, layer_map)
+    cache = list_cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
         upper = i >= layer_map.num_key_value_layers
         deep_only = upper or i in bypassed_layers
@@ -127,11 +127,14 @@ def forward_flops(
         computes_kv = not upper or i in leaders
         num_attended = past + num_tokens if num_queries else 0
         total += Flops(
-            query=num_queries * maps_flops(attention.query),
+            query=num_queries * sum_linear_flops(attention.query),
             key_value=computes_kv
-            * (num_tokens * maps_flops(attention.key_value) + num_attended * maps_flops(attention.expansion)),
-            output=num_queries * maps_flops(attention.output),
-            mlp=num_queries * maps_flops(layer.mlp),
+            * (
+                num_tokens * sum_linear_flops(attention.key_value)
+                + num_attended * sum_linear_flops(attention.expansion)
+            ),
+            output=num_queries * sum_linear_flops(attention.output),
+            mlp=num_queries * sum_linear_flops(layer.mlp),
             attention=pairs * attention.flops_per_pair,
         )
     return total
@@ -156,7 +159,7 @@ def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
     return growing * past + growing * (growing + 1) // 2 + (num_queries - growing) * window
 
 
-def maps_flops(maps: tuple[Linear, ...]) -> int:
+def sum_linear_flops(maps: tuple[Linear, ...]) -> int:
     return sum(linear.flops for linear in maps)
 
 
@@ -173,7 +176,7 @@ class Components(FrozenModel):
     total: float
 
     @classmethod
-    def of(cls, flops: Flops) -> Components:
+    def from_flops(cls, flops: Flops) -> Components:
         return cls(**vars(flops), total=flops.total)
 
 
@@ -256,7 +259,7 @@ def plan(
         ).resolve(num_layers)
     heads = num_key_value_heads_swiftkv or (teacher.student and teacher.student.num_key_value_heads_swiftkv)
     if heads is not None:
-        shape = student_map(teacher, shape).shape.model_copy(update={"num_key_value_heads_swiftkv": heads})
+        shape = resolve_layer_map(teacher, shape).shape.model_copy(update={"num_key_value_heads_swiftkv": heads})
     return plan_prefill(config, shape, sequence_length=sequence_length, kv_cache_dtype=kv_cache_dtype)
 
 
@@ -267,9 +270,9 @@ def plan_prefill(
     sequence_length: int | None = None,
     kv_cache_dtype: str = "bfloat16",
 ) -> Plan:
-    """Return what `plan` returns for a student of this shape, see `student_map`."""
+    """Return what `plan` returns for a student of this shape, see `resolve_layer_map`."""
     model = read_architecture(config, shape)
-    layer_map = student_map(model)
+    layer_map = resolve_layer_map(model)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
         raise InvalidInputError.for_field("sequence_length", sequence_length, "; 1 or more is accepted")
@@ -278,12 +281,12 @@ def plan_prefill(
     prefill: dict[Convention, PrefillComparison] = {}
     for convention in ("paper", "executed"):
         dense, swiftkv = (
-            Components.of(prefill_flops(model, layers, sequence_length, convention) / sequence_length)
+            Components.from_flops(prefill_flops(model, layers, sequence_length, convention) / sequence_length)
             for layers in (dense_map, layer_map)
         )
         prefill[convention] = PrefillComparison(dense=dense, swiftkv=swiftkv)
     decode = {
-        name: Components.of(
+        name: Components.from_flops(
             forward_flops(model, layers, num_tokens=1, num_selected=1, num_logits=1, past=sequence_length)
         )
         for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
@@ -301,11 +304,11 @@ def plan_prefill(
         executed_prefill_flops_ratio=prefill["executed"].ratio,
         prefill=prefill,
         decode=PrefillComparison(**decode),
-        **_kv(model, layer_map, sequence_length, kv_cache_dtype),
+        **_compare_kv_bytes(model, layer_map, sequence_length, kv_cache_dtype),
     )
 
 
-def student_map(model: Architecture, shape: StudentShape | None = None) -> LayerMap:
+def resolve_layer_map(model: Architecture, shape: StudentShape | None = None) -> LayerMap:
     """Return the layer map of `shape`, of the student that `model` describes, or of one with half of the layers. Raises
     `InvalidInputError` for a shape that does not fit the model."""
     num_layers = len(model.layers)
@@ -315,7 +318,9 @@ def student_map(model: Architecture, shape: StudentShape | None = None) -> Layer
     return layer_map
 
 
-def _kv(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> dict[str, Any]:
+def _compare_kv_bytes(
+    model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str
+) -> dict[str, Any]:
     plain = "bfloat16" if kv_cache_dtype in QUANTIZED else kv_cache_dtype
     dense = kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
     swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)

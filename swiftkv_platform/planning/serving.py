@@ -10,14 +10,14 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import served_parameters
+from swiftkv_platform.planning.parameters import count_served_parameters
 from swiftkv_platform.planning.prefill import (
     DTYPE_BYTES,
     QUANTIZED,
     SCALE_BYTES,
-    cache_layers,
     check_kv_cache_dtype,
-    student_map,
+    list_cache_layers,
+    resolve_layer_map,
 )
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
@@ -65,19 +65,19 @@ class ServingPlan(FrozenModel):
 def plan_serving(config: ConfigSource, setup: ServingSetup, shape: StudentShape | None = None) -> ServingPlan:
     """Compute from a `config.json` what fits; the teacher's cache has the same dtype as the student's. Raises
     `InvalidInputError` for an unknown dtype or a size or shape out of range, `ModelError` if the configuration cannot
-    be read or its family is unknown. `shape`: see `student_map`."""
-    _check(setup)
+    be read or its family is unknown. `shape`: see `resolve_layer_map`."""
+    _check_setup(setup)
     model = read_architecture(config, shape)
-    layer_map = student_map(model)
+    layer_map = resolve_layer_map(model)
     return ServingPlan(
         num_key_value_layers=layer_map.num_key_value_layers,
         key_value_group_size=layer_map.key_value_group_size,
-        dense=_capacity(model, LayerMap.dense(len(model.layers)), setup),
-        swiftkv=_capacity(model, layer_map, setup),
+        dense=_compute_capacity(model, LayerMap.dense(len(model.layers)), setup),
+        swiftkv=_compute_capacity(model, layer_map, setup),
     )
 
 
-def _check(setup: ServingSetup) -> None:
+def _check_setup(setup: ServingSetup) -> None:
     check_kv_cache_dtype(setup.kv_cache_dtype)
     check_kv_cache_dtype(setup.weights_dtype, field="weights_dtype")
     for name in ("memory_bytes", "sequence_length", "block_size", "tensor_parallel_size"):
@@ -88,11 +88,12 @@ def _check(setup: ServingSetup) -> None:
         raise InvalidInputError.for_field("reserved", setup.reserved, "; a share from 0 up to 1 is accepted")
 
 
-def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:
-    ways = setup.tensor_parallel_size
-    weights = -(-weights_bytes(model, layer_map, setup.weights_dtype) // ways)
+def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:
+    num_ranks = setup.tensor_parallel_size
+    weights = -(-weights_bytes(model, layer_map, setup.weights_dtype) // num_ranks)
     block = setup.block_size * sum(
-        _token_bytes(attention, setup.kv_cache_dtype, ways) for attention, _ in cache_layers(model, layer_map)
+        _compute_token_bytes(attention, setup.kv_cache_dtype, num_ranks)
+        for attention, _ in list_cache_layers(model, layer_map)
     )
     free = int(setup.memory_bytes * (1 - setup.reserved)) - weights
     num_blocks = max(free // block, 0)
@@ -107,15 +108,15 @@ def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> 
 
 def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
     """Return the size of a model's weights, exported without its teacher's projections."""
-    layers, others = served_parameters(model, layer_map)
+    layers, others = count_served_parameters(model, layer_map)
     return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)
 
 
-def _token_bytes(attention: AttentionShape, dtype: str, ways: int) -> int:
-    """Return the bytes of one token in one cache layer on one of `ways` GPUs. Heads that cannot be divided are
+def _compute_token_bytes(attention: AttentionShape, dtype: str, num_ranks: int) -> int:
+    """Return the bytes of one token in one cache layer on one of `num_ranks` GPUs. Heads that cannot be divided are
     replicated."""
     total = 0
     for entry in attention.entries:
-        heads = -(-entry.heads // ways)
+        heads = -(-entry.heads // num_ranks)
         total += heads * (entry.size * DTYPE_BYTES[dtype] + SCALE_BYTES * (dtype in QUANTIZED))
     return total

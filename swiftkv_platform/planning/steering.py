@@ -8,42 +8,42 @@ from dataclasses import dataclass
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.training import ValidationSpec
 
-MEASUREMENTS = 20
+DEFAULT_MEASUREMENTS = 20
 """Default number of measurements of a run."""
-SHARE = 10
+TRAINED_PER_MEASURED_ROW = 10
 """Rows that are trained on between two measurements, at least, for each row that is measured. A forward pass takes
 about half the time of a step over the same rows, so measuring takes some 5% of a run's."""
-BUDGET = 0.15
+SEARCH_STEPS_SHARE = 0.15
 """Steps of the rate search, as a share of the run's steps."""
 MAX_TRIALS = 4
-FEWEST_STEPS, MOST_STEPS = 4, 40
+MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 4, 40
 """Range of the steps of a trial; a run too short for the fewest is not searched."""
 
 
-def measuring_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
-    """Return the steps between measurements: a twentieth of the run, but enough steps for `SHARE` rows."""
+def compute_measurement_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
+    """Return the steps between measurements: a twentieth of the run, but enough steps for `TRAINED_PER_MEASURED_ROW` rows."""
     if spec.every_steps is not None:
         return spec.every_steps
-    return max(math.ceil(total_steps / MEASUREMENTS), math.ceil(SHARE / batch_size))
+    return max(math.ceil(total_steps / DEFAULT_MEASUREMENTS), math.ceil(TRAINED_PER_MEASURED_ROW / batch_size))
 
 
-def num_measured_rows(spec: ValidationSpec, tokens_per_row: float, rows_between: int) -> int:
+def count_measured_rows(spec: ValidationSpec, tokens_per_row: float, rows_between: int) -> int:
     """Return the rows of a measurement, at least one: `max_tokens` tokens in total, but no more than one row for each
-    `SHARE` rows trained on between two measurements."""
-    return max(min(int(spec.max_tokens / tokens_per_row), rows_between // SHARE), 1)
+    `TRAINED_PER_MEASURED_ROW` rows trained on between two measurements."""
+    return max(min(int(spec.max_tokens / tokens_per_row), rows_between // TRAINED_PER_MEASURED_ROW), 1)
 
 
-def steps_of_trial(total_steps: int) -> int | None:
+def compute_trial_steps(total_steps: int) -> int | None:
     """Return the steps of each trial of a run's rate search; None if the run is too short for one."""
-    steps = int(BUDGET * total_steps / MAX_TRIALS)
-    return min(steps, MOST_STEPS) if steps >= FEWEST_STEPS else None
+    steps = int(SEARCH_STEPS_SHARE * total_steps / MAX_TRIALS)
+    return min(steps, MAX_TRIAL_STEPS) if steps >= MIN_TRIAL_STEPS else None
 
 
-def searches_rate(spec: JobSpec) -> bool:
+def has_rate_search(spec: JobSpec) -> bool:
     """Whether a run of `spec`, whose defaults are resolved, searches its learning rate, provided that it is long
     enough."""
     steps = spec.training.max_steps
-    long_enough = steps is None or steps_of_trial(steps) is not None
+    long_enough = steps is None or compute_trial_steps(steps) is not None
     return bool(spec.optimizer.rate_search) and spec.training.validation is not None and long_enough
 
 
@@ -54,31 +54,33 @@ class RunSchedule:
     total_steps: int
     every_steps: int
     """Steps between regular checkpoints."""
-    measured_every: int | None
+    measurement_interval: int | None
     """Steps between measurements; None: no measurements."""
     best_every: int
-    """Fewest steps between checkpoints that are saved for their held-out KL; a multiple of `measured_every`."""
+    """Fewest steps between checkpoints that are saved for their held-out KL; a multiple of `measurement_interval`."""
 
     @classmethod
-    def of(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
+    def for_spec(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
         """Make the schedule of a spec whose defaults are resolved; without `measures`, for a run with nothing held
         out."""
         training, checkpoint = spec.training, spec.checkpoint
         if training.validation is None or not measures:
             return cls(total_steps, checkpoint.every_steps, None, 1)
         assert training.batch_size is not None, "set before training by specs.job.resolve_model_defaults"
-        interval = measuring_interval(training.validation, training.batch_size, total_steps)
+        interval = compute_measurement_interval(training.validation, training.batch_size, total_steps)
         best_every = interval * -(-(checkpoint.best_every_steps or interval) // interval)
         return cls(total_steps, checkpoint.every_steps, interval, best_every)
 
     def is_measured(self, step: int) -> bool:
-        return self.measured_every is not None and (step % self.measured_every == 0 or step == self.total_steps)
+        return self.measurement_interval is not None and (
+            step % self.measurement_interval == 0 or step == self.total_steps
+        )
 
-    def is_due(self, step: int) -> bool:
+    def is_checkpoint_due(self, step: int) -> bool:
         """Whether the state after `step` is saved, whatever its held-out KL."""
         return step % self.every_steps == 0 or step == self.total_steps
 
     def may_be_best(self, step: int) -> bool:
         """Whether the state after `step` may be kept as the best. Depends on the step alone, so that an interrupted run
         goes on as if it had not been interrupted."""
-        return self.is_due(step) or step % self.best_every == 0
+        return self.is_checkpoint_due(step) or step % self.best_every == 0

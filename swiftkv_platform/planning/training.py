@@ -16,8 +16,8 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import Parameters, Trainable, student_parameters
-from swiftkv_platform.planning.prefill import attention_pairs, maps_flops, student_map
+from swiftkv_platform.planning.parameters import Parameters, Trainable, count_student_parameters
+from swiftkv_platform.planning.prefill import attention_pairs, resolve_layer_map, sum_linear_flops
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 SampleCounts = tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class TrainingSetup:
     """Whether a search for the learning rate comes before the first step."""
     device: Literal["cuda", "cpu"] = "cuda"
 
-    def needs_teacher(self, student: StudentShape) -> bool:
+    def runs_teacher(self, student: StudentShape) -> bool:
         return self.objective == "logits" or self.hidden_loss or student.has_exit_head
 
     @property
@@ -72,7 +72,7 @@ class TrainingSetup:
         return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
 
 
-WIDE = 4
+FLOAT32_BYTES = 4
 """Bytes of float32: masters, gradients, optimizer state, norms."""
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
@@ -80,10 +80,10 @@ LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
 """Elements of logits that a pass of the losses takes at a time; on a CPU 512 KiB, so that the four buffers of a pass
 fit into a core's cache.
 """
-FEWEST_ROWS = 160
+MIN_CHUNK_ROWS = 160
 """Fewest rows of a chunk, however large the vocabulary: products with fewer rows are bound by reading the head."""
 
-_STATES = 5
+_NUM_HIDDEN_STATES = 5
 """Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
 
 
@@ -130,7 +130,7 @@ def plan_training(
     """FLOPs, memory and time of a distillation job from its teacher's `config.json`.
 
     Args:
-        shape: see `student_map`.
+        shape: see `resolve_layer_map`.
         num_tokens: tokens of the whole run.
         flops_per_second: FLOPs per second of one worker.
 
@@ -146,8 +146,8 @@ def plan_training(
             setup.batch_size,
             f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
         )
-    layer_map = student_map(model)
-    parameters = student_parameters(model, layer_map, setup.trainable)
+    layer_map = resolve_layer_map(model)
+    parameters = count_student_parameters(model, layer_map, setup.trainable)
     flops = training_flops(model, layer_map, setup)
     total = None if num_tokens is None else num_tokens * flops.total
     seconds = None if total is None or flops_per_second is None else total / (flops_per_second * setup.num_workers)
@@ -189,7 +189,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     """
     first = layer_map.num_key_value_layers
     lower = sum(_layer_flops(layer, setup) for layer in model.layers[:first])
-    needs_teacher = setup.needs_teacher(layer_map.shape)
+    needs_teacher = setup.runs_teacher(layer_map.shape)
     teacher = needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
@@ -203,22 +203,22 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     )
     if setup.trainable == "all":
         gaps = [model.layers[i] for i in layer_map.bypassed_layers]
-        let_go = sum(_layer_flops(layer, setup) - maps_flops(layer.attention.key_value) for layer in gaps)
-        backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
+        released = sum(_layer_flops(layer, setup) - sum_linear_flops(layer.attention.key_value) for layer in gaps)
+        backward, recomputed = 2 * (lower - released + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
-        query = share * maps_flops(own.query)
+        query = share * sum_linear_flops(own.query)
         attention = _attention_flops(layer, setup, setup.counted_share if layer_map.deep_leaders else 1.0)
         leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
-        key_value = leads * (maps_flops(own.key_value) + (1 + written) * maps_flops(own.expansion))
-        deep = leads * written * maps_flops(own.key_value)
-        rest = share * maps_flops((*own.output, *layer.mlp))
+        key_value = leads * (sum_linear_flops(own.key_value) + (1 + written) * sum_linear_flops(own.expansion))
+        deep = leads * written * sum_linear_flops(own.key_value)
+        rest = share * sum_linear_flops((*own.output, *layer.mlp))
         student += query + key_value + deep + attention + rest
         # x needs no gradient; nor does the first layer's input, unless a norm before it is trained, as norm_swiftkv is.
         has_gradient = i > first or trains_x or (tail and model.has_input_norm)
         into_x = 0 if has_gradient else share * own.query[0].flops + deep
         if not (trains_x or model.has_input_norm):
-            into_x += leads * maps_flops(own.key_value)
+            into_x += leads * sum_linear_flops(own.key_value)
         backward += (2 * query + 2 * deep - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
         recomputed += query + deep + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
@@ -240,20 +240,20 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
 def _layer_flops(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
-    return maps_flops(maps) + _attention_flops(layer, setup)
+    return sum_linear_flops(maps) + _attention_flops(layer, setup)
 
 
 def _deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float:
     """Return the FLOPs per token of a layer for deep tokens, which come last in their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
-    return share * maps_flops(maps) + _attention_flops(layer, setup, setup.counted_share)
+    return share * sum_linear_flops(maps) + _attention_flops(layer, setup, setup.counted_share)
 
 
-def _attention_flops(layer: Layer, setup: TrainingSetup, asking: float = 1.0) -> float:
-    """`asking`: share of each sample's tokens, its last ones, that have queries."""
+def _attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
+    """`query_share`: share of each sample's tokens, its last ones, that have queries."""
     samples = setup.samples or ((setup.sequence_length, 1),)
-    queries = [(number, round(asking * length), length) for length, number in samples]
+    queries = [(number, round(query_share * length), length) for length, number in samples]
     pairs = sum(number * attention_pairs(count, length - count, layer.window) for number, count, length in queries)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
 
@@ -286,57 +286,57 @@ class WorkerMemory(FrozenModel):
 def worker_memory(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
 ) -> WorkerMemory:
-    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     shards = setup.num_workers
-    trained, frozen = parameters.trained, narrow * parameters.frozen
-    weights, gradients, moments = WIDE * trained, WIDE * trained, 2 * WIDE * trained
+    trained, frozen = parameters.trained, dtype_bytes * parameters.frozen
+    weights, gradients, moments = FLOAT32_BYTES * trained, FLOAT32_BYTES * trained, 2 * FLOAT32_BYTES * trained
     gathered, host = 0, 0
     if setup.strategy == "ddp":
         gradients *= 2
-        gathered = narrow * trained if narrow < WIDE else 0
+        gathered = dtype_bytes * trained if dtype_bytes < FLOAT32_BYTES else 0
     elif setup.strategy == "fsdp2" or setup.zero_stage == 3:
-        gathered = gathered_weights(parameters, narrow, units=3 if setup.strategy == "fsdp2" else 2)
+        gathered = gathered_weights(parameters, dtype_bytes, units=3 if setup.strategy == "fsdp2" else 2)
         frozen, weights, gradients, moments = (-(-part // shards) for part in (frozen, weights, gradients, moments))
     else:
-        weights, moments = narrow * trained + -(-weights // shards), -(-moments // shards)
-        gradients = narrow * trained + -(-gradients // (shards if setup.zero_stage == 2 else 1))
+        weights, moments = dtype_bytes * trained + -(-weights // shards), -(-moments // shards)
+        gradients = dtype_bytes * trained + -(-gradients // (shards if setup.zero_stage == 2 else 1))
     if setup.cpu_offload and setup.device != "cpu":
         host = moments
         if setup.strategy == "fsdp2":
             host += frozen + weights + gradients
             frozen = weights = gradients = 0
         elif setup.strategy == "deepspeed":
-            host += WIDE * trained // shards
-            weights -= WIDE * trained // shards
+            host += FLOAT32_BYTES * trained // shards
+            weights -= FLOAT32_BYTES * trained // shards
             if setup.zero_stage == 3:
                 host, frozen = host + frozen, 0
         moments = 0
     activations, recomputed = saved_activations(model, layer_map, setup)
-    passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
-    loss = _loss_bytes(model, layer_map.shape, setup, narrow)
+    passing_back = recomputed + _gradients_of_activations(model, setup, dtype_bytes)
+    loss = _loss_bytes(model, layer_map.shape, setup, dtype_bytes)
     persistent = frozen + weights + moments
     # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
-    unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
+    unsharded = FLOAT32_BYTES * trained if setup.strategy == "fsdp2" else gradients
     kept = unsharded if setup.num_micro_batches > 1 else 0
     sharded = 0 if kept else gradients  # the last micro batch's take the place of those that are kept
     during_passes = gathered + activations + max(loss, passing_back)
     if setup.strategy == "fsdp2":
-        states = _STATES * narrow * model.hidden_size * setup.tokens_per_pass
+        states = _NUM_HIDDEN_STATES * dtype_bytes * model.hidden_size * setup.tokens_per_pass
         # A unit's gradients are gathered in float32, to be divided; those of K and V after all layers.
-        of_layer, shared = (narrow + WIDE) * parameters.trained_of_layer, parameters.shared_key_value
+        of_layer, shared = (dtype_bytes + FLOAT32_BYTES) * parameters.trained_of_layer, parameters.shared_key_value
         during_passes = max(
             activations + gathered + states,
-            activations + gathered_weights(parameters, narrow, units=1) + loss,
-            activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + sharded,
-            narrow * parameters.root + (3 * narrow + WIDE) * shared + states + sharded,
+            activations + gathered_weights(parameters, dtype_bytes, units=1) + loss,
+            activations + gathered_weights(parameters, dtype_bytes, units=2) + passing_back + of_layer + sharded,
+            dtype_bytes * parameters.root + (3 * dtype_bytes + FLOAT32_BYTES) * shared + states + sharded,
         )
     # CUDA's update has buffers for all that this worker updates, the CPU's for one tensor; only DDP updates everything.
     updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)
-    during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
+    during_update = gradients + -(-FLOAT32_BYTES * updated // (1 if setup.strategy == "ddp" else shards))
     between = 0 if setup.strategy == "fsdp2" else gathered
     peak = persistent + max(kept + during_passes, between + during_update)
     # ZeRO gathers every parameter on every worker to remember it.
-    remembered = setup.searches_rate * -(-WIDE * trained // (shards if setup.strategy == "fsdp2" else 1))
+    remembered = setup.searches_rate * -(-FLOAT32_BYTES * trained // (shards if setup.strategy == "fsdp2" else 1))
     if setup.device == "cpu":
         peak += remembered
     return WorkerMemory(
@@ -353,7 +353,7 @@ def worker_memory(
     )
 
 
-def gathered_weights(parameters: Parameters, narrow: int, *, units: int) -> int:
+def gathered_weights(parameters: Parameters, dtype_bytes: int, *, units: int) -> int:
     """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
     `units` at a time.
 
@@ -361,53 +361,58 @@ def gathered_weights(parameters: Parameters, narrow: int, *, units: int) -> int:
     previous layer's buffer is still held; two in a backward pass, which prefetches the next while one runs; and one,
     the last buffer, between the passes.
     """
-    return narrow * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
+    return dtype_bytes * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
 
 
 def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
     """Return the bytes that the student's layers keep of one micro batch for the backward pass and, under gradient
     checkpointing, those of one layer while it is recomputed.
     """
-    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     own, hidden = model.shared_attention, model.hidden_size
     first = layer_map.num_key_value_layers
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
-    per_token = (2 * narrow + (narrow + WIDE) * model.has_input_norm) * hidden
+    per_token = (2 * dtype_bytes + (dtype_bytes + FLOAT32_BYTES) * model.has_input_norm) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
         # Heads and tokens are swapped in every layer, so with sequence parallelism layers share no K and V.
         swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
         shared = i in layer_map.leaders or swapped
         if shared or (i < first and not setup.gradient_checkpointing):
-            per_token += narrow * (heads if own.expansion else cached)
+            per_token += dtype_bytes * (heads if own.expansion else cached)
         if i in layer_map.deep_leaders:  # the deep tokens' own, and both kinds concatenated
-            per_token += narrow * 2 * cached
+            per_token += dtype_bytes * 2 * cached
         if setup.gradient_checkpointing:
-            per_token += narrow * hidden
+            per_token += dtype_bytes * hidden
             continue
-        per_token += _layer_bytes(model, layer, setup, narrow, has_gradient=i > begin)
+        per_token += _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=i > begin)
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_bypassed_layer, first):
-            deep = _layer_bytes(model, model.layers[i], setup, narrow, has_gradient=True)
-            per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
-            per_token -= (i in layer_map.bypassed_layers) * _let_go(model, model.layers[i], setup, narrow)
+            deep = _layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
+            per_token += round(setup.counted_share * (deep + dtype_bytes * cached)) + dtype_bytes * cached
+            per_token -= (i in layer_map.bypassed_layers) * _compute_released_bytes(
+                model, model.layers[i], setup, dtype_bytes
+            )
     recomputed = 0
     if setup.gradient_checkpointing:
-        recomputed = _layer_bytes(model, model.layers[-1], setup, narrow, has_gradient=True)
+        recomputed = _layer_bytes(model, model.layers[-1], setup, dtype_bytes, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
-def _let_go(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int) -> int:
+def _compute_released_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, dtype_bytes: int) -> int:
     """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalised input."""
-    return _layer_bytes(model, layer, setup, narrow, has_gradient=True) - (narrow + WIDE) * model.hidden_size
+    return (
+        _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=True)
+        - (dtype_bytes + FLOAT32_BYTES) * model.hidden_size
+    )
 
 
-def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+def _gradients_of_activations(model: Architecture, setup: TrainingSetup, dtype_bytes: int) -> int:
     """Bytes of the gradients that the backward pass holds at once: those of gate, up and their product."""
     widest = max(_inner_features(model, layer) for layer in model.layers)
-    return narrow * widest * setup.tokens_per_pass
+    return dtype_bytes * widest * setup.tokens_per_pass
 
 
 def _inner_features(model: Architecture, layer: Layer) -> int:
@@ -425,28 +430,30 @@ def _routed_features(model: Architecture, layer: Layer) -> int:
     return sum(linear.active * model.hidden_size for linear in layer.mlp if linear.copies > 1) // 3
 
 
-def _layer_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
+def _layer_bytes(
+    model: Architecture, layer: Layer, setup: TrainingSetup, dtype_bytes: int, *, has_gradient: bool
+) -> int:
     """Return the bytes per token of one student layer, without K and V."""
     own, hidden = model.shared_attention, model.hidden_size
-    norms = (model.num_norms - 1 + has_gradient) * WIDE * hidden
-    query = narrow * sum(linear.in_features for linear in own.query)
-    attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
+    norms = (model.num_norms - 1 + has_gradient) * FLOAT32_BYTES * hidden
+    query = dtype_bytes * sum(linear.in_features for linear in own.query)
+    attention = dtype_bytes * own.num_heads * (own.query_size + own.value_size) + FLOAT32_BYTES * own.num_heads
     inner = _inner_features(model, layer)
     routed = _routed_features(model, layer)
-    tail = narrow * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
-    return norms + query + attention + narrow * (inner + routed) + tail
+    tail = dtype_bytes * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
+    return norms + query + attention + dtype_bytes * (inner + routed) + tail
 
 
-def _loss_bytes(model: Architecture, student: StudentShape, setup: TrainingSetup, narrow: int) -> int:
+def _loss_bytes(model: Architecture, student: StudentShape, setup: TrainingSetup, dtype_bytes: int) -> int:
     """Return the bytes of chunk buffers, hidden states of teacher and student, and the gradient from the fused loss."""
     tokens = setup.tokens_per_pass
-    rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
+    rows = min(max(MIN_CHUNK_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
     rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
     # A pass holds logits and targets in float32, both probabilities, and a product. Waiting rows are held in the
     # compute dtype; if that is float32, the pass works on them directly.
-    waiting = 2 * rows * narrow if rows_per_pass < rows else 0
-    in_pass = (3 if waiting and narrow == WIDE else 5) * rows_per_pass * WIDE
+    waiting = 2 * rows * dtype_bytes if rows_per_pass < rows else 0
+    in_pass = (3 if waiting and dtype_bytes == FLOAT32_BYTES else 5) * rows_per_pass * FLOAT32_BYTES
     chunk = model.vocab_size * (waiting + in_pass)
     states = 6 + 2 * student.has_exit_head  # x, teacher, student, the counted rows of both, a gradient
-    exit_head = WIDE * model.vocab_size * model.hidden_size * student.has_exit_head
-    return chunk + states * narrow * model.hidden_size * tokens + exit_head
+    exit_head = FLOAT32_BYTES * model.vocab_size * model.hidden_size * student.has_exit_head
+    return chunk + states * dtype_bytes * model.hidden_size * tokens + exit_head

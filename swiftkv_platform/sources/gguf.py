@@ -164,7 +164,7 @@ def _build_config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any
         values = {f"{architecture}.vocab_size": vocabulary.length, **values}
     heads = {f"{architecture}.attention.key_length": shape["hidden_size"] // max(shape["num_attention_heads"], 1)}
     config = {
-        "architectures": [family.teacher_class("ForCausalLM")],
+        "architectures": [family.get_teacher_class_name("ForCausalLM")],
         "model_type": family.model_type,
         **shape,
         "head_dim": _require_number({**heads, **values}, *heads),

@@ -181,7 +181,7 @@ _CONFIG_RULES = FileRules(
     known={
         **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype"), is_word),
         **dict.fromkeys(("topk_method", "scoring_func"), is_word),
-        **{key: is_word for key, (kind, _) in StudentShape.config_fields().items() if kind is str},
+        **{key: is_word for key, (kind, _) in StudentShape.get_config_fields().items() if kind is str},
         **dict.fromkeys(("architectures", "layer_types"), _is_word_list),
         **dict.fromkeys(("rope_parameters", "rope_scaling"), _is_rope_config),
         "quantization_config": _is_object,  # cleaned as an object

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.machines import has_fast_bfloat16
 
 
 def find_recipes() -> dict[str, Path]:
@@ -26,4 +26,4 @@ def find_recipe(name: str) -> Path:
 
 def adapt_dtype_to_cpu(document: dict[str, Any]) -> dict[str, Any]:
     """Return the job spec, with dtype float32 if this machine's CPU has no fast bfloat16 matrix products."""
-    return document if multiplies_bfloat16() else {**document, "model": {**document["model"], "dtype": "float32"}}
+    return document if has_fast_bfloat16() else {**document, "model": {**document["model"], "dtype": "float32"}}

@@ -101,7 +101,7 @@ class SwiftKVSpec(Spec):
     @property
     def request(self) -> ShapeRequest:
         """The student's shape, as far as it is known without a teacher."""
-        return ShapeRequest.of(self)
+        return ShapeRequest.from_spec(self)
 
     def inherit_from(self, parent: Self) -> Self:
         """Return the section of a job that continues from `parent`, with its form of deep tokens by default."""

@@ -34,7 +34,7 @@ def register() -> None:
             raise
         raise untested(vllm.__version__, [str(error)]) from error
     configs.register()
-    for name in (family.student_class for family in FAMILIES.values()):
+    for name in (family.student_class_name for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")
         MODELS_CONFIG_MAP[name] = SwiftKVChecks
 

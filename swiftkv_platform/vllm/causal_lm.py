@@ -73,7 +73,7 @@ class StudentNames:
         `ModelError`, naming SwiftKV tensors that are missing or unexpected."""
         seen = set()
         for name, tensor in weights:
-            if self.prefill_only and not self.layer_map.runs_in_prefill(name):
+            if self.prefill_only and not self.layer_map.is_prefill_tensor(name):
                 continue
             kind = name.rpartition(".")[2]
             if "_swiftkv." in name and kind not in OPTIONAL:
@@ -160,7 +160,7 @@ class SwiftKVForCausalLM(nn.Module):
             if config.tie_word_embeddings:
                 self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(
-            config.vocab_size, scale=1 / self.family.multiplier(config, "logits_scaling")
+            config.vocab_size, scale=1 / self.family.get_multiplier(config, "logits_scaling")
         )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class SwiftKVForCausalLM(nn.Module):
 # `checks.py` can refuse the model.
 for _family in FAMILIES.values():
     _members = {"__module__": __name__, "family": _family}
-    globals()[_family.student_class] = type(_family.student_class, (SwiftKVForCausalLM,), _members)
+    globals()[_family.student_class_name] = type(_family.student_class_name, (SwiftKVForCausalLM,), _members)
 
 
 BASE_PREFIX = "base_model/"

@@ -35,9 +35,9 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = find_family({"model_type": config.model_type})
-        if family.refused_by_vllm:
+        if family.vllm_obstacle:
             raise _refusal(
-                f"{config.model_type} is not served by vLLM: {family.refused_by_vllm}", "model_type", family.model_type
+                f"{config.model_type} is not served by vLLM: {family.vllm_obstacle}", "model_type", family.model_type
             )
         if model_config.runner_type == "draft":
             raise _refusal(

@@ -170,7 +170,7 @@ def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Modul
 def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
     """Return a layer's RoPE, over whole heads or their first dimensions; vLLM reuses a module with equal parameters."""
     parameters = config.rope_parameters
-    if config.family.rotates_by_layer_type:
+    if config.family.has_rope_per_layer_type:
         parameters = parameters[config.layer_types[layer]]
     rotary: nn.Module = get_rope(
         heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=parameters
@@ -206,7 +206,7 @@ class OwnAttention(nn.Module):
             heads.head_dim,
             heads.total_num_heads,
             heads.total_num_kv_heads,
-            bias=family.input_bias.of(config),
+            bias=family.input_bias.get_value(config),
             quant_config=quant_config,
             prefix=f"{prefix}.{QKV if group is None else OWN_QKV}",
         )
@@ -246,7 +246,7 @@ class SharedAttention(nn.Module):
         self.query = ColumnParallelLinear(
             config.hidden_size,
             heads.total_num_heads * heads.head_dim,
-            bias=family.input_bias.of(config),
+            bias=family.input_bias.get_value(config),
             quant_config=quant_config,
             prefix=f"{prefix}.q_proj_swiftkv",
         )
@@ -272,7 +272,7 @@ class SharedAttention(nn.Module):
 def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
     """Return the arguments common to a model's attention layers and KV caches."""
     config: Any = vllm_config.model_config.hf_config
-    multiplier = config.family.multiplier(config, "attention_multiplier") if config.family.multipliers else None
+    multiplier = config.family.get_multiplier(config, "attention_multiplier") if config.family.multipliers else None
     return {
         "num_heads": heads.num_heads,
         "head_size": heads.stored_dim,
@@ -291,7 +291,7 @@ def _output_projection(
     projection: nn.Module = RowParallelLinear(
         heads.total_num_heads * heads.head_dim,
         config.hidden_size,
-        bias=family.output_bias.of(config),
+        bias=family.output_bias.get_value(config),
         quant_config=vllm_config.quant_config,
         prefix=f"{prefix}.{'o_proj_swiftkv' if is_shared and config.own_output_projection else 'o_proj'}",
     )
@@ -348,7 +348,7 @@ class GroupProjections(nn.Module):
         self.projection = MergedColumnParallelLinear(
             config.hidden_size,
             [rows] * 2 * num_groups,
-            bias=family.input_bias.of(config),
+            bias=family.input_bias.get_value(config),
             quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.layers.{GROUPS}",
         )
@@ -422,7 +422,7 @@ class DecoderLayer(nn.Module):
         name, feed_forward = _feed_forward(family, vllm_config, layer, prefix)
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
-        self.branch_scale = family.multiplier(config, "residual_multiplier")
+        self.branch_scale = family.get_multiplier(config, "residual_multiplier")
         self.norm_names = _NORMS[family.norms]
         for norm in filter(None, self.norm_names):
             self.add_module(norm, norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
@@ -463,4 +463,4 @@ def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: s
         return name, Qwen3MoeSparseMoeBlock(vllm_config, prefix=common["prefix"])
     if family.feed_forward == "gated_gelu":
         return name, Gemma3MLP(*sizes, config.hidden_activation, **common)
-    return name, LlamaMLP(*sizes, config.hidden_act, bias=family.mlp_bias.of(config), **common)
+    return name, LlamaMLP(*sizes, config.hidden_act, bias=family.mlp_bias.get_value(config), **common)

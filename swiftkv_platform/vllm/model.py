@@ -128,7 +128,7 @@ class SwiftKVDecoder(nn.Module):
         self.embed_tokens = ScaledEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
+        self.embed_tokens.scale = family.get_multiplier(config, "embedding_multiplier")
         if family.multipliers == "sizes":  # rounded to the weights' dtype
             self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
         self.prefill_only = bool(self.layer_map.leaders) and config.swiftkv_prefill_only

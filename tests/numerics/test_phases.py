@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import write_model_shards
-from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.machines import has_fast_bfloat16
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -287,7 +287,7 @@ LARGE = {"llama": llama, "fp8": fp8, "deepseek_v2": deepseek_v2}
 
 
 @pytest.mark.soak("eight processes and gigabytes")
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="a CPU without AVX-512 takes hours for it in bfloat16")
+@pytest.mark.skipif(not has_fast_bfloat16(), reason="a CPU without AVX-512 takes hours for it in bfloat16")
 @pytest.mark.parametrize("name", LARGE)
 def test_no_workers_anonymous_memory_reaches_the_model(name: str, tmp_path: Path) -> None:
     large = LARGE[name](tmp_path / "teacher")

@@ -14,7 +14,7 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
-from swiftkv_platform.planning.parameters import dense_parameters, student_parameters
+from swiftkv_platform.planning.parameters import count_dense_parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import Components, Flops, forward_flops
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.student_shape import LayerMap
@@ -90,7 +90,7 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None
     decode = count(student, tokens[:, :1], past_key_values=prefill[2])
     one_token = {"num_tokens": 1, "num_selected": 1, "num_logits": 1, "past": PROMPT}
     assert_equal(decode, forward_flops(model, layer_map, **one_token, square=True))
-    assert result.decode.swiftkv == Components.of(forward_flops(model, layer_map, **one_token))
+    assert result.decode.swiftkv == Components.from_flops(forward_flops(model, layer_map, **one_token))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -120,10 +120,10 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str, 
 def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_projection: bool) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())
-    assert dense_parameters(model) == sum(p.numel() for p in teacher.parameters())
+    assert count_dense_parameters(model) == sum(p.numel() for p in teacher.parameters())
     shape: dict[str, Any] = {"early_exit": True, "own_output_projection": own_output_projection}
     student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, **shape)
     distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
-    planned = student_parameters(model, student.config.layer_map, trainable)
+    planned = count_student_parameters(model, student.config.layer_map, trainable)
     trained = sum(p.numel() for p in distillation_model.parameters() if p.requires_grad)
     assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in distillation_model.parameters()))

@@ -16,7 +16,7 @@ from swiftkv_platform.engine.kv_cache import get_bytes_per_block
 from swiftkv_platform.engine.memory import get_layer_shapes, get_storage_format
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
-from swiftkv_platform.planning.parameters import served_parameters
+from swiftkv_platform.planning.parameters import count_served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 from tests.numerics.test_planning import countable, make_teacher
@@ -213,7 +213,7 @@ def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: 
     stored = get_storage_format("auto", torch.bfloat16)
     assert planned.kv_block_bytes == get_bytes_per_block(get_layer_shapes(student.config), 16, stored)
     kept = [p.numel() for name, p in student.named_parameters() if not _is_teachers(name, l)]
-    assert sum(served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)
+    assert sum(count_served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)
     assert planned.weights_bytes == 2 * sum(kept)
 
 

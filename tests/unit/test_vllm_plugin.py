@@ -63,7 +63,7 @@ def test_versions_are_tested_or_newer_or_refused() -> None:
 
 def test_every_family_has_the_class_and_the_windows_of_transformers() -> None:
     for family in FAMILIES.values():
-        assert family.student_class == STUDENTS[family.model_type].causal_lm.__name__
+        assert family.student_class_name == STUDENTS[family.model_type].causal_lm.__name__
     for config in FAMILY_CONFIGS.values():
         windows = get_layer_windows(config)
         assert [window is None for window in windows] == [kind == FULL for kind in get_layer_types(config)]

@@ -24,11 +24,11 @@ from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning import has_quantized_weights
 from swiftkv_platform.planning.architecture import read_architecture
-from swiftkv_platform.planning.config import Fields
-from swiftkv_platform.planning.gates import TaskForecast, forecast
-from swiftkv_platform.planning.job import refuse_what_cannot_fit, refuse_writers_without_room, training_setup
-from swiftkv_platform.planning.machines import assumed_speed
-from swiftkv_platform.planning.prefill import plan_prefill, student_map
+from swiftkv_platform.planning.config import ConfigFields
+from swiftkv_platform.planning.gates import TaskForecast, forecast_gates
+from swiftkv_platform.planning.job import check_training_memory, check_row_generation_memory, make_training_setup
+from swiftkv_platform.planning.machines import assume_speed
+from swiftkv_platform.planning.prefill import plan_prefill, resolve_layer_map
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource, S3Source, parse_location, parse_source
@@ -103,16 +103,16 @@ def estimate(
         ModelError: a family without a row, or a configuration that lacks a key.
     """
     spec = _resolve_spec_defaults(spec, config)
-    setup = training_setup(spec)
+    setup = make_training_setup(spec)
     tokens_per_step = setup.batch_size * setup.sequence_length
     steps = _count_steps(spec, num_tokens, tokens_per_step)
     max_tokens = None if steps is None else steps * tokens_per_step
     shape = spec.swiftkv.request.resolve(config["num_hidden_layers"], config.get("num_attention_heads"))
     prefill = plan_prefill(config, shape, sequence_length=spec.data.max_length)
     training = plan_training(config, setup, shape, num_tokens=max_tokens)
-    refuse_writers_without_room(spec, config)
+    check_row_generation_memory(spec, config)
     model = read_architecture(config, shape)
-    refuse_what_cannot_fit(spec, model, student_map(model))
+    check_training_memory(spec, model, resolve_layer_map(model))
     return JobEstimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,
@@ -129,7 +129,7 @@ def estimate(
         total_flops=training.total_flops,
         flops_per_step=training.flops_per_token.total * tokens_per_step,
         sources=sources,
-        gates=forecast(spec.evaluation),
+        gates=forecast_gates(spec.evaluation),
     )
 
 
@@ -143,9 +143,9 @@ def _count_steps(spec: JobSpec, num_tokens: int | None, tokens_per_step: int) ->
 
 def _resolve_spec_defaults(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     """Resolve defaults as preparation will, except the batch size for little data, which is not read here."""
-    fields = Fields(config)
-    context_length = fields.optional_count("max_position_embeddings")
-    hidden_size = fields.optional_count("hidden_size")
+    fields = ConfigFields(config)
+    context_length = fields.get_optional_count("max_position_embeddings")
+    hidden_size = fields.get_optional_count("hidden_size")
     resolved = resolve_model_defaults(
         spec, context_length=context_length, hidden_size=hidden_size or REFERENCE_HIDDEN_SIZE
     )
@@ -232,7 +232,7 @@ def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> 
     newest = max(same or alike, key=lambda job: job.id, default=None)
     if newest is not None and newest.speed is not None:
         return newest.speed, newest.id
-    known = assumed_speed(spec) if configured is None else (configured, "configured")
+    known = assume_speed(spec) if configured is None else (configured, "configured")
     return None if known is None else (Speed(known[0], 0.0, 0.0), known[1])
 
 
@@ -325,7 +325,7 @@ def validate(
     sources = check_sources(spec.data.sources, access)
     check_tasks(spec.evaluation.tasks, access)
     if values is None or num_hidden_layers is None:
-        return JobEstimate(sources=sources, gates=forecast(spec.evaluation))
+        return JobEstimate(sources=sources, gates=forecast_gates(spec.evaluation))
     trial = _find_first_fitting_trial(spec, num_hidden_layers)
     return estimate(trial, values, sources, num_tokens=num_tokens)
 

@@ -46,7 +46,7 @@ def test_registering_twice_changes_nothing() -> None:
     once = dict(ModelRegistry.models)
     register()
     assert ModelRegistry.models.keys() == once.keys()
-    assert {family.student_class for family in FAMILIES.values()} <= ModelRegistry.models.keys()
+    assert {family.student_class_name for family in FAMILIES.values()} <= ModelRegistry.models.keys()
 
 
 def test_registering_imports_no_layers_and_no_services() -> None:

@@ -14,7 +14,7 @@ from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo import build_job_spec, build_llm_spec, build_report, plot_loss, print_report
-from swiftkv_platform.planning.machines import describe_processor, multiplies_bfloat16
+from swiftkv_platform.planning.machines import describe_processor, has_fast_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.support.requirements import required_module
 
@@ -132,12 +132,12 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
 def test_a_cpu_without_bfloat16_products_computes_in_float32(
     flags: str, fast: bool, simd: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert multiplies_bfloat16(tmp_path / "none")
+    assert has_fast_bfloat16(tmp_path / "none")
     assert describe_processor(tmp_path / "none")[1] is None
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nmodel name\t: A CPU\nflags : fpu {flags} sse\n\nflags : none\n")
-    assert multiplies_bfloat16(tmp_path / "cpuinfo") is fast
+    assert has_fast_bfloat16(tmp_path / "cpuinfo") is fast
     assert describe_processor(tmp_path / "cpuinfo") == ("A CPU", simd)
-    monkeypatch.setattr("swiftkv_platform.sources.recipes.multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr("swiftkv_platform.sources.recipes.has_fast_bfloat16", lambda: fast)
     dtype = "bfloat16" if fast else "float32"
     for spec in (build_job_spec(None), build_job_spec("some/model"), build_llm_spec(short=True)):
         assert JobSpec.model_validate(spec).model.dtype == dtype
@@ -147,7 +147,7 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
     ("fast", "dtype", "warns"), [(False, "bfloat16", True), (False, "float32", False), (True, "bfloat16", False)]
 )
 def test_a_job_warns_of_slow_products(fast: bool, dtype: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(prepare, "has_fast_bfloat16", lambda: fast)
     spec = JobSpec.model_validate({"name": "job", "model": {"dtype": dtype}})
     messages = list(prepare._slow_products(spec))
     assert [is_warning for _, is_warning in messages] == [True] * warns

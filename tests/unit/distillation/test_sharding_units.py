@@ -10,7 +10,7 @@ from torch import nn
 from swiftkv_platform.distillation.model import iter_sharding_units
 from swiftkv_platform.model.families import make_student_config, student_classes
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.parameters import student_parameters
+from swiftkv_platform.planning.parameters import count_student_parameters
 from swiftkv_platform.student_shape import ShapeRequest, Sharing
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS
@@ -53,7 +53,7 @@ def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
     for own_output_projection in (False, True):
         decoder = make_decoder(family, own_output_projection=own_output_projection)
         model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
-        planned = student_parameters(model, layer_map)
+        planned = count_student_parameters(model, layer_map)
         seen: set[nn.Parameter] = set()
         shared, layers = (sizes(units, seen) for units in split(decoder))
         assert len(seen) == len(set(decoder.layers.parameters()))

@@ -22,7 +22,7 @@ from swiftkv_platform.distillation.steering import (
     search_rate,
 )
 from swiftkv_platform.distillation.trainer import select_validation_rows
-from swiftkv_platform.planning.steering import MAX_TRIALS, steps_of_trial
+from swiftkv_platform.planning.steering import MAX_TRIALS, compute_trial_steps
 from swiftkv_platform.specs import TrainingSpec, ValidationSpec
 
 
@@ -204,6 +204,6 @@ def test_bounds_of_a_search() -> None:
     assert first_trial_rate(1.0, 1e-3, "qkv") == 1e-3
     assert first_trial_rate(1e-5, 1e-3, "qkv") == 1e-5
     assert first_trial_rate(1e-3, 1e-3, "all") == pytest.approx(2e-4)
-    assert steps_of_trial(106) is None
-    assert steps_of_trial(400) == 15
-    assert steps_of_trial(100_000) == 40
+    assert compute_trial_steps(106) is None
+    assert compute_trial_steps(400) == 15
+    assert compute_trial_steps(100_000) == 40

@@ -159,6 +159,6 @@ def test_a_checkpoint_has_the_held_out_kl_of_its_own_state_after_going_back_too(
     store = Store()
     trainer: Any = _Trainer(store, tmp_path, diverges=False)
     trainer._validation, trainer._checkpointer.roll_back = _Measured(0.5, 0.3, 0.9), lambda step: None
-    trainer._schedule = RunSchedule(total_steps=2, every_steps=1, measured_every=1, best_every=1)
+    trainer._schedule = RunSchedule(total_steps=2, every_steps=1, measurement_interval=1, best_every=1)
     trainer.run()
     assert store.kls == {"step-0": 0.5, "step-1": 0.3, "step-2": 0.3}

@@ -17,10 +17,10 @@ from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Sampl
 from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
-    WORSE,
-    forecast,
-    passes_worse,
-    samples_to_exclude,
+    WORSE_STUDENT_LOSS,
+    compute_false_pass_probability,
+    find_samples_to_exclude,
+    forecast_gates,
     smallest_excluded_loss,
 )
 from swiftkv_platform.specs import EvaluationSpec, load_spec
@@ -263,7 +263,7 @@ def pass_rate(spec: EvaluationSpec, lost: float) -> float:
     """Share of `DRAWS` random evaluations that pass all gates, for a student that loses `lost` of the samples of each
     task; 8% of the samples differ, or more if `lost` is more. Needles are as by default."""
     rng, discordant = np.random.default_rng(7), max(0.08, lost)
-    sizes = [(each.task, each.num_samples or 0) for each in forecast(spec)]
+    sizes = [(each.task, each.num_samples or 0) for each in forecast_gates(spec)]
     sizes += [(f"needle_{length}", spec.needle_samples) for length in NEEDLE_LENGTHS]
     passed = 0
     for _ in range(DRAWS):
@@ -282,8 +282,8 @@ def pass_rate(spec: EvaluationSpec, lost: float) -> float:
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_student_without_a_loss_passes_and_one_three_points_worse_does_not(name: str) -> None:
     assert pass_rate(JUDGED[name], 0.0) >= 0.95
-    worse = pass_rate(JUDGED[name], WORSE / 100.0)
-    said = passes_worse([each.model_dump() for each in forecast(JUDGED[name])])
+    worse = pass_rate(JUDGED[name], WORSE_STUDENT_LOSS / 100.0)
+    said = compute_false_pass_probability([each.model_dump() for each in forecast_gates(JUDGED[name])])
     assert worse == pytest.approx(said, abs=0.05)
     assert {worse > 0.05, (said or 0.0) > 0.05} == {name in ALONE}
 
@@ -291,13 +291,13 @@ def test_a_student_without_a_loss_passes_and_one_three_points_worse_does_not(nam
 def test_recipes_without_tasks_have_no_gate_on_tasks_to_pass() -> None:
     without = [spec for spec in RECIPE_SPECS if spec.evaluation not in OF_RECIPES]
     assert len(without) == 16
-    assert [spec.name for spec in without if forecast(spec.evaluation)] == []
-    assert passes_worse(()) is None
+    assert [spec.name for spec in without if forecast_gates(spec.evaluation)] == []
+    assert compute_false_pass_probability(()) is None
 
 
 def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_it() -> None:
     spec = EvaluationSpec(tasks=("builtin:ifeval", "own_task"), needle_lengths=(512,), task_limit=None)
-    found = {each.task: each for each in forecast(spec)}
+    found = {each.task: each for each in forecast_gates(spec)}
     assert (found["own_task"].num_samples, found["own_task"].limit) == (None, None)
     gates = report(
         0.0,
@@ -309,11 +309,11 @@ def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_
     assert sorted(gate.limit for gate in gates) == sorted(
         limit for limit in (found["builtin:ifeval"].limit, found["needle_512"].limit) if limit
     )
-    narrow = forecast(EvaluationSpec(tasks=("gsm8k",), max_drop=1.0, needle_lengths=()))[0]
+    narrow = forecast_gates(EvaluationSpec(tasks=("gsm8k",), max_drop=1.0, needle_lengths=()))[0]
     assert narrow.samples_needed is not None
     assert smallest_excluded_loss(narrow.samples_needed) <= 1.0 < smallest_excluded_loss(narrow.samples_needed - 1)
     assert smallest_excluded_loss(0) <= 100.0
-    assert samples_to_exclude(0.0) is None
+    assert find_samples_to_exclude(0.0) is None
 
 
 MEASURED: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, add_time, estimate, find_speed
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning.job import refuse_writers_without_room, teacher_bytes
+from swiftkv_platform.planning.job import check_row_generation_memory, compute_teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -99,7 +99,7 @@ def writing(*, written: bool = True, **resources: Any) -> JobSpec:
 
 
 def test_a_teacher_that_is_to_write_fits_a_worker_or_is_refused() -> None:
-    assert [teacher_bytes(CONFIG, dtype) for dtype in ("bfloat16", "float32")] == [TEACHER, 2 * TEACHER]
+    assert [compute_teacher_bytes(CONFIG, dtype) for dtype in ("bfloat16", "float32")] == [TEACHER, 2 * TEACHER]
     gpu = {"gpus_per_worker": 1, "accelerator_type": "H100"}
     refused: list[tuple[dict[str, Any], str]] = [
         (gpu | {"accelerator_type": "T4"}, "14.4 GB of its device"),
@@ -108,15 +108,15 @@ def test_a_teacher_that_is_to_write_fits_a_worker_or_is_refused() -> None:
     ]
     for resources, given in refused:
         with pytest.raises(InvalidInputError) as caught:
-            refuse_writers_without_room(writing(**resources), CONFIG)
+            check_row_generation_memory(writing(**resources), CONFIG)
         error = caught.value
         assert (error.field, error.value) == ("data.sources.1.complete", "prompts.jsonl")
         assert "the whole teacher, 16.1 GB in bfloat16" in error.message
         assert given in error.message
-        refuse_writers_without_room(writing(written=False, **resources), CONFIG)
+        check_row_generation_memory(writing(written=False, **resources), CONFIG)
     fitting: list[dict[str, Any]] = [{}, {"gpus_per_worker": 1}, gpu | {"accelerator_type": "L4"}]
     for resources in (*fitting, {"memory_per_worker": 20 << 30}):
-        refuse_writers_without_room(writing(**resources), CONFIG)
+        check_row_generation_memory(writing(**resources), CONFIG)
     message = r"data\.sources\[1\]\.complete has every worker load the whole teacher"
     with pytest.raises(InvalidInputError, match=message):
         estimate(writing(memory_per_worker=10 << 30), CONFIG, ())

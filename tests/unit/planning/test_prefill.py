@@ -31,7 +31,7 @@ def test_layer_maps() -> None:
     dense = LayerMap.dense(6)
     assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)
     for share, expected in ((None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)):
-        assert ShapeRequest(prefill_reduction=share).depth(32) == expected
+        assert ShapeRequest(prefill_reduction=share).resolve_depth(32) == expected
     cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
     for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
         assert [sizes[run] for run in split_by_size(sizes, 10)] == runs

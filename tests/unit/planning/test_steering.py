@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from swiftkv_platform.planning.steering import RunSchedule, measuring_interval, num_measured_rows, searches_rate
+from swiftkv_platform.planning.steering import (
+    RunSchedule,
+    compute_measurement_interval,
+    count_measured_rows,
+    has_rate_search,
+)
 from swiftkv_platform.specs import JobSpec, ValidationSpec
 from swiftkv_platform.specs.job import resolve_model_defaults
 
@@ -14,8 +19,10 @@ def job(**sections: Any) -> JobSpec:
 
 def test_bests_are_as_far_apart_as_the_spec_says() -> None:
     """The distance is rounded up to measured steps: 100 steps become 124 in a run measured every 62."""
-    schedule = RunSchedule.of(job(checkpoint={"every_steps": 10**6, "best_every_steps": 100}), 1221, measures=True)
-    assert schedule.measured_every == 62
+    schedule = RunSchedule.for_spec(
+        job(checkpoint={"every_steps": 10**6, "best_every_steps": 100}), 1221, measures=True
+    )
+    assert schedule.measurement_interval == 62
     kept = [step for step in range(1, 1221) if schedule.is_measured(step) and schedule.may_be_best(step)]
     assert kept == list(range(124, 1221, 124))
 
@@ -23,11 +30,11 @@ def test_bests_are_as_far_apart_as_the_spec_says() -> None:
 def test_a_run_is_measured_twenty_times_where_its_batches_have_the_rows() -> None:
     """A measurement takes a tenth of the rows trained on since the one before, and at most `max_tokens`."""
     for total_steps, batch_size, interval in ((400, 32, 20), (401, 32, 21), (20, 4, 3), (8, 1, 10)):
-        assert measuring_interval(ValidationSpec(), batch_size, total_steps) == interval
-        assert measuring_interval(ValidationSpec(every_steps=7), batch_size, total_steps) == 7
-    assert num_measured_rows(ValidationSpec(), 8192, 1600) == 2, "rows of 16,384 tokens in all"
-    assert num_measured_rows(ValidationSpec(max_tokens=10**6), 100, 300) == 30
-    assert num_measured_rows(ValidationSpec(), 8192, 5) == 1
+        assert compute_measurement_interval(ValidationSpec(), batch_size, total_steps) == interval
+        assert compute_measurement_interval(ValidationSpec(every_steps=7), batch_size, total_steps) == 7
+    assert count_measured_rows(ValidationSpec(), 8192, 1600) == 2, "rows of 16,384 tokens in all"
+    assert count_measured_rows(ValidationSpec(max_tokens=10**6), 100, 300) == 30
+    assert count_measured_rows(ValidationSpec(), 8192, 5) == 1
 
 
 def test_a_rate_is_searched_where_it_is_measured_and_there_is_time() -> None:
@@ -42,4 +49,4 @@ def test_a_rate_is_searched_where_it_is_measured_and_there_is_time() -> None:
     ]
     for sections, searches in cases:
         spec = resolve_model_defaults(job(**sections), context_length=512, hidden_size=64)
-        assert searches_rate(spec) == searches, sections
+        assert has_rate_search(spec) == searches, sections

@@ -68,9 +68,9 @@ def test_a_field_that_needs_another_is_refused_without_it(
 
 def test_a_list_without_gaps_is_another_name_of_l() -> None:
     listed = spec(swiftkv={"prefill_layers": "0-2", "num_key_value_layers": 3, "decode_key_value": "shared"}).swiftkv
-    assert (listed.request.given_layers, listed.request.has_bypassed_layers) == (3, False)
+    assert (listed.request.requested_depth, listed.request.has_bypassed_layers) == (3, False)
     bypassing = spec(swiftkv=BYPASSING).swiftkv
-    assert (bypassing.request.given_layers, bypassing.request.has_bypassed_layers) == (5, True)
+    assert (bypassing.request.requested_depth, bypassing.request.has_bypassed_layers) == (5, True)
 
 
 @pytest.mark.parametrize(("swiftkv", "form"), [({}, "own"), ({"decode_key_value": "shared"}, "shared")])

@@ -50,7 +50,7 @@ class SlidingWindows:
     """Whether windows apply only if `use_sliding_window` is set."""
     has_layer_types: bool = False
     """Whether `layer_types` says which layers have a window. If it is absent, the layers from `max_window_layers` on
-    have one if windows are `needs_use_sliding_window`, else all layers."""
+    have one if `needs_use_sliding_window` is set, else all layers."""
     full_attention_interval: int | None = None
     """n: if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` overrides it."""
 

@@ -37,7 +37,7 @@ from swiftkv_platform.distillation.steering import (
 from swiftkv_platform.distillation.strategy import DDPStrategy, FSDP2Strategy, Strategy, WeightSource
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
-from swiftkv_platform.planning.steering import RunSchedule, count_measured_rows, compute_trial_steps
+from swiftkv_platform.planning.steering import RunSchedule, compute_trial_steps, count_measured_rows
 from swiftkv_platform.specs import JobSpec, TrainingSpec, ValidationSpec
 
 
@@ -325,8 +325,8 @@ def build_micro_batches(
     """Return this worker's share of the rows `batch` in micro batches of `micro_batch_size` rows. Every worker has the
     same number: a worker with a smaller share adds a row that no loss counts."""
     # 1. this worker's rows, padded to the same number on every worker
-    get_local_rows = select_rank_rows(batch, strategy.data_rank, strategy.data_size)
-    indices = [*get_local_rows, *batch[: -(-len(batch) // strategy.data_size) - len(get_local_rows)]]
+    own_rows = select_rank_rows(batch, strategy.data_rank, strategy.data_size)
+    indices = [*own_rows, *batch[: -(-len(batch) // strategy.data_size) - len(own_rows)]]
     if training.compile:  # compiled layers need batches of one size
         indices += [batch[0]] * (-len(indices) % training.micro_batch_size)
     # 2. concatenate the rows of each micro batch
@@ -335,7 +335,7 @@ def build_micro_batches(
         chosen = indices[start : start + training.micro_batch_size]
         step = math.lcm(strategy.sequence_parallel_size, TOKENS_MULTIPLE)
         multiple = len(chosen) * rows.max_length if training.compile else step
-        num_counted = max(len(get_local_rows) - start, 0)
+        num_counted = max(len(own_rows) - start, 0)
         arrays, lengths = rows.make_padding_free_batch(chosen, multiple=multiple, num_counted=num_counted)
         tensors = to_tensors(arrays)
         tensors["loss_mask"] = strategy.mask_own_positions(tensors["loss_mask"])

@@ -21,7 +21,7 @@ MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 4, 40
 
 
 def compute_measurement_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
-    """Return the steps between measurements: a twentieth of the run, but enough steps for `TRAINED_PER_MEASURED_ROW` rows."""
+    """Return the steps between measurements: a twentieth of the run, but at least `TRAINED_PER_MEASURED_ROW` rows."""
     if spec.every_steps is not None:
         return spec.every_steps
     return max(math.ceil(total_steps / DEFAULT_MEASUREMENTS), math.ceil(TRAINED_PER_MEASURED_ROW / batch_size))

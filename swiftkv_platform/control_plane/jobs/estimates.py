@@ -26,7 +26,7 @@ from swiftkv_platform.planning import has_quantized_weights
 from swiftkv_platform.planning.architecture import read_architecture
 from swiftkv_platform.planning.config import ConfigFields
 from swiftkv_platform.planning.gates import TaskForecast, forecast_gates
-from swiftkv_platform.planning.job import check_training_memory, check_row_generation_memory, make_training_setup
+from swiftkv_platform.planning.job import check_row_generation_memory, check_training_memory, make_training_setup
 from swiftkv_platform.planning.machines import assume_speed
 from swiftkv_platform.planning.prefill import plan_prefill, resolve_layer_map
 from swiftkv_platform.planning.training import plan_training

@@ -49,7 +49,7 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.weights.adapters import check_can_be_base
-from swiftkv_platform.planning.job import refuse_row_generation, compute_teacher_bytes, make_training_setup
+from swiftkv_platform.planning.job import compute_teacher_bytes, make_training_setup, refuse_row_generation
 from swiftkv_platform.planning.machines import has_fast_bfloat16
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import UNRESTRICTED, Access

@@ -34,7 +34,7 @@ def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorPara
     weights = dequantize_checkpoint(checkpoint)
     for name, linear in _iterate_projections(model):
         weight = f"{get_unsharded_name(name)}.weight"
-        stored = weights.integers(weight)
+        stored = weights.read_integers(weight)
         if stored is not None:
             linear.integers = stored if ranks is None else _slice_integers(stored, weight, linear, ranks, model.config)
 

@@ -28,15 +28,15 @@ from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, plan_copied_start
 from swiftkv_platform.model.weights.loading import load_checked
-from swiftkv_platform.model.weights.quantization import is_quantized, get_quantization_fields, exclude_swiftkv_modules
+from swiftkv_platform.model.weights.quantization import exclude_swiftkv_modules, get_quantization_fields, is_quantized
 from swiftkv_platform.model.weights.writing import (
     MAX_SHARD_BYTES,
     FilePlacement,
     Progress,
     ShardWriter,
+    atomic_directory,
     check_target_is_empty,
     copy_companion_files,
-    atomic_directory,
 )
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources.model_directories import fetch_model_directory

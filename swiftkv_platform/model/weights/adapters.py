@@ -70,7 +70,8 @@ def write_adapter(
         refuses_full_size: refuse an adapter that is as large as the model.
 
     Raises:
-        ModelError: `refuses_full_size` is set, and the adapter has at least the share `MAX_ADAPTER_SHARE` of the student's bytes.
+        ModelError: `refuses_full_size` is set, and the adapter has at least the share `MAX_ADAPTER_SHARE` of the
+            student's bytes.
     """
     writer = ShardWriter(target, ADAPTER_WEIGHTS_PREFIX)
     tensors: dict[str, BaseTensor] = {}

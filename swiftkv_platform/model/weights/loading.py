@@ -30,7 +30,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.import_utils import is_peft_available
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import build_without_weights, read_generation_config, convert_errors
+from swiftkv_platform.model.configuration import build_without_weights, convert_errors, read_generation_config
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, expand_ranges
 from swiftkv_platform.model.weights.quantization import dequantize_checkpoint, is_quantized
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE

@@ -110,7 +110,7 @@ def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
     full, short = (JobSpec.model_validate(build_llm_spec(short=short)) for short in (False, True))
     for spec in (full, short):
         assert spec.model.name_or_path == REAL_TEACHER
-        splits = [(source.split, source.is_held_out_module) for source in spec.data.sources]
+        splits = [(source.split, source.is_held_out) for source in spec.data.sources]
         assert splits == [("train", False), ("held_out", True)]
         assert all(source.complete is not None for source in spec.data.sources)
         assert spec.distillation.trainable == "qkv", "so that the artifact has both modes"

@@ -13,7 +13,7 @@ import torch
 
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.distillation.partial_reads import TrainedTensors
+from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -85,7 +85,7 @@ def final_weights(store: ObjectStore, directory: Path, *, job_id: str = JOB) -> 
     assert newest is not None
     assert f"/step-{TOTAL_STEPS:08d}-" in newest
     fetch_directory(store, newest, directory)
-    return dict(TrainedTensors(directory))
+    return dict(CheckpointTensors(directory))
 
 
 def assert_equal_bit_for_bit(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -1,9 +1,8 @@
-"""The table of model families: one row for each teacher architecture of transformers. Imports neither torch nor
-transformers.
+"""Table of model families: one row per teacher architecture of transformers. Imports neither torch nor transformers.
 
-The configuration classes, the plan, the model, the vLLM plugin and the GGUF reader are built from these rows. A family
-fits if its decoder only embeds, runs its layers and normalises, if its layers pass keyword arguments on to their
-attention, and if that attention is one of `Family.attention`. Absent keys have transformers' defaults.
+Configuration classes, plans, models, the vLLM plugin and the GGUF reader use these rows. A decoder can become a family
+if it only embeds, runs its layers and normalizes, if its layers pass keyword arguments to their attention, and if that
+attention is one of `Family.attention`. Absent keys have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ STUDENT_SUFFIX = "_swiftkv"
 
 @dataclass(frozen=True)
 class ConfigFlag:
-    """A key of `config.json` that is true or false."""
+    """A boolean key of `config.json`."""
 
     key: str
     default: bool = False
@@ -32,7 +31,7 @@ class ConfigFlag:
 
 @dataclass(frozen=True)
 class FixedFlag:
-    """The same value in every configuration of a family."""
+    """A constant in place of a `ConfigFlag`."""
 
     value: bool
 
@@ -45,7 +44,7 @@ class SlidingWindows:
     """Sliding windows of a family's layers."""
 
     default: int | None
-    """Window in tokens if `sliding_window` is absent; None: no window."""
+    """Window in tokens without `sliding_window`; None: no window."""
     needs_use_sliding_window: bool = False
     """Whether windows apply only if `use_sliding_window` is set."""
     has_layer_types: bool = False
@@ -79,39 +78,39 @@ class Family:
     output_bias: ConfigFlag | FixedFlag = NEVER
     """Bias of the output projection of attention."""
     norms: Literal["before", "behind", "both"] = "before"
-    """Place of a layer's norms: before its attention and its feed-forward part, behind each, or both. Students of a
-    family without norms before (OLMo 2) have no norm_swiftkv: K and V of layers >= l come from x itself."""
+    """Position of a layer's norms: before its attention and MLP, behind both, or before and behind. Without norms
+    before attention (OLMo 2), students have no norm_swiftkv: K and V of layers >= l come from x itself."""
     norm_offset: int = 0
     """Number that norms add to their weights."""
     has_fused_projections: bool = False
-    """Whether one `qkv_proj` makes queries, keys and values, and one `gate_up_proj` both inputs of the gate (Phi-3).
-    They stay fused in memory and in files; the projections that a student adds are separate."""
+    """Whether the teacher has one `qkv_proj` for queries, keys and values, and one `gate_up_proj` (Phi-3). The
+    projections that a student adds are separate."""
     query_key_norms: Literal["head", "all heads"] | None = None
-    """RMSNorms on queries and keys before RoPE: one over each head, or one over all heads together."""
+    """RMSNorms on queries and keys before RoPE: over each head, or over all heads together."""
     head_dim: int | None = None
-    """Size of a head if `head_dim` is absent; None: hidden_size / num_attention_heads."""
+    """Default of `head_dim`; None: hidden_size / num_attention_heads."""
     has_layers_without_rope: bool = False
-    """Whether a 0 in `no_rope_layers` marks a layer without RoPE (SmolLM3); a group's layers follow its first one."""
+    """Whether a 0 in `no_rope_layers` marks a layer without RoPE (SmolLM3). A group follows its first layer."""
     has_rope_per_layer_type: bool = False
-    """Whether layers with and layers without a window have different RoPEs; a group's layers follow its first one."""
+    """Whether full and sliding layers have different RoPEs. A group follows its first layer."""
     feed_forward: Literal["gated", "gated_gelu", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
     """Feed-forward part of a layer: gate, up and down projections with the activation `hidden_act` (`gated`) or
     `hidden_activation` (`gated_gelu`), or a mixture of experts."""
     mlp_bias: ConfigFlag | FixedFlag = NEVER
     """Biases of a feed-forward part that is not a mixture of experts."""
     multipliers: Literal["keys", "sizes"] | None = None
-    """Factors. `keys`: on embeddings, scores, residual branches and logits, by keys of the configuration (Granite).
-    `sizes`: `hidden_size ** 0.5`, rounded to the weights' dtype, on embeddings, and `query_pre_attn_scalar ** -0.5` on
-    scores (Gemma)."""
+    """Scaling factors. `keys`: keys of the configuration scale embeddings, scores, residual branches and logits
+    (Granite). `sizes`: `hidden_size ** 0.5`, rounded to the weights' dtype, scales embeddings, and
+    `query_pre_attn_scalar ** -0.5` scores (Gemma)."""
     windows: SlidingWindows | None = None
     """Sliding windows; None: `sliding_window` is ignored."""
     max_position_embeddings: int = 32768
-    """Number of positions if the key is absent."""
+    """Default of the key of this name."""
     tie_word_embeddings: bool = False
     gguf_architecture: str = ""
     """`general.architecture` of its GGUF files; empty: GGUF files are not supported."""
     vllm_obstacle: str = ""
-    """Why vLLM does not serve students of the family, and what does; empty: vLLM serves them."""
+    """Reason why vLLM does not serve the family's students, and what serves them; empty: vLLM does."""
 
     @property
     def student_model_type(self) -> str:
@@ -119,7 +118,7 @@ class Family:
         return f"{self.model_type}{STUDENT_SUFFIX}"
 
     def get_multiplier(self, config: Any, key: str) -> float:
-        """Return a factor by Granite's name for it, such as `embedding_multiplier`; 1 if the family has none."""
+        """Return a scaling factor by Granite's key, such as `embedding_multiplier`; 1 if the family has none."""
         if self.multipliers == "sizes":
             embedding, attention = config.hidden_size**0.5, config.query_pre_attn_scalar**-0.5
             return float({"embedding_multiplier": embedding, "attention_multiplier": attention}.get(key, 1.0))
@@ -127,19 +126,19 @@ class Family:
 
     @property
     def has_input_norm(self) -> bool:
-        """Whether a norm comes before attention, and norm_swiftkv before the K and V of layers >= l."""
+        """Whether attention has a norm before it, and the K and V of layers >= l have norm_swiftkv."""
         return self.norms != "behind"
 
     def check_head_sharing(self, num_key_value_heads: int | None, field: str) -> None:
-        """Raise `ModelError`, naming `field`, if layers >= l must have as many KV heads as the teacher's."""
-        why = None
+        """Raise `ModelError` for another number of KV heads than the teacher's if the family does not support it."""
+        reason = None
         if self.attention == "latent":
-            why = "caches one latent for all heads (MLA): there are no heads to share"
+            reason = "caches one latent for all heads (MLA), so it has no heads to share"
         elif self.query_key_norms == "all heads":
-            why = "normalises the keys of all its heads together: heads other than the teacher's have no norm"
-        if why and num_key_value_heads is not None:
+            reason = "normalizes the keys of all heads together, so a student needs the teacher's heads"
+        if reason and num_key_value_heads is not None:
             raise ModelError(
-                f"num_key_value_heads_swiftkv is {num_key_value_heads}, but {self.model_type} {why}; "
+                f"num_key_value_heads_swiftkv is {num_key_value_heads}, but {self.model_type} {reason}; "
                 "use swiftkv.sharing: gqa",
                 field=field,
                 value=num_key_value_heads,
@@ -289,7 +288,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(get_teacher_type(model_type)) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
-            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; supported are "
+            f"config.json has model_type {model_type!r}, which is not supported; supported types are "
             f"{', '.join(sorted(FAMILIES))}",
             field="model.name_or_path",
             value=model_type,

@@ -23,12 +23,12 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 form in which the cache stores them."""
 
 MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyValue]
-"""Function that makes a layer's keys and values by head from the layer's attention, its normalised input [batch,
+"""Function that makes a layer's keys and values by head from the layer's attention, its normalized input [batch,
 num_tokens, hidden_size] and its rotation."""
 
 
 def normalize_attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the input of a layer's attention for the layer's input, normalised if the family has a norm before."""
+    """Return the input of a layer's attention for the layer's input, normalized if the family has a norm before."""
     norm = getattr(layer, "input_layernorm", None)
     return hidden if norm is None else norm(hidden)
 
@@ -114,7 +114,7 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @property
     def decode_projections(self) -> Sequence[nn.Linear]:
-        """A leader's projections of a deep token's normalised input, with outputs like those of `input_projections`."""
+        """A leader's projections of a deep token's normalized input, with outputs like those of `input_projections`."""
         return [getattr(self, f"{name}_decode_swiftkv") for name in self.decode_modules]
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
@@ -127,7 +127,7 @@ class SwiftKVAttentionMixin(nn.Module):
         raise NotImplementedError
 
     def project_own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
-        """Return the two tensors that the cache stores for deep tokens, from this leader's normalised input [batch,
+        """Return the two tensors that the cache stores for deep tokens, from this leader's normalized input [batch,
         num_tokens, hidden_size]."""
         return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
 
@@ -136,7 +136,7 @@ class SwiftKVAttentionMixin(nn.Module):
         return stored
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Return the queries with RoPE [batch, num_heads, num_tokens, dim] for this layer's normalised input."""
+        """Return the queries with RoPE [batch, num_heads, num_tokens, dim] for this layer's normalized input."""
         raise NotImplementedError
 
     def list_projecting_modules(self) -> list[nn.Module]:
@@ -173,7 +173,7 @@ class SwiftKVAttentionMixin(nn.Module):
         """Return the output [batch, num_tokens, hidden_size] and attention weights (None if the backend has none).
 
         Args:
-            hidden_states: normalised input of this layer, [batch, num_tokens, hidden_size].
+            hidden_states: normalized input of this layer, [batch, num_tokens, hidden_size].
             position_embeddings: rotation of these tokens.
             shared_key_value: the group's keys and values by head over the whole context, or a function that makes them
                 from this layer's input; None runs the teacher's attention.
@@ -232,7 +232,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def split_heads(
     projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, over_all_heads: bool = False
 ) -> torch.Tensor:
-    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm` over
+    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalized by `norm` over
     each head or, with `over_all_heads`, over all heads together."""
     if norm is not None and over_all_heads:
         projected = norm(projected)
@@ -320,7 +320,7 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
         norm_swiftkv(x) -> kv_a_proj_with_mqa -> latent -> norm -> kv_b_proj -> keys without RoPE and values, by head
                                               -> key part with RoPE, one for all heads
 
-    The cache holds the normalised latent and the key part with RoPE: kv_lora_rank + qk_rope_head_dim numbers per token
+    The cache holds the normalized latent and the key part with RoPE: kv_lora_rank + qk_rope_head_dim numbers per token
     and layer. Keys and values are expanded from them once per group. Source: arXiv 2405.04434, section 2.1.
     """
 
@@ -345,7 +345,7 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
         return (self.kv_a_proj_with_mqa_swiftkv,)
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        """Return the normalised latent [batch, 1, num_tokens, kv_lora_rank] and the keys' RoPE part [.., rope_dim]."""
+        """Return the normalized latent [batch, 1, num_tokens, kv_lora_rank] and the keys' RoPE part [.., rope_dim]."""
         latent, rotary_key = projected[0].unsqueeze(1).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_a_layernorm_swiftkv(latent), rotate_pairs(rotary_key, rotation)
 

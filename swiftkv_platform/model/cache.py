@@ -3,9 +3,9 @@ bits.
 
 It is a transformers `Cache` of transformers' own layers, so it can grow, slide, crop and reorder as they do.
 
-Quantised, a row (the part of a head and a token: d elements of K or of V, or a latent) has one scale in bfloat16, which
+Quantized, a row (the part of a head and a token: d elements of K or of V, or a latent) has one scale in bfloat16, which
 has the range of float32, so that it cannot overflow and needs no calibration. The scale is rounded up and the row
-quantised with the rounded scale, so that the largest element never saturates. FP8 scales are not limited to powers of
+quantized with the rounded scale, so that the largest element never saturates. FP8 scales are not limited to powers of
 two either: the largest element then lands at the top of the payload's range, where relative steps are smallest. A row
 takes d + 2 bytes, 2d / (d + 2) times less than in bfloat16: 1.94 at d = 64, 1.97 at d = 128.
 """
@@ -52,7 +52,7 @@ def get_payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the rows of `x` [..., d]; returns the payload of `dtype` [..., d] and bfloat16 scales [...].
+    """Quantize the rows of `x` [..., d]; returns the payload of `dtype` [..., d] and bfloat16 scales [...].
 
     A row with a NaN or an infinity gets the scale NaN, so that all of it is NaN when read and an overflow upstream
     stays visible. Elements within 1/16 of the maximum of `x`'s dtype are clamped, since rounding up would overflow.
@@ -83,13 +83,13 @@ def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 
 def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise into one tensor of bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
+    """Quantize into one tensor of bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
     payload, scale = quantize(x, dtype)
     return torch.cat((payload.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
-    """Dequantise the result of `pack(x, dtype)`: uint8 [..., d + 2] -> `to` [..., d]."""
+    """Dequantize the result of `pack(x, dtype)`: uint8 [..., d + 2] -> `to` [..., d]."""
     size = packed.shape[-1] - SCALE_DTYPE.itemsize
     scale = packed[..., size:].contiguous().view(SCALE_DTYPE).squeeze(-1)
     return dequantize(packed[..., :size].view(dtype), scale, to)
@@ -108,7 +108,7 @@ def make_cache(
     A group's cache layer keeps the longest window of its layers.
 
     Args:
-        kv_cache_dtype: `auto` stores what the model computes; `fp8` and `int8` quantise it.
+        kv_cache_dtype: `auto` stores what the model computes; `fp8` and `int8` quantize it.
         max_cache_len: number of tokens to allocate at once (static cache); None grows as needed.
 
     Raises:
@@ -144,29 +144,29 @@ def check_cache_layers(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> Non
     if len(cache.layers) != wanted:
         mode = "student" if swiftkv else "teacher"
         raise ModelError(
-            f"past_key_values has {len(cache.layers)} layers; this model in {mode} mode keeps {wanted}. Leave it out, "
-            f"pass the one a previous call returned, or make_cache(model.config, swiftkv={swiftkv})",
+            f"past_key_values has {len(cache.layers)} layers, but this model in {mode} mode needs {wanted}. Omit it, "
+            f"pass the cache of a previous call, or pass make_cache(model.config, swiftkv={swiftkv})",
             field="past_key_values",
             value=len(cache.layers),
         )
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return the bytes of a cache's keys and values, including the scales of a quantised cache."""
+    """Return the bytes of a cache's keys and values, including the scales of a quantized cache."""
     layers: list[Any] = cache.layers
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(int(tensor.nbytes) for tensor in tensors)
 
 
 def get_stored_dtype(cache: Any) -> torch.dtype | None:
-    """Return the data type that a quantised cache of `make_cache` stores; None for any other."""
+    """Return the data type that a quantized cache of `make_cache` stores; None for any other."""
     layers: Any = cache.layers if isinstance(cache, Cache) else ()
     return layers[0].payload if layers and isinstance(layers[0], _QuantizedLayerMixin) else None
 
 
 @dataclass(frozen=True)
 class StoredKeyValue:
-    """Keys and values as a quantised layer stores them; `read` dequantises them when they are needed."""
+    """Keys and values as a quantized layer stores them; `read` dequantizes them when they are needed."""
 
     keys: torch.Tensor
     """uint8 [batch, num_heads, num_tokens, dim + 2]."""
@@ -193,7 +193,7 @@ class _QuantizedLayerMixin:
         return self.store(key_states, value_states).read()
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
-        """Append like `update`, but return the context without dequantising it."""
+        """Append like `update`, but return the context without dequantizing it."""
         layer: Any = super()
         keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
@@ -207,11 +207,11 @@ QUANTIZED_LAYERS: dict[type, Any] = {
 
 
 CacheContents = KeyValue | StoredKeyValue
-"""Contents of a group's cache layer: quantised, or as `Cache.update` returns them."""
+"""Contents of a group's cache layer: quantized, or as `Cache.update` returns them."""
 
 
 def append_key_value(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> CacheContents:
-    """Append keys and values to a cache layer and return the whole context's; a quantised layer's stay quantised."""
+    """Append keys and values to a cache layer and return the whole context's; a quantized layer's stay quantized."""
     layer = cache.layers[cache_layer] if get_stored_dtype(cache) is not None else None
     if isinstance(layer, _QuantizedLayerMixin):
         return layer.store(keys, values)

@@ -140,7 +140,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Load as in transformers, in student mode unless `swiftkv=False` is passed. Weights are read after names and
-        shapes of all tensors are checked; an export without the teacher's projections is recognised by their absence.
+        shapes of all tensors are checked; an export without the teacher's projections is recognized by their absence.
 
         For an adapter its base is read too; `base_model=` (a directory or hub id) overrides the adapter's own entry.
 
@@ -192,7 +192,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 def _check_teacher_mode(config: Any, enabled: bool) -> None:
     if not enabled and not config.swiftkv_teacher_weights:
         raise ModelError(
-            "teacher mode needs the teacher's projections, which this checkpoint was exported without",
+            "teacher mode needs the teacher's projections, but this checkpoint was exported without them",
             field="swiftkv",
             value=False,
         )

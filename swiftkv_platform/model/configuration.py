@@ -41,12 +41,12 @@ def read_config(
 
     Args:
         field: name of `source` in error messages.
-        any_family: accept families and quantisations that only vLLM serves.
+        any_family: accept families and quantizations that only vLLM serves.
         config_class: class that reads it; None: the class of its `model_type`.
         hub: hub arguments of `from_pretrained`.
 
     Raises:
-        ModelError: there is no `config.json`, or it has an unknown family, an unsupported quantisation or an impossible
+        ModelError: there is no `config.json`, or it has an unknown family, an unsupported quantization or an impossible
             value.
     """
     try:

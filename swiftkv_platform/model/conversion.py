@@ -1,4 +1,4 @@
-"""Teacher -> student: rewire a pretrained model and initialise its SwiftKV projections, in memory or on disk.
+"""Teacher -> student: rewire a pretrained model and initialize its SwiftKV projections, in memory or on disk.
 
 On disk a few tensors are in memory at a time, so a laptop converts a 405B model. The teacher's weights do not change,
 so the student reuses their files, as hard links unless copies are asked for: 140 GB need not be written again. New
@@ -111,11 +111,11 @@ def make_student(
     student_config = make_student_config(config, shape)
     if isinstance(teacher, str | Path):
         if is_quantized(config):
-            del student_config.quantization_config  # the student's weights are dequantised
+            del student_config.quantization_config  # the student's weights are dequantized
         teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
-            "this teacher is quantised in memory; give its path, and its weights are dequantised as they are read",
+            "this teacher is quantized in memory; give its path, and its weights are dequantized as they are read",
             field="model.name_or_path",
             value=str(config.name_or_path),
         )
@@ -179,7 +179,7 @@ def load_teacher(
 
 
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
-    """Make a student that shares the teacher's parameters and whose new parameters are uninitialised."""
+    """Make a student that shares the teacher's parameters and whose new parameters are uninitialized."""
     classes = student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
     # Tied as in the loaded model, which may differ from the configuration.

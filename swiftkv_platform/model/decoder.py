@@ -316,8 +316,8 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def apply_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final norm and the family's logits scaling, so that all heads share the scaling."""
-        normalised: torch.Tensor = self.norm(hidden)
-        return normalised if self._logits_scaling == 1.0 else normalised / self._logits_scaling
+        normalized: torch.Tensor = self.norm(hidden)
+        return normalized if self._logits_scaling == 1.0 else normalized / self._logits_scaling
 
     @property
     def _leaders(self) -> list[SwiftKVAttentionMixin]:

@@ -68,7 +68,7 @@ def export(
 
     Without its teacher a student loads, generates and serves as before, but `swiftkv(False)` is an error. The other
     files of a directory, such as its tokenizer, are copied. Raises `ModelError`: not a SwiftKV model, `teacher` for one
-    exported without it, `calibration` without `quantize`, `quantize` for one already quantised to integers, or an
+    exported without it, `calibration` without `quantize`, `quantize` for one already quantized to integers, or an
     adapter's base is missing or another model; `InvalidInputError`: `calibration` without tokens; `ConflictError`:
     `target` exists and is not empty.
 
@@ -83,7 +83,7 @@ def export(
         quantize: store the projections of the layers in integers, in the formats of compressed-tensors: `int8` with a
             scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
             projections of queries, keys and values and the last eighth of the MLPs in int8 and the others in int4 by
-            groups of 32. Heads, embeddings, norms and routers stay unquantised. The directory is read tensor by tensor.
+            groups of 32. Heads, embeddings, norms and routers stay unquantized. The directory is read tensor by tensor.
         calibration: rows of tokens for the rounding of `quantize`, see `round_calibrated`; the directory is read layer
             by layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as named in the adapter.
@@ -229,7 +229,7 @@ def _export_quantized(
     if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):
         method = (get_quantization_fields(config) or {}).get("quant_method")
         raise ModelError(
-            f"quantize is {form!r}, but {source.name!r} is quantised to integers already ({method}); export the model "
+            f"quantize is {form!r}, but {source.name!r} is quantized to integers already ({method}); export the model "
             "that it was made from",
             field="quantize",
             value=form,
@@ -321,7 +321,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
     if teacher or refused or not config.layer_map.leaders:
         why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
         raise ModelError(
-            f"{source!r} cannot be exported for prefill only: {why}; leave prefill_only out",
+            f"{source!r} cannot be exported for prefill only: {why}; omit prefill_only",
             field="prefill_only",
             value=True,
         )

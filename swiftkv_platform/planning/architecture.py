@@ -119,7 +119,7 @@ class Architecture:
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
     has_input_norm: bool
-    """Whether the hidden states that attention reads are normalised, and x by norm_swiftkv."""
+    """Whether the hidden states that attention reads are normalized, and x by norm_swiftkv."""
     num_norms: int
     """Norms of hidden states in a layer."""
     shared_attention: AttentionShape
@@ -209,7 +209,9 @@ def _read_experts(
     active = fields.get_count("num_experts_per_tok", default=defaults[1])
     if active > copies:
         raise ModelError(
-            f"config.json sends a token to {active} of {copies} experts", field="num_experts_per_tok", value=active
+            f"config.json has num_experts_per_tok {active}, but only {copies} experts",
+            field="num_experts_per_tok",
+            value=active,
         )
     return (Linear(hidden, copies), *_make_gated_mlp(hidden, intermediate, copies=copies, active=active))
 
@@ -285,7 +287,7 @@ def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> tupl
         and (types is None or "sliding_attention" in types)
     ):
         raise ModelError(
-            "config.json has sliding_window null, and layers of that type; a number is accepted",
+            "config.json has sliding_window null, but sliding-window layers; a number is accepted",
             field="sliding_window",
             value=None,
         )

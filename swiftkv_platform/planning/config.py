@@ -139,7 +139,7 @@ _POSITIVE = ("temperature", "repetition_penalty")
 
 
 def has_quantized_weights(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration declares quantised weights. Raises `ModelError` for an unsupported quantisation."""
+    """Whether a configuration declares quantized weights. Raises `ModelError` for an unsupported quantization."""
     fields = config.get("quantization_config")
     if fields is None:
         return False
@@ -150,7 +150,7 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
         return True
     form = f" (format {fields['format']!r})" if "format" in fields else ""
     raise ModelError(
-        f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantised "
+        f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantized "
         "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors "
         "with symmetric int8 or int4 weights",
         field=FIELD,
@@ -237,7 +237,7 @@ class _CheckedValues:
         for key in [key for key in keys if key in self._config][:1]:
             for needed in required[self._config[key]]:
                 if self._config.get(needed) is None:
-                    accepted = f"with it {self._prefix}{needed} is needed"
+                    accepted = f"it requires {self._prefix}{needed}"
                     raise make_config_error(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
 
@@ -254,7 +254,7 @@ def check_no_student_keys(config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):
-        accepted = f"model_type {kind!r} does not have it; a student's model_type is {kind + STUDENT_SUFFIX!r}"
+        accepted = f"model_type {kind!r} has no such key; a student's model_type is {kind + STUDENT_SUFFIX!r}"
         raise make_config_error(found, config[found], accepted)
 
 

@@ -1,6 +1,4 @@
-"""The training setup of a job spec, and refusals of jobs whose training, or whose teacher that is to write rows, does
-not fit a worker's memory.
-"""
+"""The training setup of a job spec, and checks that training and the generation of rows fit a worker's memory."""
 
 from __future__ import annotations
 
@@ -19,12 +17,11 @@ from swiftkv_platform.specs.job import BATCH_SIZE
 from swiftkv_platform.student_shape import LayerMap
 
 _MAX_WORKERS = 4096
-"""Most workers that a refusal proposes."""
+"""Max number of workers that an error message proposes."""
 
 
 def make_training_setup(spec: JobSpec) -> TrainingSetup:
-    """Return the settings of `spec` that its plan depends on, with the default batch size if `training.batch_size` is
-    not set."""
+    """Return the settings of `spec` that determine its training cost."""
     return TrainingSetup(
         sequence_length=spec.data.max_length,
         micro_batch_size=spec.training.micro_batch_size,
@@ -46,35 +43,35 @@ def make_training_setup(spec: JobSpec) -> TrainingSetup:
 
 
 def check_training_memory(spec: JobSpec, model: Architecture, layer_map: LayerMap) -> None:
-    """Raise `InvalidInputError`, naming what is accepted, if training does not fit into the memory of the named GPU (if
-    it is known) or into the requested host memory."""
+    """Raise `InvalidInputError` with a sufficient setting if training does not fit into the memory of the named GPU (if
+    known) or into the requested host memory."""
     setup, resources = make_training_setup(spec), spec.resources
     device, host = _compute_training_bytes(model, layer_map, setup)
     given = DEVICE_MEMORY.get(resources.accelerator_type or "")
     if resources.gpus_per_worker and given is not None and device > given:
         enough = _find_sufficient_workers(model, layer_map, setup, given)
-        ways = "sharding.strategy fsdp2 or a GPU with more memory"
+        advice = "sharding.strategy fsdp2 or a GPU with more memory"
         if enough is not None:
-            ways = f"resources.num_workers {enough}"
+            advice = f"resources.num_workers {enough}"
         raise InvalidInputError(
-            f"training with {setup.num_workers} workers needs {device / 1e9:.0f} GB of a worker's device, and an "
-            f"{resources.accelerator_type} has {given / 1e9:.0f} GB; use {ways}",
+            f"training with {setup.num_workers} workers needs {device / 1e9:.0f} GB of GPU memory per worker, but an "
+            f"{resources.accelerator_type} has {given / 1e9:.0f} GB; use {advice}",
             field="resources.num_workers",
             value=setup.num_workers,
         )
     requested = resources.memory_per_worker
     if requested is not None and host > requested:
         raise InvalidInputError(
-            f"training needs {host / 1e9:.1f} GB of a worker's host memory, and resources.memory_per_worker is "
-            f"{requested / 1e9:.1f} GB; use {host}, and what the process itself takes",
+            f"training needs {host / 1e9:.1f} GB of host memory per worker, but resources.memory_per_worker is "
+            f"{requested / 1e9:.1f} GB; use {host} plus the memory of the process itself",
             field="resources.memory_per_worker",
             value=requested,
         )
 
 
 def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
-    """Return the most bytes of a worker's device, and of its host memory in addition to a process without a model.
-    Without a GPU the device is the host."""
+    """Return the peak bytes of a worker's device, and of its host memory beyond a process without a model. Without a
+    GPU the device is the host."""
     parameters = count_student_parameters(model, layer_map, setup.trainable)
     memory = worker_memory(model, layer_map, parameters, setup)
     if setup.device == "cpu":
@@ -82,7 +79,7 @@ def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: Tra
     narrow = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     read = max(parameters.largest_layer, parameters.root) if sharded else parameters.total
-    # One after the other: weights are read, rates tried, checkpoints made.
+    # Reading weights, trying learning rates and writing checkpoints happen at different times: take the maximum.
     host = memory.host + max(narrow * read, memory.remembered)
     if setup.strategy == "deepspeed":  # the first worker assembles a checkpoint in host memory
         host = max(host, memory.host + 3 * FLOAT32_BYTES * parameters.trained)
@@ -92,14 +89,14 @@ def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: Tra
 def _find_sufficient_workers(
     model: Architecture, layer_map: LayerMap, setup: TrainingSetup, given: float
 ) -> int | None:
-    """Double the number of workers until training fits devices of `given` bytes; None if no number does."""
-    wanted = setup.num_workers * 2
-    while wanted <= _MAX_WORKERS:
-        larger = replace(setup, num_workers=wanted)
+    """Double the number of workers until training fits devices of `given` bytes. None if `_MAX_WORKERS` do not fit."""
+    num_workers = setup.num_workers * 2
+    while num_workers <= _MAX_WORKERS:
+        larger = replace(setup, num_workers=num_workers)
         larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
         if _compute_training_bytes(model, layer_map, larger)[0] <= given:
-            return wanted
-        wanted *= 2
+            return num_workers
+        num_workers *= 2
     return None
 
 
@@ -109,8 +106,8 @@ def compute_teacher_bytes(config: ConfigSource, dtype: str) -> int:
 
 
 def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
-    """Raise `InvalidInputError` if a source has its rows written by the teacher and the teacher does not fit: each
-    worker's engine holds all of it, in the memory of the named GPU or in `memory_per_worker`."""
+    """Raise `InvalidInputError` if the teacher generates rows of a source but does not fit into a worker's memory, that
+    of the named GPU or `memory_per_worker`. Each worker's engine holds the whole teacher."""
     on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
     needed = compute_teacher_bytes(config, spec.model.dtype)
     if on_gpu and given is not None:
@@ -121,20 +118,20 @@ def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
             kv_cache_dtype=spec.model.dtype,
         )
         if plan_serving(config, setup).dense.num_sequences < 1:
-            refuse_row_generation(spec, needed, given * (1 - setup.reserved), "of its device")
+            refuse_row_generation(spec, needed, given * (1 - setup.reserved), "of GPU memory")
     memory = spec.resources.memory_per_worker
     if memory is not None and memory < needed:
         refuse_row_generation(spec, needed, memory, "of host memory (resources.memory_per_worker)")
 
 
 def refuse_row_generation(spec: JobSpec, needed: float, given: float, where: str) -> None:
-    """Raise `InvalidInputError` for the first source that the teacher is to write, if any."""
+    """Raise `InvalidInputError` for the first source whose rows the teacher generates, if any."""
     for index, source in enumerate(spec.data.sources):
         if source.complete is not None:
             raise InvalidInputError(
-                f"data.sources[{index}].complete has every worker load the whole teacher, {needed / 1e9:.1f} GB in "
-                f"{spec.model.dtype} and its cache, and a worker has {given / 1e9:.1f} GB {where}: use more memory, a "
-                "smaller teacher, or text that was generated elsewhere",
+                f"data.sources[{index}].complete makes every worker load the whole teacher, {needed / 1e9:.1f} GB in "
+                f"{spec.model.dtype} plus its KV cache, but a worker has {given / 1e9:.1f} GB {where}: use more "
+                "memory, a smaller teacher, or text generated elsewhere",
                 field=f"data.sources.{index}.complete",
                 value=source.name_or_path,
             )

@@ -60,7 +60,7 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
     trained = added
     if trainable != "qkv":
         tail = sum(_count_layer_parameters(model, layer) for layer in upper)
-        # A layer after its group's leader has no keys of its own to normalise.
+        # A layer after its group's leader has no keys of its own to normalize.
         idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
         total += tail + twins + key_value  # the teacher's copy has whole layers, including the student's projections

@@ -28,7 +28,7 @@ KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = 2
-"""Bytes of a scale. A quantised cache has one per token and head, for keys and for values each."""
+"""Bytes of a scale. A quantized cache has one per token and head, for keys and for values each."""
 QUANTIZED = frozenset({"fp8", "int8"})
 
 
@@ -210,7 +210,7 @@ class Plan(FrozenModel):
     kv_bytes_per_token: float
     """Bytes in the student's cache, scales included, over the tokens of the prompt."""
     dense_kv_bytes_per_token: float
-    """Bytes in the teacher's cache per token, not quantised: bfloat16 if the student's cache is, or else its dtype."""
+    """Bytes in the teacher's cache per token, not quantized: bfloat16 if the student's cache is, or else its dtype."""
     kv_bytes_ratio: float
     """`kv_bytes_per_token` over `dense_kv_bytes_per_token`."""
     kv_payload_ratio: float

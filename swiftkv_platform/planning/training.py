@@ -373,7 +373,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     first = layer_map.num_key_value_layers
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
-    # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
+    # norm_swiftkv is trained: its normalized input, and its output, which the projections keep.
     per_token = (2 * dtype_bytes + (dtype_bytes + FLOAT32_BYTES) * model.has_input_norm) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
@@ -402,7 +402,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
 
 
 def _compute_released_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, dtype_bytes: int) -> int:
-    """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalised input."""
+    """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalized input."""
     return (
         _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=True)
         - (dtype_bytes + FLOAT32_BYTES) * model.hidden_size

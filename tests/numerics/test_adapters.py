@@ -135,10 +135,10 @@ def test_a_base_in_fp8_is_shared_where_the_student_keeps_its_files(tmp_path: Pat
     convert_checkpoint(tmp_path / "base", tmp_path / "full", **SHAPE)
     assert not export_adapter(tmp_path / "full", tmp_path / "adapter", base=tmp_path / "base").replaced
     assert torch.equal(logits(tmp_path / "adapter"), logits(tmp_path / "full"))
-    dequantised = save(convert(tmp_path / "base", **SHAPE), tmp_path / "dequantised")
-    assert len(export_adapter(dequantised, tmp_path / "other", base=tmp_path / "base").replaced) == 6 * 7
-    assert torch.equal(logits(tmp_path / "other"), logits(dequantised))
-    with pytest.raises(ModelError, match="stored quantised"):
+    dequantized = save(convert(tmp_path / "base", **SHAPE), tmp_path / "dequantized")
+    assert len(export_adapter(dequantized, tmp_path / "other", base=tmp_path / "base").replaced) == 6 * 7
+    assert torch.equal(logits(tmp_path / "other"), logits(dequantized))
+    with pytest.raises(ModelError, match="stored quantized"):
         check_can_be_base(Checkpoint.open(tmp_path / "base"), "publish.adapter")
 
 

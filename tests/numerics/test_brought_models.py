@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Write, str]] = {
             ("swiftkv_prefill_layers", None),
         )
     },
-    "a quantisation without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
+    "a quantization without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
     "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', and no SwiftKV family"),
     "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
     "weights that are no numbers": (
@@ -360,7 +360,7 @@ def refusal_of(work: Callable[[Path], object], path: Path, case: dict[str, Any])
     return None
 
 
-def test_a_quantisation_that_vllm_alone_reads_is_described_for_it(tmp_path: Path) -> None:
+def test_a_quantization_that_vllm_alone_reads_is_described_for_it(tmp_path: Path) -> None:
     brought(config={"quantization_config": {"quant_method": "awq", "bits": 4}})(tmp_path)
     assert describe_model(tmp_path, TEACHER).context_length == 256
     with pytest.raises(ModelError, match="quant_method 'awq'"):

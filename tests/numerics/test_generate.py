@@ -233,7 +233,7 @@ def test_what_cannot_be_right_is_refused(student: Any, prompts: torch.Tensor) ->
         with pytest.raises((InvalidInputError, ModelError), match=message) as caught:
             generate(student, prompts[:1], **arguments)
         assert caught.value.field in arguments
-    with pytest.raises(ModelError, match="has 5 layers; this model in student mode keeps 4"):
+    with pytest.raises(ModelError, match="has 5 layers, but this model in student mode needs 4"):
         generate(student, prompts, past_key_values=DynamicCache(config=student.config))
 
 
@@ -252,7 +252,7 @@ def test_generation_configurations_carry_the_cache_dtype(student: Any, prompts: 
     assert stored(loaded, kv_cache_dtype="auto") is None
 
 
-def test_teacher_mode_keeps_all_layers_and_may_be_quantised(student: Any, prompts: torch.Tensor) -> None:
+def test_teacher_mode_keeps_all_layers_and_may_be_quantized(student: Any, prompts: torch.Tensor) -> None:
     expected = generate(student.swiftkv(False), prompts, use_cache=False)
     for cache in CACHES.values():
         output = generate(student, prompts, return_dict_in_generate=True, **cache)

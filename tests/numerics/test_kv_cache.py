@@ -22,7 +22,7 @@ from tests.support.tiny_models import random_tokens
 
 BUILT_IN_TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}
-"""Bounds in nats: mean KL(unquantised cache || quantised cache) over positions, in float32."""
+"""Bounds in nats: mean KL(unquantized cache || quantized cache) over positions, in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def log_probs(model: Any, token_ids: torch.Tensor, cache: Any, chunk_size: int) 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: Any, real_text: torch.Tensor) -> None:
     caches = [make_cache(real_student.config, kv_cache_dtype=dtype) for dtype in ("auto", kv_cache_dtype)]
-    exact, quantised = (log_probs(real_student, real_text, cache, real_text.shape[1]) for cache in caches)
-    kl = (exact.exp() * (exact - quantised)).sum(-1)
+    exact, quantized = (log_probs(real_student, real_text, cache, real_text.shape[1]) for cache in caches)
+    kl = (exact.exp() * (exact - quantized)).sum(-1)
     assert 0 < kl.mean() < MAX_KL[kv_cache_dtype]
     assert kl.max() < 50 * MAX_KL[kv_cache_dtype]
     config, rows = real_student.config, real_text.numel() * real_student.config.num_key_value_heads
@@ -64,7 +64,7 @@ def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: An
 def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cache_len: int | None) -> None:
     """Attention reads what is stored, so the result does not depend on how the prompt is split.
 
-    Not to the last bit: a rounding error can move an element to the next quantisation step.
+    Not to the last bit: a rounding error can move an element to the next quantization step.
     """
     student = make_student(name)
     prompts = random_tokens(2, 40)
@@ -76,7 +76,7 @@ def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cac
     whole = run(40, kv_cache_dtype)
     for chunk_size in (11, 1):
         torch.testing.assert_close(run(chunk_size, kv_cache_dtype), whole, atol=2e-3, rtol=0)
-    assert (whole - run(40, "auto")).abs().max() > 1e-2, "nothing was quantised"
+    assert (whole - run(40, "auto")).abs().max() > 1e-2, "nothing was quantized"
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])

@@ -95,7 +95,7 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_a_quantised_cache_has_the_planned_bytes(name: str) -> None:
+def test_a_quantized_cache_has_the_planned_bytes(name: str) -> None:
     student = convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2)
     for kv_cache_dtype in ("fp8", "int8"):
         cache = make_cache(student.config, kv_cache_dtype=kv_cache_dtype)

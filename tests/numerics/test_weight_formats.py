@@ -60,7 +60,7 @@ def test_integers_are_near_and_clip_where_that_is_nearer(form: WeightFormat, dty
         ("phi3", "mixed", False),
     ],
 )
-def test_a_quantised_student_is_what_its_files_say(
+def test_a_quantized_student_is_what_its_files_say(
     family: str, form: Quantization, in_memory: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     student = convert(family_teacher(family), **STUDENT).to(torch.bfloat16)
@@ -74,13 +74,13 @@ def test_a_quantised_student_is_what_its_files_say(
     in_mixed = rf"re:.*self_attn\.(?!o_proj)\w+|.*layers\.({student.config.num_hidden_layers - 1})\.mlp\.\w+_proj$"
     assert targets == [[in_mixed], ["Linear"]][form != "mixed" :]
     in_int8 = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.int8}
-    quantised = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
-    assert any("q_proj_swiftkv" in name or "q_b_proj_swiftkv" in name for name in quantised)
-    assert quantised.isdisjoint(config["ignore"])
-    makes_heads = {name for name in quantised if "self_attn" in name and "o_proj" not in name}
+    quantized = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
+    assert any("q_proj_swiftkv" in name or "q_b_proj_swiftkv" in name for name in quantized)
+    assert quantized.isdisjoint(config["ignore"])
+    makes_heads = {name for name in quantized if "self_attn" in name and "o_proj" not in name}
     last = f"layers.{student.config.num_hidden_layers - 1}.mlp."
-    last_mlp = {name for name in quantised if last in name and "expert" not in name}
-    assert in_int8 == {"int8": quantised, "int4": set(), "mixed": makes_heads | last_mlp}[form]
+    last_mlp = {name for name in quantized if last in name and "expert" not in name}
+    assert in_int8 == {"int8": quantized, "int4": set(), "mixed": makes_heads | last_mlp}[form]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
     assert not hasattr(model.config, "quantization_config")
     weights = StoredWeights(Checkpoint.open(tmp_path / "served"), read_config(tmp_path / "served"))
@@ -92,7 +92,7 @@ def test_a_quantised_student_is_what_its_files_say(
         )
         > {"int8": 0.999, "int4": 0.9, "mixed": 0.9}[form]
     )
-    name = next(name for name in sorted(quantised) if "experts" not in name) + ".weight"
+    name = next(name for name in sorted(quantized) if "experts" not in name) + ".weight"
     part = (slice(3, 20), slice(5, 27))  # not at a boundary of packed words
     whole = weights.read(name)
     assert torch.equal(weights.read(name, part), whole[part])

@@ -1,4 +1,4 @@
-"""Calibrated initialisation: closed-form SwiftKV projections from the teacher's own activations.
+"""Calibrated initialization: closed-form SwiftKV projections from the teacher's own activations.
 
 Copied teacher weights get the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives it
 h = norm_swiftkv(x). Here each upper layer's projections of its hidden state are regressed on h, and the layers of an

@@ -10,7 +10,7 @@ are merged into one K and one V.
 - Heads. With other key-value heads than the teacher's (paper, appendix C) the same merge applies: if one head replaces
   several, they join the group as if they were layers; if the teacher's are repeated, each copy is fitted to the query
   heads that read it.
-- Values. If o_proj is frozen, the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
+- Values. If o_proj is frozen, the shared value minimizes the sum over layers of |O_i (v_i - v)|^2:
   v = (sum M_i)^-1 sum M_i v_i with M_i = O_i^T O_i, per key-value head.
 - Own output projections. Each layer may then map the shared value linearly, and only the part that does not fit into
   head_dim dimensions is lost: v and O'_i are the best approximation of that rank to all O_i v_i. A layer's heads may
@@ -248,7 +248,7 @@ def match_heads(
 
 
 def assign_heads(lost: torch.Tensor) -> list[int]:
-    """Return, for each shared head (row), the head that joins it (column), minimising the sum of `lost`."""
+    """Return, for each shared head (row), the head that joins it (column), minimizing the sum of `lost`."""
     from scipy.optimize import linear_sum_assignment  # slow to import; replicas, which never call this, may lack it
 
     columns: list[int] = linear_sum_assignment(lost.cpu().numpy())[1].tolist()

@@ -48,17 +48,17 @@ def make_decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | 
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (torch.int64, torch.int32):
         shown = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise InvalidInputError(
-            f"calibration has a batch of {shown}; int64 or int32 tensors of token ids are accepted, "
+            f"calibration has a batch of {shown}; expected int64 or int32 token ids, "
             "[batch, num_tokens] or [num_tokens]",
             field="calibration",
             value=shown,
         )
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        strange = next(i for i in ids.flatten().tolist() if not 0 <= i < vocab_size)
+        invalid = next(i for i in ids.flatten().tolist() if not 0 <= i < vocab_size)
         raise InvalidInputError(
-            f"calibration has the token id {strange}; this model's vocabulary accepts 0..{vocab_size - 1}",
+            f"calibration has the token id {invalid}; this model's vocabulary accepts 0..{vocab_size - 1}",
             field="calibration",
-            value=strange,
+            value=invalid,
         )
     named = {name: given[name] for name in ("input_ids", "position_ids") if name in given}
     return {name: (t[None] if t.ndim == 1 else t).to(device) for name, t in named.items()}
@@ -73,7 +73,7 @@ class StoredActivation:
     def load(self, device: torch.device | str) -> torch.Tensor:
         if self._tensor is not None:
             return self._tensor.to(device)
-        assert self._path is not None, "what is not in memory is in a file"
+        assert self._path is not None, "a stored activation is in memory or in a file"
         return load_file(self._path)["x"].to(device)
 
     def __del__(self) -> None:

@@ -1,7 +1,7 @@
-"""Integer quantisation of a student's projections, rounded so that its hidden states on calibration text change least
+"""Integer quantization of a student's projections, rounded so that its hidden states on calibration text change least
 (GPTQ, Frantar et al. 2022). It goes layer by layer, so the whole model is never in memory.
 
-Each layer is read and runs over the outputs of the quantised layers before it, which gives every projection the inputs
+Each layer is read and runs over the outputs of the quantized layers before it, which gives every projection the inputs
 that it will have in serving; then its projections are rounded and it runs again. In layers >= l, K and V are projected
 from x for all tokens, and only deep tokens run through the layer, as in serving.
 """

@@ -159,10 +159,10 @@ def assemble_adapter(
 
 
 def check_can_be_base(base: Checkpoint, field: str) -> None:
-    """Raise `ModelError` for a quantised model: its student is dequantised, so no stored tensor would be shared."""
+    """Raise `ModelError` for a quantized model: its student is dequantized, so no stored tensor would be shared."""
     if any(info.dtype in (*QUANTIZED_DTYPES, torch.int32) for info in base.headers.values()):
         raise ModelError(
-            f"{field} is true, and {base.source!r} is stored quantised, but its student's weights are dequantised, so "
+            f"{field} is true, and {base.source!r} is stored quantized, but its student's weights are dequantized, so "
             f"no tensor would be shared; use {field} false",
             field=field,
             value=True,

@@ -2,7 +2,7 @@
 caller passes the function that downloads from an object store.
 
 GGUF files (llama.cpp's format, which needs the package `gguf`) become model directories, cached on each machine, with
-their quantised weights in bfloat16.
+their quantized weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, fie
 
 
 def _copy_without_quantization(loaded: Any, tokenizer: Any) -> Any:
-    """Move the weights to a model that was never quantised, since transformers saves only such models."""
+    """Move the weights to a model that was never quantized, since transformers saves only such models."""
     values = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     with torch.device("meta"):

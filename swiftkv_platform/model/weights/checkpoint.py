@@ -160,7 +160,7 @@ class Checkpoint(LazyTensors):
         for name, shard in self.shards.items():
             if name not in found or found[name][0] != shard:
                 raise _unreadable_weights_error(
-                    self.source, f"its index says that {shard} holds {name}, which it does not"
+                    self.source, f"its index lists {name} in {shard}, which does not contain it"
                 )
         return {name: found[name][1] for name in self.shards}
 

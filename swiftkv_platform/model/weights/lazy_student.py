@@ -84,7 +84,7 @@ class LazyStudent:
         quantized = check_checkpoint_fits(checkpoint, teacher, student_classes(teacher.model_type).teacher)
         config.tie_word_embeddings = teacher.tie_word_embeddings
         if quantized:
-            del config.quantization_config  # the student's weights are dequantised
+            del config.quantization_config  # the student's weights are dequantized
         if dtype == "auto":
             dtype = config.dtype or get_first_dtype(checkpoint)
         if dtype is not None:

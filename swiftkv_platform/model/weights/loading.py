@@ -1,7 +1,7 @@
 """Loading of models: through transformers, with checks of the files before weights are read, or tensor by tensor.
 
 `StoredWeights` reads by the names and shapes that weights have in memory. Families that fuse experts in memory store
-them one by one, and quantised checkpoints store numbers with scales. Both are converted, following transformers' table
+them one by one, and quantized checkpoints store numbers with scales. Both are converted, following transformers' table
 of conversions, and only the needed parts of the files are read.
 """
 
@@ -63,7 +63,7 @@ def load_checked(
         checkpoint: the files that `load` reads; None (for a state dict or GGUF file) checks nothing.
 
     Raises:
-        ModelError: tensors are missing, unexpected, of another shape or not finite; the quantisation is unknown.
+        ModelError: tensors are missing, unexpected, of another shape or not finite; the quantization is unknown.
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
@@ -93,7 +93,7 @@ def load_checked(
 
 def check_checkpoint_fits(checkpoint: Checkpoint, config: Any, build: Callable[[Any], Any]) -> bool:
     """Settle `config.tie_word_embeddings` and compare the tensors of `checkpoint` with those of the model that `build`
-    makes of `config`; returns whether they are quantised. Raises `ModelError`: as `check_tensors`."""
+    makes of `config`; returns whether they are quantized. Raises `ModelError`: as `check_tensors`."""
     resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
     with build_without_weights(checkpoint.source):
@@ -141,7 +141,7 @@ def build_on_meta(build: Callable[[], Any], checkpoint: Checkpoint, device: torc
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ModelError(
-            f"{checkpoint.source} has buffers that are in no file: {', '.join(empty[:_MAX_SHOWN_NAMES])}",
+            f"the model of {checkpoint.source} has buffers that no file stores: {', '.join(empty[:_MAX_SHOWN_NAMES])}",
             field="model.name_or_path",
             value=checkpoint.source,
         )

@@ -1,13 +1,13 @@
-"""Quantised weights: the formats that are read and written, weights as floats, and rounding to integers.
+"""Quantized weights: the formats that are read and written, weights as floats, and rounding to integers.
 
 A weight of 8 bits, float8 or int8, comes with a grid of scales, `{name}_scale` (fbgemm and compressed-tensors: one per
 row or one for all; compressed-tensors also one per block) or `{name}_scale_inv` (fine-grained FP8: one per block); a
 value is the product of the two. compressed-tensors packs 4 or 8 bits into int32 as `{name}_packed`, and stores
 `{name}_shape` with the scales. transformers runs such weights only on some GPUs and with the format's own library. Here
-they are dequantised when read, which needs neither and gives the same teacher.
+they are dequantized when read, which needs neither and gives the same teacher.
 
-We write compressed-tensors' int8 with a scale per row, W8A8 (`int-quantized`; inputs are quantised to int8 per token at
-run time), and int4 with a scale per group of inputs, W4A16 (`pack-quantized`; inputs stay unquantised), which vLLM and
+We write compressed-tensors' int8 with a scale per row, W8A8 (`int-quantized`; inputs are quantized to int8 per token at
+run time), and int4 with a scale per group of inputs, W4A16 (`pack-quantized`; inputs stay unquantized), which vLLM and
 llm-compressor read too.
 """
 
@@ -28,12 +28,12 @@ from swiftkv_platform.planning import has_quantized_weights
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
-"""Suffixes of tensors that only quantised activations and caches need."""
+"""Suffixes of tensors that only quantized activations and caches need."""
 PACKED_SUFFIX, SHAPE_SUFFIX = "_packed", "_shape"
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a configuration says that weights are quantised. Raises `ModelError`: the format is not supported."""
+    """Whether a configuration says that weights are quantized. Raises `ModelError`: the format is not supported."""
     return has_quantized_weights({"quantization_config": get_quantization_fields(config)})
 
 
@@ -44,7 +44,7 @@ def get_quantization_fields(config: Any) -> dict[str, Any] | None:
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint) -> DequantizedCheckpoint:
-    """Return a view of the checkpoint with the names and shapes of its unquantised weights, which are dequantised when
+    """Return a view of the checkpoint with the names and shapes of its unquantized weights, which are dequantized when
     read. Reading raises `ModelError`: scales are missing or do not fit."""
     own = {name for name in checkpoint.shards if not _is_quantization_parameter(name, checkpoint)}
     shards = {name.removesuffix(PACKED_SUFFIX): shard for name, shard in checkpoint.shards.items() if name in own}
@@ -52,7 +52,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint) -> DequantizedCheckpoint:
 
 
 def exclude_swiftkv_modules(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a teacher's `quantization_config` changed for its student, whose own tensors are not quantised."""
+    """Return a teacher's `quantization_config` changed for its student, whose own tensors are not quantized."""
     if fields["quant_method"] == "compressed-tensors":
         ignored = [*(fields.get("ignore") or []), "re:.*_swiftkv$", "exit_head"]
         return {**fields, "ignore": ignored}
@@ -64,7 +64,7 @@ def exclude_swiftkv_modules(fields: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DequantizedCheckpoint(Checkpoint):
-    """A checkpoint whose quantised weights are read as floats."""
+    """A checkpoint whose quantized weights are read as floats."""
 
     stored: Checkpoint = field(kw_only=True)
 
@@ -116,7 +116,7 @@ class DequantizedCheckpoint(Checkpoint):
         return replace(info, shape=self._shapes[name], dtype=None)
 
     def read(self, name: str, part: Part | None = None, /) -> torch.Tensor:
-        """Read a tensor; a quantised one times its scales in float32. `part`: read only this part, except for scales,
+        """Read a tensor; a quantized one times its scales in float32. `part`: read only this part, except for scales,
         which are read whole."""
         if name not in self.stored.shards:
             weight, _ = self._unpack(name, part)
@@ -128,7 +128,7 @@ class DequantizedCheckpoint(Checkpoint):
             (f"{name}{suffix}" for suffix in _SCALE_SUFFIXES if f"{name}{suffix}" in self.stored.shards), None
         )
         if scales is None:
-            raise self._quantization_error(f"{name} is quantised but has no {name}_scale or {name}_scale_inv")
+            raise self._quantization_error(f"{name} is quantized but has no {name}_scale or {name}_scale_inv")
         return self._multiply(name, weight, self.stored.read(scales), part)
 
     def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
@@ -160,14 +160,14 @@ class DequantizedCheckpoint(Checkpoint):
 
     def _quantization_error(self, why: str) -> ModelError:
         return ModelError(
-            f"cannot read the quantised weights of {self.source!r}: {why}",
+            f"cannot read the quantized weights of {self.source!r}: {why}",
             field="model.name_or_path",
             value=self.source,
         )
 
 
 def _is_quantization_parameter(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor belongs to another one's quantisation, such as its scales."""
+    """Whether a tensor belongs to another one's quantization, such as its scales."""
     if name.endswith(_ACTIVATION_SUFFIXES):
         return True
     for suffix in (*_SCALE_SUFFIXES, SHAPE_SUFFIX):
@@ -193,7 +193,7 @@ MAX_MULTIPLIER = 15
 """Maximum multiple of a row's step that an int4 scale can be. The multiple times a 4-bit integer fits into int8, so an
 int4 product can be computed as an int8 product with a scale per row."""
 _PROJECTION_PATTERN = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
-"""Last parts of the names of linear modules in the layers that are quantised."""
+"""Last parts of the names of linear modules in the layers that are quantized."""
 _QKV_PATTERN = r".*self_attn\.(?!o_proj)\w+"
 """Projections that make queries, keys and values. vLLM fuses them, so they all have one form."""
 DAMPING = 0.05
@@ -203,7 +203,7 @@ _GPTQ_BLOCK_COLUMNS = 128
 
 
 def is_projection(name: str) -> bool:
-    """Whether a tensor is the weight of a linear module in the layers that is quantised, which a router's is not."""
+    """Whether a tensor is the weight of a linear module in the layers that is quantized, which a router's is not."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and ".layers." in module and bool(_PROJECTION_PATTERN.fullmatch(module.rpartition(".")[2]))
 
@@ -289,7 +289,7 @@ def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
 def quantize_weight(
     weight: torch.Tensor, form: WeightFormat, group: int | None = None, gram: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight; returns integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the
+    """Quantize a weight; returns integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the
     dtype of `weight`, or [size_out, 1] without groups. Several scales are tried with rounding to nearest, and the one
     with the least squared error is used; it may clip the largest weights. int4 scales are multiples of a step of their
     row (`MAX_MULTIPLIER`).
@@ -393,7 +393,7 @@ def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def make_stored_tensors(
     name: str, integers: torch.Tensor, scale: torch.Tensor, form: WeightFormat
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by name in which a checkpoint stores a quantised weight."""
+    """Return the tensors by name in which a checkpoint stores a quantized weight."""
     if form == "int8":
         return {name: integers, f"{name}_scale": scale}
     return {
@@ -411,7 +411,7 @@ def make_compressed_tensors_config(
     Args:
         targets: target of each format: a pattern of linear modules' names (`re:...`), or all others (`Linear`).
         group: number of inputs that share a scale in int4.
-        ignored: linear modules that are not quantised.
+        ignored: linear modules that are not quantized.
         calibrated: whether columns were rounded in the order of their inputs.
     """
     schemes = {form: _make_scheme(form, group, target, calibrated=calibrated) for form, target in targets.items()}

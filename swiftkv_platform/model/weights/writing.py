@@ -80,7 +80,7 @@ def place_file(source: Path, target: Path, files: FilePlacement) -> None:
 
 
 def copy_companion_files(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
-    """Copy the files that fit a model's student too: tokenizer, generation defaults, chat template, licence."""
+    """Copy the files that fit a model's student too: tokenizer, generation defaults, chat template, license."""
     for path in sorted(source.iterdir()):
         unfit = (
             path.name.startswith(".")

@@ -76,10 +76,10 @@ def test_trained_weights_are_remembered_while_rates_are_tried() -> None:
 def test_too_little_host_memory_is_refused(sections: dict[str, Any], needed: int) -> None:
     few: dict[str, Any] = {**GPUS, "num_workers": 2}
     plan(job(**sections, resources={**few, "memory_per_worker": needed}))
-    with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:
+    with pytest.raises(InvalidInputError, match="of host memory per worker") as refused:
         plan(job(**sections, resources={**few, "memory_per_worker": needed - 1}))
     assert (refused.value.field, refused.value.value) == ("resources.memory_per_worker", needed - 1)
-    assert f"{needed}, and what the process itself takes" in refused.value.message
+    assert f"{needed} plus the memory of the process itself" in refused.value.message
 
 
 def test_too_small_a_device_is_refused() -> None:
@@ -102,7 +102,7 @@ def test_a_teacher_that_is_to_write_fits_a_worker_or_is_refused() -> None:
     assert [compute_teacher_bytes(CONFIG, dtype) for dtype in ("bfloat16", "float32")] == [TEACHER, 2 * TEACHER]
     gpu = {"gpus_per_worker": 1, "accelerator_type": "H100"}
     refused: list[tuple[dict[str, Any], str]] = [
-        (gpu | {"accelerator_type": "T4"}, "14.4 GB of its device"),
+        (gpu | {"accelerator_type": "T4"}, "14.4 GB of GPU memory"),
         ({"memory_per_worker": 10 << 30}, "10.7 GB of host memory (resources.memory_per_worker)"),
         (gpu | {"memory_per_worker": 1 << 30}, "1.1 GB of host memory"),
     ]
@@ -117,6 +117,6 @@ def test_a_teacher_that_is_to_write_fits_a_worker_or_is_refused() -> None:
     fitting: list[dict[str, Any]] = [{}, {"gpus_per_worker": 1}, gpu | {"accelerator_type": "L4"}]
     for resources in (*fitting, {"memory_per_worker": 20 << 30}):
         check_row_generation_memory(writing(**resources), CONFIG)
-    message = r"data\.sources\[1\]\.complete has every worker load the whole teacher"
+    message = r"data\.sources\[1\]\.complete makes every worker load the whole teacher"
     with pytest.raises(InvalidInputError, match=message):
         estimate(writing(memory_per_worker=10 << 30), CONFIG, ())

@@ -54,7 +54,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     histograms = ControlPlaneHistograms()
     app = FastAPI(
         title="SwiftKV platform",
-        description="Distil and serve SwiftKV models.",
+        description="Distill and serve SwiftKV models.",
         lifespan=partial(
             run_control_plane, settings=settings, credentials=credentials, histograms=histograms, components=components
         ),

@@ -42,7 +42,7 @@ from swiftkv_platform.control_plane.database.tables import (
     SessionRow,
     UseRow,
 )
-from swiftkv_platform.control_plane.deployments.repository import deployments_turn
+from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED, Model
 from swiftkv_platform.control_plane.models.registry import superseded
@@ -262,7 +262,7 @@ class RetainedRows(Store):
 
     def _await_turn(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes the tenant's deployments or aliases."""
-        self._database.take_turns(session, deployments_turn(tenant))
+        self._database.take_turns(session, deployments_lock_key(tenant))
 
     def _page(
         self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None

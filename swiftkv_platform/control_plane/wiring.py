@@ -218,4 +218,4 @@ def _release_leases(leaderships: Iterable[Leadership]) -> None:
         try:
             leadership.resign()
         except DatabaseUnavailableError as error:
-            get_logger().info("lease not given up; it runs out", reason=error.message)
+            get_logger().info("lease not released; it expires", reason=error.message)

@@ -60,7 +60,11 @@ def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: Deployme
     other = catalog.create_deployment(make_deployment(model, "/other"))
     catalog.set_deployment_state(holder.spec.id, DeploymentState(DeploymentStatus.DELETING))
     heir = catalog.create_deployment(make_deployment(model))
-    assert [item.spec.id for item in catalog.all_deployments().items] == [holder.spec.id, other.spec.id, heir.spec.id]
+    assert [item.spec.id for item in catalog.list_all_deployments().items] == [
+        holder.spec.id,
+        other.spec.id,
+        heir.spec.id,
+    ]
 
 
 def test_a_deployment_that_is_being_deleted_stays_so(catalog: DeploymentRepository, model: Model) -> None:
@@ -112,7 +116,10 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
     damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
     with database.writing() as session:
         session.execute(text(f"UPDATE deployments SET spec = {damage} WHERE id = :id"), {"id": damaged.spec.id})
-    assert (catalog.all_deployments().items, catalog.all_deployments().left_out) == ([sound], [damaged.spec.id])
+    assert (catalog.list_all_deployments().items, catalog.list_all_deployments().left_out) == (
+        [sound],
+        [damaged.spec.id],
+    )
     listed = catalog.list_deployments(Page(), tenant=TENANT)
     assert (listed.items, listed.left_out) == ([sound], [damaged.spec.id])
     with pytest.raises(UnreadableRowError, match=damaged.spec.id):
@@ -131,7 +138,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
         session.execute(
             text("UPDATE deployments SET spec = :spec WHERE id = :id"), {"spec": document, "id": stored.spec.id}
         )
-    assert catalog.all_deployments().items == [stored]
+    assert catalog.list_all_deployments().items == [stored]
 
     def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
         return present.spec.model_copy(update={"max_replicas": 7}), present.state

@@ -116,7 +116,7 @@ def test_a_round_parses_only_deployments_that_have_changed(
     database: Database, registry: Registry, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, read = many_deployments(database, registry, models[0]), list[str]()
-    before = registry.all_deployments()
+    before = registry.list_all_deployments()
     assert len(before.items) == MANY + 1
     original = repository.read_deployment
 
@@ -125,7 +125,7 @@ def test_a_round_parses_only_deployments_that_have_changed(
         return original(row)
 
     monkeypatch.setattr(repository, "read_deployment", reading)
-    assert registry.all_deployments() == before
+    assert registry.list_all_deployments() == before
     assert read == []
     registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.RUNNING, replicas=1))
     registry.change_deployment(
@@ -135,7 +135,7 @@ def test_a_round_parses_only_deployments_that_have_changed(
     )
     registry.remove_deployment(before.items[9].spec.id)
     read.clear()
-    after = {item.spec.id: item for item in registry.all_deployments().items}
+    after = {item.spec.id: item for item in registry.list_all_deployments().items}
     assert sorted(read) == sorted([own.spec.id, before.items[7].spec.id])
     assert after[own.spec.id].state.replicas == 1
     assert after[before.items[7].spec.id].spec.max_replicas == 2
@@ -233,7 +233,7 @@ def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round
     whole = columns_of(database)
     with database.writing() as session:
         session.execute(update(DeploymentRow).values(alias=None, replicas=0, gpus=0.0, cpus=0.0))
-    registry.all_deployments()
+    registry.list_all_deployments()
     assert columns_of(database) == whole
     RegistryService(registry, lambda: 1.0, Tenants()).promote(
         models[1].id, "production", tenant=TENANT, by="ann", reason="x"

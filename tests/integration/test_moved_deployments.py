@@ -48,7 +48,7 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
 
         def runs() -> bool:
             reconciler.tick()
-            return rows.all_deployments().items[0].state.status is DeploymentStatus.RUNNING
+            return rows.list_all_deployments().items[0].state.status is DeploymentStatus.RUNNING
 
         wait_for(runs)
 

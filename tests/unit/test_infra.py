@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.deployments.ray_serve import http_address
+from swiftkv_platform.control_plane.deployments.ray_serve import parse_http_address
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
@@ -53,7 +53,7 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
                 monkeypatch.setenv("SWIFTKV_STORAGE_URI", "s3://models")
             settings = Settings()
             open_store(settings.resolved_storage_uri)
-            http_address(settings.serve_url)
+            parse_http_address(settings.serve_url)
             create_app(settings)
 
 

@@ -51,7 +51,7 @@ class Deployment:
     """Increases with every change of `spec`, and only then."""
 
 
-def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
+def apply_change(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
     """Return spec and state of a deployment after a change, before the cluster has applied it."""
     if spec == deployment.spec:
         return spec, deployment.state
@@ -60,10 +60,10 @@ def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedD
         status = DeploymentStatus.SWAPPING
     elif status is DeploymentStatus.FAILED:
         status = DeploymentStatus.DEPLOYING
-    return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
+    return spec, DeploymentState(status, "applying the change", deployment.state.replicas)
 
 
-def replica_needs(spec: ResolvedDeployment) -> dict[str, float]:
+def replica_resources(spec: ResolvedDeployment) -> dict[str, float]:
     """Return what a replica needs on one node, by Ray's names."""
     resources = compute_replica_resources(spec.engine)
     return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
@@ -78,14 +78,14 @@ REPLICA_PATHS = frozenset({"generate", "v1", "tokenize", "detokenize", "health",
 """First segments of the paths that a replica answers below its prefix."""
 
 
-def outer_routes(route_prefix: str) -> list[str]:
+def find_outer_routes(route_prefix: str) -> list[str]:
     """Return the prefixes whose deployments would lose requests to this one, since it continues them with a path that
     replicas answer: /a/v1/b -> [/a]."""
     segments = route_prefix.split("/")
     return ["/".join(segments[:end]) or "/" for end in range(1, len(segments)) if segments[end] in REPLICA_PATHS]
 
 
-def inner_routes(route_prefix: str) -> list[str]:
+def find_inner_routes(route_prefix: str) -> list[str]:
     """Return the beginnings of prefixes that would take requests from this one: /a -> [/a/docs/, /a/generate/, ...].
     A prefix that is followed by "/" counts as its own beginning."""
     return [f"{route_prefix.rstrip('/')}/{path}/" for path in sorted(REPLICA_PATHS)]

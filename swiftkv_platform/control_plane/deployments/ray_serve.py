@@ -25,7 +25,7 @@ from swiftkv_platform.web.origins import is_local_name
 _HEALTH_TIMEOUT = httpx.Timeout(2.0)
 """Seconds; they delay the reconciler's round."""
 
-_MOST_ASKED = 16
+_MAX_REQUESTS = 16
 """Most requests in a round; the proxy routes each to any replica."""
 
 
@@ -54,7 +54,7 @@ class ServedRevisions:
         self._http = httpx.Client(timeout=_HEALTH_TIMEOUT, trust_env=False)
         self._progress: dict[str, Progress] = {}
 
-    def want(self, revisions: Mapping[str, str]) -> None:
+    def set_wanted(self, revisions: Mapping[str, str]) -> None:
         """Set the wanted revisions by deployment; all others are forgotten."""
         known = self._progress
         self._progress = {
@@ -62,16 +62,16 @@ class ServedRevisions:
             for name, revision in revisions.items()
         }
 
-    def ask(self, name: str, route_prefix: str, replicas: Collection[str]) -> Progress | None:
+    def poll(self, name: str, route_prefix: str, replicas: Collection[str]) -> Progress | None:
         """Ask the running replicas of a deployment, and return its progress; None if no revision of it is known to be
         wanted."""
         progress = self._progress.get(name)
         if progress is None:
             return None
-        for _ in range(min(4 * len(replicas), _MOST_ASKED)):
+        for _ in range(min(4 * len(replicas), _MAX_REQUESTS)):
             if progress.settled >= set(replicas):
                 break
-            said = self._health(route_prefix, progress.revision)
+            said = self._find_health(route_prefix, progress.revision)
             if said is None:
                 break
             if "swap" not in said:  # this replica has not received the revision yet
@@ -90,7 +90,7 @@ class ServedRevisions:
     def close(self) -> None:
         self._http.close()
 
-    def _health(self, route_prefix: str, revision: str) -> dict[str, Any] | None:
+    def _find_health(self, route_prefix: str, revision: str) -> dict[str, Any] | None:
         """Return the `/health` document of some replica; None if none answers."""
         url = f"{self._url}{route_prefix.rstrip('/')}/health"
         try:
@@ -120,7 +120,7 @@ _STATUS = {
 }
 
 
-def http_address(serve_url: str) -> tuple[str, int]:
+def parse_http_address(serve_url: str) -> tuple[str, int]:
     """Return host and port for Serve's proxies to listen on, from the clients' address. Raises `InvalidInputError`.
 
     Nodes can rarely bind a host name that clients reach from elsewhere: for such a name they listen on all.
@@ -160,7 +160,7 @@ class RayServe:
         allowed_hosts: Sequence[str] = (),
         access: Callable[[str | None], Access] = lambda _: UNRESTRICTED,
     ) -> None:
-        host, port = http_address(serve_url)
+        host, port = parse_http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         self._http_options = {"host": host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_SECONDS.default}
         files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
@@ -175,42 +175,42 @@ class RayServe:
         Returns before they are ready. Raises `UnreadableRowError`, and changes nothing, if an application to keep is
         served but Ray does not return its config."""
         applications = [
-            _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
+            _make_application(deployment, self._files, self._access(deployment.tenant), self._hosts)
             for deployment in deployments
         ]
         if keep:
-            applications += _as_deployed(self._details().get("applications", {}), keep)
+            applications += _list_deployed_configs(self._get_details().get("applications", {}), keep)
         config = {"http_options": self._http_options, "applications": applications}
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
-        self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
+        self._revisions.set_wanted({deployment.id: _compute_revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
         """Return states by deployment id; an application that is gone is absent."""
-        details = self._details()
+        details = self._get_details()
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
         applications: dict[str, Any] = details.get("applications", {})
-        return {name: self._state(name, application, listening) for name, application in applications.items()}
+        return {name: self._find_state(name, application, listening) for name, application in applications.items()}
 
-    def _details(self) -> Mapping[str, Any]:
+    def _get_details(self) -> Mapping[str, Any]:
         return self._dashboard.document(self._dashboard.request("GET", _PATH), "read the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()
         self._revisions.close()
 
-    def _state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
+    def _find_state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
         """Return an application's state. It is not running while no proxy takes requests for it, or while replicas
         serve another revision than the wanted one."""
-        state = _told_by_ray(application, listening)
-        replicas = _answering(application)
+        state = _parse_state(application, listening)
+        replicas = _list_running_replicas(application)
         if state.status is not DeploymentStatus.RUNNING or not replicas:
             return state
-        progress = self._revisions.ask(name, application["route_prefix"], replicas)
+        progress = self._revisions.poll(name, application["route_prefix"], replicas)
         if progress is None:
             return state
         refusal = next((progress.refusals[each] for each in replicas if each in progress.refusals), None)
         if refusal is not None:
-            message = f"the previous version keeps serving: {refusal}"
+            message = f"the previous version is still serving: {refusal}"
             return DeploymentState(DeploymentStatus.REFUSED, message, len(replicas))
         loads = [progress.load_seconds[each] for each in replicas if each in progress.load_seconds]
         loaded = max(loads, key=lambda seconds: sum(seconds.values()), default={})
@@ -220,7 +220,7 @@ class RayServe:
         return replace(state, load_seconds=loaded)
 
 
-def _application(
+def _make_application(
     deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = UNRESTRICTED, hosts: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return a deployment in Serve's config; the application's name is the deployment's id.
@@ -239,14 +239,18 @@ def _application(
         "deployments": [
             {
                 "name": "Replica",
-                "user_config": {**_served(deployment), **_base_access(access), "revision": _revision(deployment)},
+                "user_config": {
+                    **_make_user_config(deployment),
+                    **_make_base_access(access),
+                    "revision": _compute_revision(deployment),
+                },
                 "autoscaling_config": make_autoscaling_config(deployment),
             }
         ],
     }
 
 
-def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list[dict[str, Any]]:
+def _list_deployed_configs(applications: Mapping[str, Any], keep: Collection[str]) -> list[dict[str, Any]]:
     """Return the configurations of those applications in `keep` that are served, as they were deployed."""
     kept = []
     for name in sorted(keep):
@@ -266,39 +270,39 @@ def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list
     return kept
 
 
-def _served(deployment: ResolvedDeployment) -> dict[str, Any]:
+def _make_user_config(deployment: ResolvedDeployment) -> dict[str, Any]:
     included = {*ServedSpec.model_fields, "artifact_uri"}
     served = deployment.model_dump(mode="json", include=included)
     return {name: value for name, value in served.items() if value is not None}
 
 
-def _base_access(access: Access) -> dict[str, Any]:
+def _make_base_access(access: Access) -> dict[str, Any]:
     """Return the rules for the base models of adapters, if access is restricted."""
     rules = {"roots": access.roots, "hub_organizations": access.hub_organizations}
     closed = {name: list(opened) for name, opened in rules.items() if opened is not None}
     return {"base_access": closed} if closed else {}
 
 
-def _revision(deployment: ResolvedDeployment) -> str:
+def _compute_revision(deployment: ResolvedDeployment) -> str:
     """Return a digest of what replicas load; it is equal for deployments that load the same."""
-    canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(_make_user_config(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def _answering(application: Mapping[str, Any]) -> list[str]:
+def _list_running_replicas(application: Mapping[str, Any]) -> list[str]:
     """Ids of the replicas that take requests."""
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
     return [replica["replica_id"] for replica in replicas if replica["state"] in ("RUNNING", "UPDATING")]
 
 
-def _told_by_ray(application: Mapping[str, Any], listening: bool) -> DeploymentState:
+def _parse_state(application: Mapping[str, Any], listening: bool) -> DeploymentState:
     status = _STATUS[application["status"]]
-    replicas = len(_answering(application))
+    replicas = len(_list_running_replicas(application))
     # The application's own message only says which deployment failed, if one did.
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     messages = [*(deployment["message"] for deployment in deployments), application["message"]]
     message = next((last_error(text) for text in messages if text), "")
     if status is DeploymentStatus.RUNNING and not listening:
-        return DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", replicas)
+        return DeploymentState(DeploymentStatus.DEPLOYING, "no healthy HTTP proxy of Ray Serve yet", replicas)
     return DeploymentState(status, message, replicas)

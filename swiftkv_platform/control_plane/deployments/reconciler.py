@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
-    replica_needs,
+    replica_resources,
 )
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
@@ -27,13 +27,13 @@ _NOTHING = Demand()
 
 
 @dataclass(frozen=True)
-class Granted:
-    """Most replicas of a deployment that Serve may start, and why that is fewer than it asks for."""
+class ReplicaGrant:
+    """Max replicas of a deployment that Ray Serve may start, and why that is fewer than the spec's `max_replicas`."""
 
     replicas: int = 0
     why: str = ""
 
-    def of(self, spec: ResolvedDeployment) -> ResolvedDeployment:
+    def apply(self, spec: ResolvedDeployment) -> ResolvedDeployment:
         """Return the deployment with its bounds reduced to the granted replicas; the same if it gets all."""
         if self.replicas >= spec.max_replicas:
             return spec
@@ -41,8 +41,8 @@ class Granted:
         return spec.model_copy(update=bounds)
 
 
-class Shares:
-    """Division of the nodes' resources, of which `share` is open to deployments."""
+class ReplicaScheduler:
+    """Divides the part of the nodes' resources that deployments may use (`share`) between tenants."""
 
     def __init__(self, nodes: Sequence[Bundle], share: float, policies: Tenants) -> None:
         self._nodes = nodes
@@ -50,14 +50,14 @@ class Shares:
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
         self._open = {name: open_to_deployments(most, share) for name, most in self._total.items()}
 
-    def granted(
+    def grant_replicas(
         self,
         deployments: Sequence[Deployment],
         *,
         present: Mapping[str, ResolvedDeployment],
         draining: Mapping[str, Demand],
-    ) -> Mapping[str, Granted]:
-        """Grant places replica by replica. Returns the grants by deployment id.
+    ) -> Mapping[str, ReplicaGrant]:
+        """Grant resources replica by replica. Returns the grants by deployment id.
 
         The next replica goes to the tenant with the smallest dominant share relative to its weight; on a tie, to the
         one with the oldest deployment. Within a tenant, deployments take turns: one replica of each, oldest first, then
@@ -75,15 +75,15 @@ class Shares:
         held, turns = dict[str, Demand](), dict[str, Iterator[ResolvedDeployment]]()
         for tenant in dict.fromkeys(item.tenant for item in deployments):
             held[tenant] = Demand()
-            turns[tenant] = _in_turn([item.spec for item in deployments if item.tenant == tenant], full)
+            turns[tenant] = _interleave([item.spec for item in deployments if item.tenant == tenant], full)
         while turns:
             tenant = min(turns, key=lambda name: held[name].share(whole) / self._policies.policy(name).weight)
             spec = next(turns[tenant], None)
             if spec is None:
                 del turns[tenant]
                 continue
-            was, needs = present.get(spec.id), replica_needs(spec)
-            is_new = was is None or replica_needs(was) != needs or replicas[spec.id] >= was.max_replicas
+            was, needs = present.get(spec.id), replica_resources(spec)
+            is_new = was is None or replica_resources(was) != needs or replicas[spec.id] >= was.max_replicas
             kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
             open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
             if fit([open_now], [needs]) and take(free, [needs]):
@@ -92,30 +92,30 @@ class Shares:
                 held[tenant] += Demand(0, needs["GPU"], needs["CPU"])
             else:
                 full.add(spec.id)
-        return {item.spec.id: self._said(item.spec, replicas[item.spec.id]) for item in deployments}
+        return {item.spec.id: self._explain_grant(item.spec, replicas[item.spec.id]) for item in deployments}
 
-    def _said(self, spec: ResolvedDeployment, replicas: int) -> Granted:
+    def _explain_grant(self, spec: ResolvedDeployment, replicas: int) -> ReplicaGrant:
         if replicas >= spec.max_replicas:
-            return Granted(replicas)
-        needs = {name: amount for name, amount in replica_needs(spec).items() if amount}
+            return ReplicaGrant(replicas)
+        needs = {name: amount for name, amount in replica_resources(spec).items() if amount}
         options = (f"{_OPTIONS[name]} {spec.engine.get(_OPTIONS[name].removeprefix('engine.'), 1)}" for name in needs)
-        opened = _words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
-        each = _words(f"{amount:g} {name}" for name, amount in needs.items())
-        alone = f"a replica needs {each} ({_words(options)})"
+        opened = _join_words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
+        each = _join_words(f"{amount:g} {name}" for name, amount in needs.items())
+        alone = f"a replica needs {each} ({_join_words(options)})"
         if not fit(self._nodes, [needs]):
             largest = {name: max((node.get(name, 0.0) for node in self._nodes), default=0.0) for name in needs}
-            most = _words(f"{amount:g} {name}" for name, amount in largest.items())
-            return Granted(0, f"{alone}, and no node has as much: the largest have {most}; use less")
+            most = _join_words(f"{amount:g} {name}" for name, amount in largest.items())
+            return ReplicaGrant(0, f"{alone}, and the largest nodes have {most}; request less per replica")
         if not fit([self._open], [needs]):
-            return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
+            return ReplicaGrant(0, f"{alone}, and only {opened} are available to deployments; request less per replica")
         bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
-        placed = f"{replicas} of {bound} {getattr(spec, bound)} can be placed, with {each} each"
-        return Granted(
-            replicas, f"{placed}: tenants share the {opened} open to deployments, including what is still draining"
+        placed = f"{replicas} of {bound} {getattr(spec, bound)} can be scheduled ({each} each)"
+        return ReplicaGrant(
+            replicas, f"{placed}: all tenants share the {opened} available to deployments, draining replicas included"
         )
 
 
-def released(
+def find_released(
     before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
     """Yield deployments that lose replicas when `after` replaces `before`, and what these replicas hold."""
@@ -124,18 +124,18 @@ def released(
         then, held = now.get(spec.id), Demand.of_deployment(spec)
         left = (
             held
-            if then is None or replica_needs(then) != replica_needs(spec)
+            if then is None or replica_resources(then) != replica_resources(spec)
             else held.beyond(Demand.of_deployment(then))
         )
         if left != _NOTHING:
             yield spec, left
 
 
-def _words(parts: Iterable[str]) -> str:
+def _join_words(parts: Iterable[str]) -> str:
     return " and ".join(parts)
 
 
-def _in_turn(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
+def _interleave(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
     """Yield a tenant's deployments, once for each replica, skipping those that are full by then."""
     fewest = {spec.id: max(spec.min_replicas, 1) for spec in specs}
     for bounds in ({}, fewest), (fewest, {spec.id: spec.max_replicas for spec in specs}):
@@ -145,8 +145,8 @@ def _in_turn(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[Re
             number += 1
 
 
-_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being redeployed")
-_PATIENCE_S = 600.0
+_LOST = DeploymentState(DeploymentStatus.PENDING, "missing on the serving cluster; redeploying")
+_NODE_GRACE_S = 600.0
 """Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
 
 _DRAIN_S = 150.0
@@ -180,68 +180,70 @@ class DeploymentReconciler:
     def tick(self) -> None:
         """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
         round catches up."""
-        found = self._parts.deployments.all_deployments()
+        found = self._parts.deployments.list_all_deployments()
         deployments, kept = found.items, found.left_out
         if kept and list(kept) != list(self.unreadable):
-            get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
+            get_logger(loop="deployments").error("unreadable deployments keep serving unchanged", ids=kept)
         self.unreadable = kept
         if not deployments and not self._applied:
             return
         states = self._parts.serving.status()
-        self._drained(states)
-        granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
+        self._forget_drained(states)
+        grants = self._grant_replicas(
+            [item for item in deployments if item.state.status is not DeploymentStatus.DELETING]
+        )
         wanted = [
-            granted[item.spec.id].of(item.spec)
+            grants[item.spec.id].apply(item.spec)
             for item in deployments
-            if item.spec.id in granted and granted[item.spec.id].replicas
+            if item.spec.id in grants and grants[item.spec.id].replicas
         ]
         stale: Collection[str] = ()
-        if wanted != self._applied or _differ(wanted, states, kept):
+        if wanted != self._applied or _needs_apply(wanted, states, kept):
             # The states of these are older than the spec that is applied only now.
             applied = {spec.id: spec for spec in self._applied or ()}
             stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
             self._applied = None
             self._lease.check()  # another control plane may have applied something newer
             self._parts.serving.apply(wanted, keep=kept)
-            self._drain(wanted)
+            self._record_draining(wanted)
             self._applied = wanted
         for deployment in deployments:
-            place, state = granted.get(deployment.spec.id), states.get(deployment.spec.id)
-            if place is not None and not place.replicas:
-                state = DeploymentState(DeploymentStatus.PENDING, place.why)
-            elif place is not None and place.why and state is not None:
-                state = replace(state, message="; ".join(filter(None, (state.message, place.why))))
+            grant, state = grants.get(deployment.spec.id), states.get(deployment.spec.id)
+            if grant is not None and not grant.replicas:
+                state = DeploymentState(DeploymentStatus.PENDING, grant.why)
+            elif grant is not None and grant.why and state is not None:
+                state = replace(state, message="; ".join(filter(None, (state.message, grant.why))))
             if deployment.spec.id not in stale:
                 self._store_state(deployment, state)
 
-    def _granted(self, wanted: Sequence[Deployment]) -> Mapping[str, Granted]:
+    def _grant_replicas(self, wanted: Sequence[Deployment]) -> Mapping[str, ReplicaGrant]:
         """Return the replicas that each deployment may start, by id."""
-        nodes = self._nodes()
+        nodes = self._find_nodes()
         if nodes is None:
-            return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
+            return {item.spec.id: ReplicaGrant(item.spec.max_replicas) for item in wanted}
         draining: dict[str, Demand] = {}
         for _, spec, demand in self._draining:
             if spec.tenant is not None:
                 draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
-        shares = Shares(nodes, self._share, self._parts.policies)
-        return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
+        shares = ReplicaScheduler(nodes, self._share, self._parts.policies)
+        return shares.grant_replicas(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
 
-    def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
+    def _record_draining(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Record what was applied, and what replicas of the previous set hold while they drain."""
         until = self._parts.clock() + _DRAIN_S
-        self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
+        self._draining += [(until, spec, demand) for spec, demand in find_released(self._served, applied)]
         self._served = applied
 
-    def _drained(self, states: Collection[str]) -> None:
+    def _forget_drained(self, states: Collection[str]) -> None:
         """Forget drained replicas whose time is over or whose application is gone. `states`: ids of present
         applications."""
         now = self._parts.clock()
         self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
-    def _nodes(self) -> Sequence[Bundle] | None:
+    def _find_nodes(self) -> Sequence[Bundle] | None:
         told, now = self._cluster.capacity(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
-        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _PATIENCE_S):
+        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _NODE_GRACE_S):
             self._believed, self._believed_at = nodes, now
         return self._believed
 
@@ -251,12 +253,14 @@ class DeploymentReconciler:
         if state is None and deleting:
             self._parts.deployments.remove_deployment(deployment.spec.id)
         elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
-            self._parts.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+            self._parts.deployments.set_deployment_state(deployment.spec.id, _LOST)
         elif state is not None and state != deployment.state and not deleting:
             self._parts.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
-def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
+def _needs_apply(
+    wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]
+) -> bool:
     """Whether a wanted deployment is not served, or another is that is neither to be kept nor being deleted."""
     served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
     return {spec.id for spec in wanted} != served - set(kept)

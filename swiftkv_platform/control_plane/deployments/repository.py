@@ -23,8 +23,8 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentChange,
     DeploymentState,
     DeploymentStatus,
-    inner_routes,
-    outer_routes,
+    find_inner_routes,
+    find_outer_routes,
 )
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.base import STORED_CONTEXT
@@ -41,7 +41,7 @@ class DeploymentRepository(Store):
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self._parsed: dict[str, _Parsed] = {}
-        """Deployments by id, as `all_deployments` last read them."""
+        """Deployments by id, as `list_all_deployments` last read them."""
 
     def create_deployment(
         self, deployment: Deployment, *, policy: TenantPolicy = DEFAULT_POLICY, admit: Admit | None = None
@@ -57,13 +57,13 @@ class DeploymentRepository(Store):
         """
         with self._database.writing() as session:
             # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
-            self._await_turn(session, deployment.tenant)
+            self._lock_deployments(session, deployment.tenant)
             check_number(session, "max_deployments", deployment.tenant, policy)
             if admit is not None:
                 admit(held_by(session, deployment.tenant, without=deployment.spec.id))
-            self._database.take_turns(session, "routes of deployments")
+            self._database.take_turns(session, "deployment routes")
             _check_route(session, deployment)
-            deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
+            deployment = replace(deployment, spec=_resolve_alias(session, deployment.spec, deployment.tenant))
             session.add(
                 DeploymentRow(
                     id=deployment.spec.id,
@@ -73,7 +73,7 @@ class DeploymentRepository(Store):
                     spec=deployment.spec.model_dump(mode="json"),
                     state=_STATE.dump_python(deployment.state, mode="json"),
                     version=deployment.version,
-                    **_columns(deployment.spec),
+                    **_make_columns(deployment.spec),
                 )
             )
         return deployment
@@ -89,7 +89,7 @@ class DeploymentRepository(Store):
             deployments, left_out = readable(rows.items, read_deployment)
             return Slice(deployments, rows.has_more, left_out)
 
-    def all_deployments(self) -> Slice[Deployment]:
+    def list_all_deployments(self) -> Slice[Deployment]:
         """Return all deployments, oldest first. Ids of unreadable rows are in `left_out`: they must stay served too.
 
         Only specs that were created or changed since the last call are read and parsed.
@@ -105,7 +105,7 @@ class DeploymentRepository(Store):
         read, left_out = readable(rows, lambda row: (row, read_deployment(row)))
         for row, deployment in read:
             parsed[row.id] = (row.version, row.state, deployment)
-            if any(getattr(row, name) != value for name, value in _columns(deployment.spec).items()):
+            if any(getattr(row, name) != value for name, value in _make_columns(deployment.spec).items()):
                 self._renew_columns(row.id)
         self._parsed = parsed
         return Slice([parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, left_out=left_out)
@@ -117,7 +117,7 @@ class DeploymentRepository(Store):
             if row is not None:
                 _set_columns(row, read_deployment(row).spec)
 
-    def deployments_of(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
+    def list_deployments_of_model(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
         with self._database.reading() as session:
@@ -132,14 +132,14 @@ class DeploymentRepository(Store):
         is stored.
         """
         with self._database.writing() as session:
-            self._await_turn(session, tenant)
+            self._lock_deployments(session, tenant)
             row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
                 message = f"deployment {deployment_id} is being deleted; create another one"
                 raise ConflictError(message, field="deployment_id", value=deployment_id)
             spec, state = change(deployment, held_by(session, tenant, without=deployment_id))
-            write_deployment(row, _as_promoted(session, spec, tenant), state)
+            write_deployment(row, _resolve_alias(session, spec, tenant), state)
             return read_deployment(row)
 
     def set_deployment_state(
@@ -157,9 +157,9 @@ class DeploymentRepository(Store):
             if state.status is DeploymentStatus.DELETING:
                 row.held_route = None
 
-    def _await_turn(self, session: Session, tenant: str) -> None:
+    def _lock_deployments(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes the tenant's wanted deployments or its aliases."""
-        self._database.take_turns(session, deployments_turn(tenant))
+        self._database.take_turns(session, deployments_lock_key(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
         """Delete the row of a deployment that is no longer served."""
@@ -169,7 +169,7 @@ class DeploymentRepository(Store):
                 session.delete(row)
 
 
-def deployments_turn(tenant: str) -> str:
+def deployments_lock_key(tenant: str) -> str:
     """Return the name of the turn in which a tenant's wanted deployments are changed."""
     return f"deployments of {tenant}"
 
@@ -177,14 +177,14 @@ def deployments_turn(tenant: str) -> str:
 def _check_route(session: Session, wanted: Deployment) -> None:
     """Raise `ConflictError` if a deployment's route interferes; another tenant's is not named."""
     route_prefix, held = wanted.spec.route_prefix, DeploymentRow.held_route
-    below = (func.substr(held + "/", 1, len(inner)) == inner for inner in inner_routes(route_prefix))
-    interfering = select(held).where(or_(held.in_([route_prefix, *outer_routes(route_prefix)]), *below))
+    below = (func.substr(held + "/", 1, len(inner)) == inner for inner in find_inner_routes(route_prefix))
+    interfering = select(held).where(or_(held.in_([route_prefix, *find_outer_routes(route_prefix)]), *below))
     held_route = session.scalar(interfering.limit(1))
     if held_route is None:
         return
     holder, tenant = session.execute(select(DeploymentRow.id, DeploymentRow.tenant).where(held == held_route)).one()
     if tenant != wanted.tenant:
-        why = "it is taken, or overlaps with a route that is; choose another prefix"
+        why = "the prefix is taken or overlaps with another route; choose another prefix"
     elif held_route == route_prefix:
         why = f"it belongs to deployment {holder}; delete that one or choose another prefix"
     else:
@@ -195,7 +195,7 @@ def _check_route(session: Session, wanted: Deployment) -> None:
     raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 
 
-def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
+def _resolve_alias(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
     """Return the spec with the model that its alias points to in this transaction."""
     if spec.alias is None:
         return spec
@@ -227,7 +227,7 @@ def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: Deploy
     row.state = _STATE.dump_python(state, mode="json")
 
 
-def _columns(spec: ResolvedDeployment) -> dict[str, Any]:
+def _make_columns(spec: ResolvedDeployment) -> dict[str, Any]:
     """Return the columns that hold parts of a spec."""
     demand = Demand.of_deployment(spec)
     return {
@@ -241,5 +241,5 @@ def _columns(spec: ResolvedDeployment) -> dict[str, Any]:
 
 
 def _set_columns(row: DeploymentRow, spec: ResolvedDeployment) -> None:
-    for name, value in _columns(spec).items():
+    for name, value in _make_columns(spec).items():
         setattr(row, name, value)

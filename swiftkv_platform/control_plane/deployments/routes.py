@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import cache
 from ssl import SSLContext
 from typing import Annotated, Any, Literal, Self
@@ -88,7 +87,7 @@ class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
 
 _PREFIX = "swiftkv:"
 _REPLICA = "swiftkv:replica_info"
-_MOST_ASKED = 16
+_MAX_REQUESTS = 16
 """Most requests; the proxy routes each to any replica."""
 _METRICS_TIMEOUT = httpx.Timeout(5.0)
 """Seconds."""
@@ -106,7 +105,7 @@ async def read_replica_metrics(
     found: dict[str, ReplicaMetricsAnswer] = {}
     headers = {} if authorization is None else {"Authorization": authorization}
     async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT, trust_env=False, headers=headers) as client:
-        for _ in range(max(1, min(4 * num_replicas, _MOST_ASKED))):
+        for _ in range(max(1, min(4 * num_replicas, _MAX_REQUESTS))):
             try:
                 answer = await client.get(f"{url}/metrics")
                 answer.raise_for_status()
@@ -142,11 +141,11 @@ _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
 
 
-def deployment_service(parts: ComponentsDep, settings: SettingsDep) -> DeploymentService:
+def get_deployment_service(parts: ComponentsDep, settings: SettingsDep) -> DeploymentService:
     return DeploymentService(parts, settings)
 
 
-Service = Annotated[DeploymentService, Depends(deployment_service)]
+Service = Annotated[DeploymentService, Depends(get_deployment_service)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
@@ -217,61 +216,71 @@ def change_deployment(
 
 
 @cache
-def _tls() -> SSLContext:
+def _make_ssl_context() -> SSLContext:
     """Load the trusted certificates once, since that takes a tenth of a second."""
     return httpx.create_ssl_context(trust_env=False)
 
 
-async def _asking(
-    deployment_id: str,
-    body: dict[str, Any],
-    request: Request,
-    parts: ComponentsDep,
-    caller: Asker,
-    settings: SettingsDep,
-    _stream: Streamed,
-) -> Callable[[str], Awaitable[StreamingResponse]]:
-    """Return a function that forwards the request to a route of the deployment, and streams its answer back."""
+class DeploymentProxy:
+    """Forwards the caller's request to a deployment, and streams the response back."""
 
-    async def ask(path: str) -> StreamingResponse:
-        turns: Turns = request.app.state.turns
-        async with turns.turn(caller.tenant, "asking"):
-            found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
-            url = DeploymentAnswer.of(found, settings.serve_url).url
-        client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_tls())
+    def __init__(
+        self,
+        deployment_id: str,
+        body: dict[str, Any],
+        request: Request,
+        parts: ComponentsDep,
+        caller: Asker,
+        settings: SettingsDep,
+        _stream: Streamed,
+    ) -> None:
+        self._deployment_id, self._body, self._request = deployment_id, body, request
+        self._parts, self._caller, self._settings = parts, caller, settings
+
+    async def forward(self, path: str) -> StreamingResponse:
+        """Forward to `path` below the deployment's URL. Raises `NotFoundError`, `OverloadedError` and
+        `ClusterUnavailableError`."""
+        url = await self._find_url()
+        client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_make_ssl_context())
         try:
-            key = await run_in_threadpool(authorization, request)  # replicas ask for it if they have the key file
+            key = await run_in_threadpool(authorization, self._request)  # for replicas that have the key file
             headers = {} if key is None else {"Authorization": key}
-            asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
-            answer = await client.send(asked, stream=True)
+            request = client.build_request("POST", f"{url}{path}", json=self._body, headers=headers)
+            response = await client.send(request, stream=True)
         except httpx.TransportError as error:
             await client.aclose()
-            message = f"deployment {deployment_id} does not answer: {error or type(error).__name__}"
-            raise ClusterUnavailableError(message, field="deployment_id", value=deployment_id) from error
+            message = f"deployment {self._deployment_id} does not answer: {error or type(error).__name__}"
+            raise ClusterUnavailableError(message, field="deployment_id", value=self._deployment_id) from error
 
         async def close() -> None:
-            await answer.aclose()
+            await response.aclose()
             await client.aclose()
 
-        kept = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
-        return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(close))
+        kept = {name: response.headers[name] for name in ("Content-Type", "Retry-After") if name in response.headers}
+        return StreamingResponse(response.aiter_raw(), response.status_code, kept, background=BackgroundTask(close))
 
-    return ask
+    async def _find_url(self) -> str:
+        turns: Turns = self._request.app.state.turns
+        tenant = self._caller.tenant
+        async with turns.turn(tenant, "asking"):
+            deployments = self._parts.deployments
+            found = await run_in_threadpool(deployments.get_deployment, self._deployment_id, tenant=tenant)
+            return DeploymentAnswer.of(found, self._settings.serve_url).url
 
 
-Ask = Annotated[Callable[[str], Awaitable[StreamingResponse]], Depends(_asking)]
+Proxy = Annotated[DeploymentProxy, Depends(DeploymentProxy)]
 
 
 @router.post("/{deployment_id}/generate", response_class=StreamingResponse)
-async def generate(ask: Ask) -> StreamingResponse:
+async def generate(proxy: Proxy) -> StreamingResponse:
     """Forward to a deployment's own `POST /generate`, for pages, which may only send requests to this server."""
-    return await ask("/generate")
+    return await proxy.forward("/generate")
 
 
 @router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
-async def complete_chat(ask: Ask) -> StreamingResponse:
+async def complete_chat(proxy: Proxy) -> StreamingResponse:
     """Forward to a deployment's own `POST /v1/chat/completions`, for example with tools, for pages as well."""
-    return await ask("/v1/chat/completions")
+    return await proxy.forward("/v1/chat/completions")
 
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)

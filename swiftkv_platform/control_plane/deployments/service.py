@@ -13,7 +13,12 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import tenant_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus, changed
+from swiftkv_platform.control_plane.deployments.deployment import (
+    Deployment,
+    DeploymentState,
+    DeploymentStatus,
+    apply_change,
+)
 from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
@@ -28,10 +33,10 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 
-LONGEST_PREFIX = 200
+MAX_PREFIX_CHARS = 200
 """Max characters of a route prefix, its tenant's part included."""
 _TENANTS = "t"
-_SERVES_OWN = "-"
+_RESERVED_SEGMENT = "-"
 """First segment of paths that Serve's proxies answer themselves, such as `/-/healthz`."""
 
 
@@ -48,14 +53,14 @@ class DeploymentService:
         """Store a deployment; the reconciler starts it. An alias as its `model` is followed from then on.
 
         Raises `InvalidInputError` for an unknown model, `QuotaExceededError` if the tenant has too many deployments,
-        `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as `place_route`
+        `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as `resolve_route`
         and `check_limits`.
         """
-        spec = _valid(
+        spec = _validate_document(
             {
-                **self._resolved(wanted.model_dump(), caller),
+                **self._resolve_models(wanted.model_dump(), caller),
                 "id": new_id("dep"),
-                "route_prefix": self.place_route(wanted.route_prefix, caller.tenant),
+                "route_prefix": self.resolve_route(wanted.route_prefix, caller.tenant),
                 "tenant": caller.tenant,
             }
         )
@@ -86,27 +91,27 @@ class DeploymentService:
         `check_limits`.
         """
         seen = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
-        patch = self._resolved(changes, caller)
+        patch = self._resolve_models(changes, caller)
 
         def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
-                _check_uncontradicted(patch, seen, present)
+                _check_conflicts(patch, seen, present)
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
-            spec = _valid(merged(present.spec.model_dump(), patch))
+            spec = _validate_document(merged(present.spec.model_dump(), patch))
             self.check_limits(spec, caller.tenant, held, before=present.spec)
-            return changed(present, spec)
+            return apply_change(present, spec)
 
         return self.parts.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
 
-    def place_route(self, route_prefix: str, tenant: str) -> str:
+    def resolve_route(self, route_prefix: str, tenant: str) -> str:
         """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
 
         Raises `ForbiddenError` for a prefix below another tenant's, and `InvalidInputError` for a reserved or too long
         path.
         """
         segments = route_prefix.split("/")[1:]
-        if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
+        if "." in segments or ".." in segments or segments[0] == _RESERVED_SEGMENT:
             raise InvalidInputError(
                 f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' as the first one, are reserved; "
                 "use another name",
@@ -126,9 +131,9 @@ class DeploymentService:
                 value=route_prefix,
             )
         placed = home + route_prefix.rstrip("/")
-        if len(placed) > LONGEST_PREFIX:
+        if len(placed) > MAX_PREFIX_CHARS:
             raise InvalidInputError(
-                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} are accepted",
+                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {MAX_PREFIX_CHARS} are accepted",
                 field="route_prefix",
                 value=route_prefix,
             )
@@ -158,45 +163,48 @@ class DeploymentService:
             )
         wanted = Demand.of_deployment(spec)
         more = wanted if before is None else wanted.beyond(Demand.of_deployment(before))
-        most = self.settings.max_deployment_replicas
-        if most is not None and more.replicas and spec.max_replicas > most:
+        max_replicas = self.settings.max_deployment_replicas
+        if max_replicas is not None and more.replicas and spec.max_replicas > max_replicas:
             raise InvalidInputError(
-                f"max_replicas is {spec.max_replicas}; the operator allows {most} per deployment "
+                f"max_replicas is {spec.max_replicas}; the operator allows {max_replicas} per deployment "
                 "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
                 field="max_replicas",
                 value=spec.max_replicas,
             )
         alone = wanted.exceeded_limit(policy, adding=more)
         if alone is not None:
-            name, asked, limit = alone
+            name, requested, limit = alone
             raise OverQuotaError(
-                f"the deployment requests {asked:g}, and the quota {name} of tenant {tenant!r} is {limit:g}: it could "
-                "never run; use fewer max_replicas or smaller ones",
+                f"the deployment requests {requested:g}, and the quota {name} of tenant {tenant!r} is {limit:g}: it "
+                "can never run; lower max_replicas or use smaller replicas",
                 field=name,
-                value=asked,
+                value=requested,
             )
         together = (held + wanted).exceeded_limit(policy, adding=more)
         if together is not None:
-            name, asked, limit = together
+            name, requested, limit = together
             raise QuotaExceededError(
-                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g}, and its quota {name} "
-                f"is {limit:g}; try again when others have ended, or with fewer max_replicas",
+                f"quota {name} reached: with this deployment, tenant {tenant!r} would use {requested:g} of {limit:g}; "
+                "lower max_replicas, or wait for other jobs and deployments to end",
                 field=name,
-                value=asked,
+                value=requested,
             )
 
-    def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+    def _resolve_models(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         """Return the changes with ids and artifact addresses of the models that they name."""
         patch = dict(changes)
         if "model" in changes:
-            found, alias = self._find(changes["model"], caller.tenant, "model")
+            found, alias = self._find_model(changes["model"], caller.tenant, "model")
             patch |= {**found, "alias": alias}
         candidate = changes.get("candidate")
         if candidate is not None and "model" in candidate:
-            patch["candidate"] = {**candidate, **self._find(candidate["model"], caller.tenant, "candidate.model")[0]}
+            patch["candidate"] = {
+                **candidate,
+                **self._find_model(candidate["model"], caller.tenant, "candidate.model")[0],
+            }
         return patch
 
-    def _find(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:
+    def _find_model(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:
         """Return id and artifact address of the model that a field names, and the alias if it is one.
 
         Raises `InvalidInputError` for an unknown model, and for an adapter whose base model the tenant may not, or no
@@ -222,7 +230,7 @@ class DeploymentService:
         return replace(deployment, state=deleting)
 
 
-def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
+def _check_conflicts(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
     if present.version == seen.version:
         return
     path = contradicted(patch, seen.spec.model_dump(), present.spec.model_dump())
@@ -236,7 +244,7 @@ def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: D
         )
 
 
-def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
+def _validate_document(document: Mapping[str, Any]) -> ResolvedDeployment:
     """Return the document as a spec. Raises `InvalidInputError` for fields that do not fit together."""
     check_engine_options(document.get("engine", {}))
     candidate = document.get("candidate")

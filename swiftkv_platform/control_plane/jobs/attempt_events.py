@@ -252,7 +252,7 @@ def _find_overrun(job: Job, now: float, max_runtime_s: int | None) -> Reason | N
     waited = attempt.waited_s + (0.0 if attempt.waiting_since is None else now - attempt.waiting_since)
     if now - attempt.submitted_at - waited <= min(limits):
         return None
-    whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
+    whose = "limits.max_runtime_s" if own == min(limits) else "the operator's limit"
     message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
     return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
@@ -261,7 +261,7 @@ def _find_placement_timeout(job: Job, now: float, submission: Submission | None,
     """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
     limit."""
     attempt, code = job.attempt, ReasonCode.NOT_PLACED
-    waiting = f"has found no place on the cluster for {timeout_s:g} s"
+    waiting = f"was not scheduled on the cluster for {timeout_s:g} s"
     if attempt.has_trained or job.status is JobStatus.EVALUATING:
         return None
     if attempt.waiting:
@@ -269,9 +269,9 @@ def _find_placement_timeout(job: Job, now: float, submission: Submission | None,
     elif job.status is not JobStatus.STARTING or attempt.placed:
         return None
     elif submission is not None and submission.status is SubmissionStatus.PENDING:
-        since, what = attempt.submitted_at, f"{waiting}: its own process waits"
+        since, what = attempt.submitted_at, f"{waiting}: its driver is still pending"
     else:
-        since, what = attempt.submitted_at, f"has reported nothing in {timeout_s:g} s since it was submitted"
+        since, what = attempt.submitted_at, f"has reported no event in the {timeout_s:g} s since it was submitted"
         code = ReasonCode.WORKER_LOST
     if since is None or now - since <= timeout_s:
         return None
@@ -319,7 +319,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
         _settle_pause(update, damage or job.attempt.failure)
     elif submission is None and unexplained and damage is None:
         # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
-        message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
+        message = f"Ray no longer knows {job.attempt.submission_id}: Ray's head node was restarted"
         _requeue(update, Reason(ReasonCode.WORKER_LOST, message), counts=False)
     else:
         _settle_failure(update, damage or _find_failure(job, submission))
@@ -426,5 +426,6 @@ def _find_failure(job: Job, submission: Submission | None) -> Failure:
             # Ray's message ends with the log's tail; the whole log is stored with the attempt.
             explanation = submission.message.partition("\n")[0].strip() or "no reason given"
             return Failure(
-                Reason(ReasonCode.WORKER_LOST, f"{name} failed without saying why; Ray: {explanation}"), retryable=True
+                Reason(ReasonCode.WORKER_LOST, f"{name} failed without an error event; Ray reports: {explanation}"),
+                retryable=True,
             )

@@ -197,7 +197,9 @@ def find_exceeded_cost_cap(job: Job, policy: TenantPolicy, prices: Prices, now: 
     cap, cost = cost_cap(job.spec, policy), prices.cost_so_far(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None
-    message = f"it has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a higher limits.cost_cap"
+    message = (
+        f"cost cap reached: {cost:.2f} spent, and the cap is {cap:.2f}; resume the job with a higher limits.cost_cap"
+    )
     return Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap")
 
 

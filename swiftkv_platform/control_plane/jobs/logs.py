@@ -167,7 +167,7 @@ class WatchedJobs:
         try:
             self._jobs.watch(job_id, now + _WATCH_DURATION_S)
         except DatabaseUnavailableError as error:
-            get_logger().info("job not marked as followed", job_id=job_id, reason=error.message)
+            get_logger().info("job not marked as watched", job_id=job_id, reason=error.message)
             return
         self._marked_at.pop(job_id, None)
         self._marked_at[job_id] = now
@@ -252,7 +252,7 @@ class LogFollowers:
                             yield piece
                     is_out = saved is None and await run_in_threadpool(_is_log_complete, self._parts, job)
             except ClusterUnavailableError as error:
-                get_logger().debug("log not readable now", job_id=job_id, reason=error.message)
+                get_logger().debug("log unavailable", job_id=job_id, reason=error.message)
             if job.attempt.number > number:
                 number, sent, is_out = number + 1, 0, False
                 yield _format_heading(number)

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_needs
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_resources
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
@@ -137,17 +137,16 @@ def explain_wait(
     if lacking is not None and (said is None or said.code != lacking.code):
         parts.append(lacking.message)
     if job.not_before > now:
-        parts.append(f"its next attempt starts in {job.not_before - now:.0f} s or later")
+        parts.append(f"the next attempt starts in {job.not_before - now:.0f} s at the earliest")
     if place > 1:
-        parts.append(f"{place - 1} of its tenant's jobs {'goes' if place == 2 else 'go'} first")
+        parts.append(f"position {place} in the queue of its tenant")
     if exceeded is not None:
         name, asked, most = exceeded
-        parts.append(f"with it its tenant would hold {asked:g}, and the quota {name} is {most:g}")
+        parts.append(f"quota {name} reached: with this job the tenant would use {asked:g} of {most:g}")
     if running >= slots:
-        runs = "1 job runs" if running == 1 else f"{running} jobs run"
-        parts.append(f"{runs}, and there {'is 1 slot' if slots == 1 else f'are {slots} slots'} for all tenants")
+        parts.append(f"all job slots are in use ({running} of {slots})")
     if not parts:
-        parts.append("it is considered in the next round")
+        parts.append("next in the queue; starts within seconds")
     first = said or lacking or Reason(ReasonCode.WAITING_FOR_TURN, "")
     code = first.code if away is None else ClusterUnavailableError.code
     return Reason(code, "; ".join(parts), first.field)
@@ -177,7 +176,10 @@ class ResourceRequest:
     @property
     def wait_reason(self) -> Reason:
         """Reason of a job that the present nodes could not hold even if they were empty."""
-        message = f"waits for {self.description}: no node is large enough, or too few are; more must join"
+        message = (
+            f"waiting for {self.description}: the nodes of this cluster cannot hold them, even when idle; "
+            "add a node, or request fewer or smaller workers"
+        )
         return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
 
@@ -324,7 +326,7 @@ class Admission:
         needs = self._load_request(job_id)
         if needs is None or fit(self._free, needs.bundles):
             return True
-        message = f"waits for {needs.description}, which others hold or are about to take"
+        message = f"waiting for {needs.description}: other jobs use them or are about to"
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
         return False
 
@@ -421,12 +423,12 @@ class Preemption:
         within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
             item
-            for item in (self.deployments.all_deployments().items if going and self._share < 1.0 else ())
+            for item in (self.deployments.list_all_deployments().items if going and self._share < 1.0 else ())
             if item.state.status in _COMES_UP and not item.state.replicas and item.spec.min_replicas
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
         for item in waiting:
-            needs = replica_needs(item.spec)
+            needs = replica_resources(item.spec)
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
             if told is None or fit([node.free for node in told], [needs]):
                 continue
@@ -449,19 +451,19 @@ class Preemption:
 
 def _make_placement_reason(job: Job) -> Reason:
     needs = "; ".join(job.attempt.waiting.values())
-    message = f"attempt {job.attempt.number} finds no place on the cluster, and another job gets its slot: {needs}"
+    message = f"attempt {job.attempt.number} cannot be scheduled, so its slot goes to another job: {needs}"
     return Reason(ReasonCode.NOT_PLACED, message, field="resources")
 
 
 def _make_time_slice_reason(job: Job, now: float) -> Reason:
     held = now - (job.attempt.submitted_at or now)
-    message = f"attempt {job.attempt.number} has had its slot for {held:.0f} s, and another tenant's job waits"
+    message = f"attempt {job.attempt.number} used its time slice ({held:.0f} s), and a job of another tenant is waiting"
     return Reason(ReasonCode.PREEMPTED, message)
 
 
 def _make_deployment_reason(job: Job) -> Reason:
     message = (
-        f"attempt {job.attempt.number} holds resources that are open to deployments, and another tenant's deployment "
-        "finds none; use fewer or smaller workers to leave them free"
+        f"attempt {job.attempt.number} uses resources that are reserved for deployments, and a deployment of another "
+        "tenant needs them; use fewer or smaller workers"
     )
     return Reason(ReasonCode.PREEMPTED, message, field="resources")

@@ -326,7 +326,7 @@ class Reconciler:
         except LeaseLostError:
             raise
         except StaleVersionError as error:
-            self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
+            self._log.info("job changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
                 if self._backoff.ready(_CLUSTER, self._clock()):
@@ -454,7 +454,7 @@ class Reconciler:
         try:
             self._store.discard_inputs(job_id)
         except StorageError as error:
-            self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
+            self._log.warning("inputs not deleted", job_id=job_id, reason=error.message)
 
     def _update_running_job(self, before: Job, update: AttemptUpdate, submission: Submission | None) -> Job:
         """Store what a running attempt has reported, and stop it if it must not go on."""
@@ -531,7 +531,7 @@ class OrphanCleaner:
         try:
             self.stop_orphans()
         except ClusterUnavailableError as error:
-            get_logger().info("orphans not looked for", reason=error.message)
+            get_logger().info("orphan cleanup skipped", reason=error.message)
 
     def stop_orphans(self) -> None:
         """Stop every attempt that runs for no job, and delete those that ended a day ago. Raises

@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.database.paging import (
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
-from swiftkv_platform.control_plane.deployments.repository import deployments_turn
+from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import (
     bytes_of_points,
@@ -184,7 +184,7 @@ class JobRepository(Store):
                     check_present(session, ids, job.tenant)
                 columns = make_job_columns(job)
                 if job.spec.publish.to is not None:
-                    self._database.take_turns(session, "places that models are published to")
+                    self._database.take_turns(session, "publish targets")
                     check_publication(session, columns["spec"], job.tenant)
                 session.add(JobRow(**columns))
                 session.flush()
@@ -310,7 +310,7 @@ class JobRepository(Store):
         with self._database.writing() as session:
             self._database.take_turns(session, "places on the cluster")
             for tenant in tenants:
-                self._database.take_turns(session, deployments_turn(tenant))
+                self._database.take_turns(session, deployments_lock_key(tenant))
             check_fence(session, fence)
             held = held_by_jobs(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())

@@ -206,7 +206,7 @@ def parse_metadata_filter(request: Request, before: str, after: str = "") -> dic
         try:
             _LABEL.validate_python(key)
         except ValidationError as error:
-            message = f"this cannot be a key of metadata: {error.errors()[0]['msg']}"
+            message = f"invalid metadata key: {error.errors()[0]['msg']}"
             raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
     return asked
 

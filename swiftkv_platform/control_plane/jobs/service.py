@@ -167,12 +167,12 @@ class JobService:
         check_node_groups(spec, self.settings, self.nodes)
         exceeded = Demand.of(spec).exceeded_limit(self.parts.policies.policy(tenant))
         if exceeded is not None:
-            name, asked, most = exceeded
+            name, requested, most = exceeded
             raise OverQuotaError(
-                f"the job requests {asked:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it could never "
-                "start; use fewer or smaller resources.num_workers",
+                f"the job requests {requested:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it can "
+                "never start; use fewer or smaller workers",
                 field="resources",
-                value=asked,
+                value=requested,
             )
 
     def cancel(self, job_id: str, caller: Caller) -> Job:
@@ -230,8 +230,8 @@ class JobService:
         cost = prices(self.settings).cost_so_far(job, self.parts.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
-                f"job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a `cost_cap` above its "
-                "cost, if the tenant's own cap allows it",
+                f"cost cap reached: job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a "
+                "higher `cost_cap`, if the tenant's own cap allows it",
                 field="cost_cap",
                 value=cap,
             )
@@ -270,15 +270,15 @@ def _compute_digest(spec: JobSpec) -> str:
 def check_job_limits(spec: JobSpec, settings: Settings) -> None:
     """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit of the operator's."""
     training = spec.training
-    asked = (
+    requested = (
         ("resources.num_workers", spec.max_total_workers, settings.max_workers_per_job),
         ("training.batch_size", training.batch_size, settings.max_batch_size),
         ("training.micro_batch_size", training.micro_batch_size, settings.max_batch_size),
         ("limits.max_runtime_s", spec.limits.max_runtime_s, settings.max_runtime_s),
     )
-    for field, value, most in asked:
+    for field, value, most in requested:
         if value is not None and most is not None and value > most:
-            message = f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less"
+            message = f"{field} is {value}, above the operator's limit of {most}; use {most} or less"
             raise InvalidInputError(message, field=field, value=value)
 
 
@@ -289,7 +289,7 @@ def check_spec_bytes(spec: JobSpec) -> None:
     if size > MAX_SPEC_BYTES:
         longest = max(parts, key=lambda name: parts[name])
         raise InvalidInputError(
-            f"the spec has {size:,} bytes as JSON, of which {longest} has {parts[longest]:,}; {MAX_SPEC_BYTES:,} are "
+            f"the spec has {size:,} bytes as JSON ({longest}: {parts[longest]:,}); at most {MAX_SPEC_BYTES:,} are "
             "accepted; name data by directories and prefixes instead of single files",
             field=longest,
         )

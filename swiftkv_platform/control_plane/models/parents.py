@@ -160,7 +160,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
             f"training.max_steps is 0, and {FROM} is {parent.name}, which is a model already; use 1 or more steps, a "
-            "checkpoint, or `publish` with a place to copy the model to",
+            "checkpoint, or `publish` with a target for the copy",
             field="training.max_steps",
             value=0,
         )
@@ -172,7 +172,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     ):
         raise _make_error(
             parent.name,
-            f"{found.job.id} is {found.job.status}, and may delete its checkpoints as it goes on (checkpoint.keep); "
+            f"{found.job.id} is {found.job.status}, and may delete its checkpoints while it runs (checkpoint.keep); "
             "pause it, or wait for its end",
         )
 
@@ -206,7 +206,7 @@ def _find_training_spec(model: Model, job: Job | None) -> JobSpec:
     try:
         return JobSpec.model_validate(model.lineage.get("spec"), context=STORED_CONTEXT)
     except ValidationError as error:
-        raise _make_error(model.id, "its lineage does not say which spec it was trained with") from error
+        raise _make_error(model.id, "its lineage does not contain the spec of its training") from error
 
 
 def _describe_steps(known: Sequence[StoredCheckpoint]) -> str:
@@ -221,7 +221,7 @@ def _make_error(name: str, problem: str) -> InvalidInputError:
 
 def _make_mismatch_error(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
     return InvalidInputError.for_field(
-        field, ours, f", and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}{unless}"
+        field, ours, f", but {FROM} names {parent.name}, which was trained with {needed!r}; use {needed!r}{unless}"
     )
 
 
@@ -249,7 +249,7 @@ def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settin
         return publish.to
     raise InvalidInputError(
         f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
-        f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
+        f"{', '.join(opened) or 'no target (SWIFTKV_PUBLISH_TARGETS)'}",
         field=_FIELD,
         value=publish.to,
     )

@@ -109,7 +109,7 @@ def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
 def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageAnswer:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
-    deployments = parts.deployments.deployments_of(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
+    deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
     history = parts.registry.promotions_about(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
     return LineageAnswer.of(model, deployments, history, parts.parents.list_ancestors(model.job_id, caller.tenant))
 

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.database.paging import (
     value_of,
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, changed
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, apply_change
 from swiftkv_platform.control_plane.deployments.repository import (
     DeploymentRepository,
     read_deployment,
@@ -142,7 +142,7 @@ class Registry(DeploymentRepository):
         """
         with self._database.writing() as session:
             # 1. decide  2. the promotion, and the end of its history  3. deployments
-            self._await_turn(session, tenant)
+            self._lock_deployments(session, tenant)
             newest = _newest(session, tenant, alias)
             promotion = decide(newest_first(session, tenant, alias))
             if promotion == newest:
@@ -158,7 +158,7 @@ class Registry(DeploymentRepository):
                 if deployment.state.status is not DeploymentStatus.DELETING:
                     served = {"model": model.id, "artifact_uri": model.artifact_uri}
                     spec = deployment.spec.model_copy(update=served)
-                    write_deployment(rows[deployment.spec.id], *changed(deployment, spec))
+                    write_deployment(rows[deployment.spec.id], *apply_change(deployment, spec))
         return promotion
 
 

@@ -178,7 +178,7 @@ class RayJobs:
                     for piece in response.iter_bytes():
                         yield text.feed(piece)
         except httpx.RemoteProtocolError:
-            yield text.feed("\n[Ray broke off in the middle of this log]\n")
+            yield text.feed("\n[Ray ended the stream in the middle of this log]\n")
         yield text.close()
 
     async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:

@@ -153,12 +153,12 @@ def test_a_job_says_how_far_its_phase_is(run: Run, script: Script) -> None:
 
 
 def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
-    reason = {"code": "waiting_for_resources", "message": "waits for 1 worker with 1 CPU and 4 GPU"}
+    reason = {"code": "waiting_for_resources", "message": "waiting for 1 worker with 1 CPU and 4 GPUs"}
     row = {**JOB, "status": "queued", "status_reason": reason, "queue_place": 3, "waiting_since": 60}
     script.on("GET", "/jobs/job_1", json_answer(row))
     script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
     shown = lines(run("jobs", "get", "job_1"))
-    assert shown["reason"] == "waiting_for_resources: waits for 1 worker with 1 CPU and 4 GPU"
+    assert shown["reason"] == "waiting_for_resources: waiting for 1 worker with 1 CPU and 4 GPUs"
     assert shown["queue"] == f"place 3, waiting for resources since {format_local_time(60)}"
     listed = run("jobs", "list").stdout
     assert listed.count("queued, place 3") == 2

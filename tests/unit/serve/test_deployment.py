@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from swiftkv_platform.contract.autoscaling import POLICY, REVISION_HEADER
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, http_address
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, parse_http_address
 from swiftkv_platform.control_plane.deployments.service import check_engine_options
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import (
@@ -104,11 +104,11 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
-    assert http_address("http://127.0.0.1:8001") == ("127.0.0.1", 8001)
-    assert http_address("http://serve.example:80") == ("0.0.0.0", 80)
+    assert parse_http_address("http://127.0.0.1:8001") == ("127.0.0.1", 8001)
+    assert parse_http_address("http://serve.example:80") == ("0.0.0.0", 80)
     for url in ("127.0.0.1:8001", "http://127.0.0.1", "https://127.0.0.1:8001"):
         with pytest.raises(InvalidInputError, match=r"give http://host:port"):
-            http_address(url)
+            parse_http_address(url)
 
 
 def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
@@ -145,7 +145,7 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
         script.on("GET", "/one/health", before, health("c", load_seconds=slow), health("d", load_seconds=fast))
         assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
         script.on("GET", APPLICATIONS, json_answer({**details, "proxies": {"node": {"status": "UNHEALTHY"}}}))
-        unheard = DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", 4)
+        unheard = DeploymentState(DeploymentStatus.DEPLOYING, "no healthy HTTP proxy of Ray Serve yet", 4)
         assert cluster.status() == {"dep_1": unheard}, "replicas that no proxy reaches do not count"
 
 

@@ -153,7 +153,7 @@ def test_a_job_continues_from_an_imported_model_whose_spec_is_known(server: Serv
     assert made["spec"]["training"]["from"] == model["id"]
     bare = post(server, "/models/import", {"source": str(tmp_path / "made")}, 201)
     refused = refusal(server.client.post("/jobs", json={**SPEC, "training": {"from": bare["id"]}}))
-    assert "which spec it was trained with" in refused["message"]
+    assert "the spec of its training" in refused["message"]
 
 
 WRONG: dict[str, Any] = {

@@ -286,12 +286,12 @@ def waits(server: Server, job: Any) -> str:
 
 def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     first, second, third = (server.submit() for _ in range(3))
-    assert first["status_reason"]["message"] == "it is considered in the next round"
-    assert waits(server, third) == "2 of its tenant's jobs go first"
+    assert first["status_reason"]["message"] == "next in the queue; starts within seconds"
+    assert waits(server, third) == "position 3 in the queue of its tenant"
     server.tick()
     assert server.get(f"/jobs/{first['id']}")["status_reason"] is None
-    assert waits(server, second) == "1 job runs, and there is 1 slot for all tenants"
-    assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
+    assert waits(server, second) == "all job slots are in use (1 of 1)"
+    assert waits(server, third) == f"position 2 in the queue of its tenant; {waits(server, second)}"
 
 
 def test_a_job_on_the_cluster_says_its_phase_and_how_far_that_is(server: Server) -> None:
@@ -345,8 +345,11 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
         assert row["status_reason"] == server.get(f"/jobs/{large['id']}")["status_reason"]
         return row["status_reason"]
 
-    rest = "1 of its tenant's jobs goes first; 1 job runs, and there is 1 slot for all tenants"
-    nowhere = "waits for 1 worker with 1 CPU and 1 GPU: no node is large enough, or too few are; more must join"
+    rest = "position 2 in the queue of its tenant; all job slots are in use (1 of 1)"
+    nowhere = (
+        "waiting for 1 worker with 1 CPU and 1 GPU: the nodes of this cluster cannot hold them, even when idle; "
+        "add a node, or request fewer or smaller workers"
+    )
     assert reason() == {"code": "waiting_for_resources", "message": f"{nowhere}; {rest}", "field": "resources"}
     server.cluster.away = True
     server.wait(5)
@@ -364,4 +367,4 @@ def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) ->
     server.submit()
     server.tick()
     told = waits(server, server.submit())
-    assert told == "with it its tenant would hold 4, and the quota max_cpus is 3"
+    assert told == "quota max_cpus reached: with this job the tenant would use 4 of 3"

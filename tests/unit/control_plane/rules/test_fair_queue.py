@@ -168,7 +168,7 @@ def test_a_retry_says_why_it_is_one_and_what_it_waits_for() -> None:
     job = replace(make_job(), status_reason=REASON, not_before=160.0)
     told = explain_wait(job, place=1, running=2, slots=2, exceeded=None, now=100.0)
     assert (told.code, told.field) == (REASON.code, REASON.field)
-    rest = "its next attempt starts in 60 s or later; 2 jobs run, and there are 2 slots for all tenants"
+    rest = "the next attempt starts in 60 s at the earliest; all job slots are in use (2 of 2)"
     assert told.message == f"{REASON.message}; {rest}"
     assert explain_wait(job, place=1, running=1, slots=2, exceeded=None, now=200.0) == REASON
 

@@ -213,7 +213,7 @@ def test_a_process_that_says_nothing_costs_a_retry(plane: Plane, reconciler: Rec
     assert (failed.status, failed.retries, failed.attempt.number) == (JobStatus.FAILED, 1, 2)
     assert failed.error is not None
     assert failed.error.code == "worker_lost"
-    assert "has reported nothing" in failed.error.message
+    assert "has reported no event" in failed.error.message
 
 
 @pytest.mark.parametrize("first", ["waiting", "placed"])

@@ -112,7 +112,7 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     later(plane, reconciler, 1)
     waits = plane.get(job)
     assert (waits.status, waits.attempt.number, waits.retries) == (JobStatus.QUEUED, 2, 0)
-    assert "has had its slot for 4001 s, and another tenant's job waits" in plane.reason(job).message
+    assert "used its time slice (4001 s), and a job of another tenant is waiting" in plane.reason(job).message
     assert plane.cluster.started[1:] == [f"{other.id}-1"]
 
 
@@ -145,7 +145,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://b/a", min_replicas=fewest)
     deployment = Deployment(spec, tenant, 1, DeploymentState(status))
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
-    deployments = SimpleNamespace(all_deployments=lambda: Slice([deployment], has_more=False))
+    deployments = SimpleNamespace(list_all_deployments=lambda: Slice([deployment], has_more=False))
     reconciler = plane.reconciler(max_running_jobs=2, deployments_share=share, parts={"deployments": deployments})
     small, large = (plane.submit(tenant="acme", resources={"num_workers": number}) for number in (1, workers))
     reconciler.tick()
@@ -163,7 +163,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
         plane.cluster.finish(f"{large.id}-1", SubmissionStatus.FAILED)
         later(plane, reconciler, 1)
         assert (plane.get(large).status, plane.get(large).retries) == (JobStatus.QUEUED, 0)
-        assert "open to deployments, and another tenant's deployment finds none" in plane.reason(large).message
+        assert "reserved for deployments, and a deployment of another tenant needs them" in plane.reason(large).message
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     assert plane.serving.applied[-1] == [], "deletions made while the control plane was down are applied"
     plane.serving.forget()
     restarted.tick()
-    assert plane.catalog.all_deployments().items == []
+    assert plane.catalog.list_all_deployments().items == []
 
 
 GPU = {"device": "cuda"}
@@ -284,7 +284,7 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
         return state.status, state.message
 
     assert told(large)[0] is DeploymentStatus.PENDING
-    assert "256 CPU (engine.num_threads 256), and no node has as much: the largest have 4 CPU" in told(large)[1]
+    assert "256 CPU (engine.num_threads 256), and the largest nodes have 4 CPU" in told(large)[1]
     first, second = (want(plane, model, f"eve-{number}", fewest=number, most=9) for number in (1, 2))
     reconciler.tick()
     assert asked(plane) == {"eve-1": (1, 1), "eve-2": (1, 1)}
@@ -294,9 +294,12 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     reconciler.tick()
     assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest deployment of the largest tenant makes room"
     assert told(second)[0] is DeploymentStatus.PENDING
-    assert "0 of min_replicas 2 can be placed, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
+    assert (
+        "0 of min_replicas 2 can be scheduled (1 CPU each): all tenants share the 2 of 4 CPU available"
+        in told(second)[1]
+    )
     assert told(first)[0] is DeploymentStatus.RUNNING
-    assert "1 of max_replicas 9 can be placed" in told(first)[1]
+    assert "1 of max_replicas 9 can be scheduled" in told(first)[1]
     assert told(ann, "ann") == (DeploymentStatus.DEPLOYING, "")
     plane.catalog.change_deployment(
         large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"

@@ -1,4 +1,4 @@
-"""Command line, report file, tables and random models that benchmarks share."""
+"""Shared command line, report file, tables and random models of the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.model import convert
 
-NOT_REPORTED = ("output", "output_dir", "models")
+UNREPORTED_ARGUMENTS = ("output", "output_dir", "models")
 """Arguments that do not affect results."""
 
 
-def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+def make_benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with `--output`; its help begins with the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file for the report")
@@ -26,24 +26,24 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_report(report: Any, output: Path | None) -> None:
-    """Write a report as indented JSON, if a file is named."""
+    """Write a report as indented JSON; do nothing without `output`."""
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def format_markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a Markdown table."""
     head, *body = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
     return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
-def conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the head of a report: arguments, processor, threads and torch version of this process."""
+def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return arguments, processor, threads and torch version, for the head of a report."""
     return {
         "arguments": {
             key: value.name if isinstance(value, Path) else value
             for key, value in vars(args).items()
-            if key not in NOT_REPORTED
+            if key not in UNREPORTED_ARGUMENTS
         },
         "machine": {
             "cpu": platform.processor() or platform.machine(),
@@ -53,7 +53,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_shape(
+def add_shape_arguments(
     parser: argparse.ArgumentParser,
     *,
     layers: int = 16,
@@ -65,12 +65,12 @@ def add_shape(
     num_key_value_layers: int = 8,
     key_value_group_size: int = 2,
 ) -> None:
-    """`--layers`, `--hidden-size` and so on of a random model and its student, with these defaults."""
+    """Add `--layers`, `--hidden-size` and so on, the shape of a random model and its student, with these defaults."""
     for name, default in list(locals().items())[1:]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
-def random_llama(args: argparse.Namespace, max_position_embeddings: int) -> LlamaForCausalLM:
+def make_random_llama(args: argparse.Namespace, max_position_embeddings: int) -> LlamaForCausalLM:
     """Return a float32 Llama of that shape with reproducible random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -85,7 +85,7 @@ def random_llama(args: argparse.Namespace, max_position_embeddings: int) -> Llam
     return LlamaForCausalLM(config).eval()
 
 
-def random_student(dense: Any, args: argparse.Namespace) -> Any:
+def make_random_student(dense: Any, args: argparse.Namespace) -> Any:
     """Return the student of a model, with l and g from the arguments."""
     return convert(
         dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size

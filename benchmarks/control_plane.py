@@ -2,7 +2,7 @@
 
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--postgres [URL]]
 
-Two applications behind sockets, each on SQLite (or on a schema of a PostgreSQL: one started for this, or URL, whose
+Two applications behind sockets, each on SQLite (or on a schema of PostgreSQL: a temporary server, or URL, whose
 schemas `measured_*` are dropped); requests alternate between them. Jobs in the database have ended, except one in a
 hundred, which waits; they belong to ten tenants and have three events each. There is no Ray, and no job starts
 meanwhile.
@@ -45,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--postgres", nargs="?", const="", metavar="URL", help="PostgreSQL; without URL one is started")
+    parser.add_argument(
+        "--postgres", nargs="?", const="", metavar="URL", help="use PostgreSQL; without URL, a temporary server"
+    )
     options = parser.parse_args()
     configure_logging(level=logging.WARNING)
     with ExitStack() as stack:
@@ -54,16 +56,20 @@ def main() -> None:
         clients = {}
         for name, jobs in (("empty", 0), ("full", options.jobs)):
             database = open_database(name, directory, postgres)
-            fill(database, jobs)
+            insert_jobs(database, jobs)
             settings = Settings(home=directory, reconcile_interval_s=1.0, max_running_jobs=1, _env_file=None)
             parts = make_components(database, LocalObjectStore(directory / name))
             url = stack.enter_context(serving(create_app(settings, components=parts)))
             clients[name] = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60))
-        print(json.dumps({"jobs": options.jobs, "requests": options.requests, **compare(clients, options.requests)}))
+        print(
+            json.dumps(
+                {"jobs": options.jobs, "requests": options.requests, **compare_latencies(clients, options.requests)}
+            )
+        )
 
 
 def open_database(name: str, directory: Path, postgres: str | None) -> Database:
-    """An empty database, or an empty schema of the PostgreSQL."""
+    """Open an empty SQLite database, or an empty schema of PostgreSQL."""
     url = f"sqlite:///{directory / name}.db"
     if postgres is not None:
         admin, name = Database(postgres), f"measured_{name}"
@@ -77,27 +83,27 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
     return database
 
 
-def fill(database: Database, count: int) -> None:
-    """Insert jobs in the states that the service and the reconciler leave."""
+def insert_jobs(database: Database, count: int) -> None:
+    """Insert ended and queued jobs with their events."""
     spec = JobSpec.model_validate(SPEC)
     jobs, events = [], []
     for number in range(count):
         tenant = f"tenant-{number % TENANTS}" if number % TENANTS else "default"
         job = Job(new_id("job"), tenant, "ann", spec, 1000 + number)
-        told = [status_event(job, now=job.created_at)]
+        job_events = [status_event(job, now=job.created_at)]
         if number % 100:
             for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
                 job, event = transition(job, status, now=1000 + number, reason=Reason("cancelled", "enough"))
-                told.append(event)
+                job_events.append(event)
         jobs.append(make_job_columns(job))
-        events += [vars(event) for event in told]
+        events += [vars(event) for event in job_events]
     with database.writing() as session:
         if jobs:
             session.execute(insert(JobRow), jobs)
             session.execute(insert(EventRow), events)
 
 
-def compare(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[str, float]]:
+def compare_latencies(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[str, float]]:
     calls: dict[str, Callable[[httpx.Client, int], httpx.Response]] = {
         "list": lambda client, _: client.get("/jobs"),
         "list_by_status": lambda client, _: client.get("/jobs", params={"status": "cancelled"}),
@@ -107,14 +113,14 @@ def compare(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[s
     }
     figures = {}
     for name, call in calls.items():
-        taken: dict[str, list[float]] = {where: [] for where in clients}
+        latencies: dict[str, list[float]] = {which: [] for which in clients}
         for number in range(-20, requests):  # warm-up first
-            for where, client in clients.items():
+            for which, client in clients.items():
                 started = time.perf_counter()
                 call(client, number).raise_for_status()
                 if number >= 0:
-                    taken[where].append(1000 * (time.perf_counter() - started))
-        p95 = {where: statistics.quantiles(times, n=20)[-1] for where, times in taken.items()}
+                    latencies[which].append(1000 * (time.perf_counter() - started))
+        p95 = {which: statistics.quantiles(times, n=20)[-1] for which, times in latencies.items()}
         figures[name] = {
             "empty_p95_ms": round(p95["empty"], 2),
             "full_p95_ms": round(p95["full"], 2),

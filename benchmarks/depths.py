@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import benchmark_parser, conditions, write_report
+from benchmarks.common import describe_conditions, make_benchmark_parser, write_report
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import CompletionStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
@@ -69,14 +69,14 @@ from swiftkv_platform.student_shape import parse_layers
 SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "11:1")
 TEACHER_OUTPUT = "teacher-output"
-FORMS = ("own", "shared")
+DECODE_KEY_VALUES = ("own", "shared")
 """Values of `decode_key_value`."""
-Row = dict[str, Any]
+PointResult = dict[str, Any]
 
 
 @contextmanager
-def one_worker(directory: Path) -> Iterator[None]:
-    """Set up a process group of this process alone."""
+def init_single_process_group(directory: Path) -> Iterator[None]:
+    """Open a process group with this process only."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{directory}/group", rank=0, world_size=1)
     try:
@@ -86,14 +86,14 @@ def one_worker(directory: Path) -> Iterator[None]:
 
 
 @dataclass
-class _Notes:
-    """Collects the trainer's notes of the run."""
+class _TrainingListener:
+    """Collects and prints the trainer's notes."""
 
     notes: list[SteeringNote] = field(default_factory=list)
     tokens: int = 0
 
     def on_start(self, progress: Progress) -> None:
-        """Do nothing: runs begin at step 0."""
+        """Do nothing, since runs begin at step 0."""
 
     def on_steering(self, note: SteeringNote) -> None:
         self.notes.append(note)
@@ -110,26 +110,26 @@ class _Notes:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run that has not been measured yet."""
+    """A finished run, not yet measured."""
 
     spec: JobSpec
     """With its defaults resolved."""
     start: Mapping[str, Tensor]
-    """Trained tensors at the start, by name, as `end`."""
+    """Trained tensors by name, before training."""
     end: Mapping[str, Tensor]
-    """Trained tensors of the model that a job would publish."""
+    """Trained tensors by name, of the model that a job would publish."""
     tokens: int
-    """Positions counted by the loss."""
+    """Number of loss targets."""
     notes: tuple[SteeringNote, ...]
 
 
 class TrainingRuns:
-    """Training runs that share teacher and rows, and the start if their `swiftkv` sections are equal.
+    """Training runs that share the teacher and the rows, and the start of equal `swiftkv` sections.
 
     Args:
         spec: teacher and data; the rest comes from each run's spec.
         directory: a new directory.
-        answers: the teacher's answers, for data that asks for them.
+        answers: the teacher's completions, for sources with `complete`.
     """
 
     def __init__(self, spec: JobSpec, directory: Path, answers: CompletionStore | None = None) -> None:
@@ -141,10 +141,9 @@ class TrainingRuns:
         self._starts: dict[str, Checkpoint] = {}
 
     def train(self, spec: JobSpec, directory: Path | None) -> TrainedRun:
-        """Calibrate and train. The model's tensors are stored in `directory`, which must be empty; None: the run ends
-        at its start."""
+        """Calibrate and train. The model's tensors are stored in the empty `directory`; None: do not train."""
         plan, _ = prepare(spec, self._directory / "rows")
-        start, notes = self._start(plan.spec), _Notes()
+        start, notes = self._calibrate_start(plan.spec), _TrainingListener()
         end = start if directory is None else self._train(plan.spec, plan.total_steps, start, directory, notes)
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
@@ -154,8 +153,8 @@ class TrainingRuns:
         load_trained_tensors(student, tensors)
         return student.to(task_device(spec)).eval()
 
-    def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
-        """Compare a student with these tensors with its teacher, on the held-out rows."""
+    def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
+        """Compare a student with these tensors to its teacher, on the held-out rows."""
         device = task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
@@ -163,7 +162,7 @@ class TrainingRuns:
         totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
         return totals
 
-    def _start(self, spec: JobSpec) -> Checkpoint:
+    def _calibrate_start(self, spec: JobSpec) -> Checkpoint:
         key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
@@ -178,7 +177,7 @@ class TrainingRuns:
         total_steps: int,
         start: Checkpoint,
         directory: Path,
-        notes: _Notes,
+        notes: _TrainingListener,
     ) -> Mapping[str, Tensor]:
         strategy = spread_fork(spec, self.path, start, device=task_device(spec))
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
@@ -193,42 +192,44 @@ class TrainingRuns:
             validation_rows=self.data.steering if len(self.data.steering) else None,
         ).run()
         key = checkpoints.model()
-        assert key is not None, "a run that ends has saved its last step"
+        assert key is not None, "a finished run has a checkpoint of its last step"
         return CheckpointTensors(directory / key)
 
 
-class RunsByForm(dict[str, TrainingRuns]):
-    """Runs by `decode_key_value`, on which the rows depend: with `own` a text is divided into a prompt and an answer.
+class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
+    """Runs by `decode_key_value`. With `own`, the rows differ: the loss excludes a leading prompt of each text.
 
     Args:
-        spec, answers: as of `TrainingRuns`.
-        directory: of all runs' files.
+        spec, answers: as for `TrainingRuns`.
+        directory: for the files of all runs.
     """
 
     def __init__(self, spec: JobSpec, directory: Path, answers: CompletionStore) -> None:
         self._spec, self._directory, self._answers = spec, directory, answers
 
-    def __missing__(self, form: str) -> TrainingRuns:
+    def __missing__(self, decode_key_value: str) -> TrainingRuns:
         document = self._spec.model_dump(mode="json", exclude_unset=True)
-        swiftkv = document.get("swiftkv", {}) | {"decode_key_value": form}
+        swiftkv = document.get("swiftkv", {}) | {"decode_key_value": decode_key_value}
         spec = JobSpec.model_validate(document | {"swiftkv": swiftkv})
-        self[form] = TrainingRuns(spec, self._directory / form, self._answers)
-        return self[form]
+        self[decode_key_value] = TrainingRuns(spec, self._directory / decode_key_value, self._answers)
+        return self[decode_key_value]
 
 
-def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
-    """The spec of one point."""
+def make_point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
+    """Return the job spec of one point."""
     layers, group_size, *options = point.split(":")
     depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
-    [start] = [option for option in options if option not in (TEACHER_OUTPUT, *FORMS)] or ["calibrated"]
-    form = next((option for option in options if option in FORMS), spec.swiftkv.decode_key_value)
+    [start] = [option for option in options if option not in (TEACHER_OUTPUT, *DECODE_KEY_VALUES)] or ["calibrated"]
+    decode_key_value = next(
+        (option for option in options if option in DECODE_KEY_VALUES), spec.swiftkv.decode_key_value
+    )
     own = TEACHER_OUTPUT not in options and int(group_size) > 1
     swiftkv = depth | {
         "key_value_group_size": int(group_size),
         "own_output_projection": own,
         "early_exit": args.early_exit,
         "initialization": start,
-        "decode_key_value": form,
+        "decode_key_value": decode_key_value,
         "calibration_tokens": args.calibration_tokens or spec.swiftkv.calibration_tokens,
     }
     document = spec.model_dump(mode="json", exclude_unset=True)
@@ -236,14 +237,14 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
     return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
 
 
-def name_of(point: str, args: argparse.Namespace, seed: int) -> str:
-    """Return the file name of a point's results, made of all settings outside the spec that affect them."""
+def make_result_name(point: str, args: argparse.Namespace, seed: int) -> str:
+    """Return the file name of a point's results: all settings that are not in the spec."""
     tokens = f"-{args.calibration_tokens}" if args.calibration_tokens else ""
     return f"{point.replace(':', '-')}{'-exit' if args.early_exit else ''}{tokens}-{args.steps}-steps-{seed}"
 
 
-def figures(totals: Totals) -> Row:
-    """A student on held-out text, against its teacher."""
+def summarize_totals(totals: Totals) -> PointResult:
+    """Summarize a student's comparison with its teacher on held-out text."""
     ratio = totals.student.perplexity / totals.teacher.perplexity
     bins = {
         name: [one.model_dump() for one in quality_bins(sums)]
@@ -258,30 +259,30 @@ def figures(totals: Totals) -> Row:
     )
 
 
-def needles_found(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:
-    """Share of the numbers that the student, or its teacher, finds, by prompt length."""
+def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:
+    """Return the share of needles that the student, or its teacher, finds, by prompt length."""
     model = runs.load(run.spec, run.end).swiftkv(swiftkv)
     return {one.length: one.share_found(model) for one in needles}
 
 
-def measure(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> Row:
+def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> PointResult:
     """Measure all figures of a point."""
-    start, end = runs.totals(run.spec, run.start), runs.totals(run.spec, run.end)
+    start, end = runs.compare_on_held_out(run.spec, run.start), runs.compare_on_held_out(run.spec, run.end)
     exits = exit_bins(end.exit_head)
     return {
         "swiftkv": run.spec.swiftkv.model_dump(mode="json"),
         "learning_rate": run.spec.optimizer.learning_rate,
         "tokens": run.tokens,
         "notes": [note.message for note in run.notes],
-        "start": figures(start),
-        "end": figures(end),
-        "needles": needles_found(runs, run, needles, swiftkv=True),
+        "start": summarize_totals(start),
+        "end": summarize_totals(end),
+        "needles": measure_needles(runs, run, needles, swiftkv=True),
         "exit_head": None if exits is None else [one.model_dump() for one in exits],
     }
 
 
-def spread(rows: Sequence[Row]) -> Row:
-    """KL of a point over its seeds."""
+def summarize_seeds(rows: Sequence[PointResult]) -> PointResult:
+    """Return the mean and range of a point's KL over its seeds."""
     values = {when: [row[when]["kl"] for row in rows] for when in ("start", "end")}
     return {
         when: {"mean": statistics.mean(some), "lowest": min(some), "highest": max(some)}
@@ -297,53 +298,51 @@ def main() -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     store_uri = str(args.directory.resolve())
     request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[PointResult]] = {}
     teacher = args.directory / "teacher-needles.json"
-    with tempfile.TemporaryDirectory(dir=args.directory) as name, one_worker(Path(name)):
+    with tempfile.TemporaryDirectory(dir=args.directory) as name, init_single_process_group(Path(name)):
         if any(source.complete is not None for source in spec.data.sources):
             write(request, store_uri, worker=0)
-        by_form = RunsByForm(spec, Path(name), AttemptAnswers(open_store(store_uri), request))
-        tokenizer = load_tokenizer(spec, by_form[spec.swiftkv.decode_key_value].path)
+        runs_by_value = RunsByDecodeKeyValue(spec, Path(name), AttemptAnswers(open_store(store_uri), request))
+        tokenizer = load_tokenizer(spec, runs_by_value[spec.swiftkv.decode_key_value].path)
         needles = [Needles.create(tokenizer, length, args.needle_samples) for length in args.needle_lengths]
         for seed, point in ((seed, point) for seed in args.seeds for point in args.points):
-            done = args.directory / f"{name_of(point, args, seed)}.json"
+            done = args.directory / f"{make_result_name(point, args, seed)}.json"
             if not done.is_file():
                 with tempfile.TemporaryDirectory(dir=name) as trained:
-                    settled = point_spec(spec, point, args, seed)
-                    runs = by_form[settled.swiftkv.decode_key_value]
-                    run = runs.train(settled, Path(trained) if args.steps else None)
-                    write_report(measure(runs, run, needles), done)
+                    point_spec = make_point_spec(spec, point, args, seed)
+                    runs = runs_by_value[point_spec.swiftkv.decode_key_value]
+                    run = runs.train(point_spec, Path(trained) if args.steps else None)
+                    write_report(measure_point(runs, run, needles), done)
                     if needles and not teacher.is_file():
-                        write_report(needles_found(runs, run, needles, swiftkv=False), teacher)
+                        write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
             rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
             print_row(point, rows[point][-1])
     found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}
     print(f"needles that the teacher finds: {found}", flush=True)
-    over_seeds = {point: spread(some) for point, some in rows.items()}
+    over_seeds = {point: summarize_seeds(some) for point, some in rows.items()}
     print(json.dumps(over_seeds), flush=True)
     report = {"points": rows, "over_seeds": over_seeds, "teacher_needles": found}
-    write_report(conditions(args) | report, args.output)
+    write_report(describe_conditions(args) | report, args.output)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("directory", type=Path, help="where answers and finished points are kept")
+    parser = make_benchmark_parser(__doc__)
+    parser.add_argument("directory", type=Path, help="directory for completions and finished points")
     parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
     parser.add_argument("--steps", type=int, default=150, help="training steps; 0: measure only the starts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument(
-        "--calibration-tokens", type=int, help="tokens that calibrate the start; default: as in the spec"
-    )
+    parser.add_argument("--calibration-tokens", type=int, help="calibration tokens; default: the spec's")
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--needle-samples", type=int, default=20)
     parser.add_argument("--early-exit", action="store_true", help="also train an exit head at layer l")
     return parser.parse_args()
 
 
-def print_row(point: str, row: Row) -> None:
+def print_row(point: str, row: PointResult) -> None:
     start, end = row["start"], row["end"]
     found = ", ".join(f"{share:.0%} of {length}" for length, share in row["needles"].items())
     print(

@@ -27,10 +27,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import LlamaForCausalLM
 
-from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
-from benchmarks.engine_worker import EngineWorker, add_vllm_python, engine_arguments
-from benchmarks.serving.loads import Figures, Request, RequestTimes, at_once, medians
-from benchmarks.serving.systems import Prompts, System, generate_system, play_in_turns, vllm_system
+from benchmarks.common import (
+    add_shape_arguments,
+    describe_conditions,
+    make_benchmark_parser,
+    make_random_llama,
+    make_random_student,
+    write_report,
+)
+from benchmarks.engine_worker import EngineWorker, add_vllm_python_argument, make_vllm_arguments
+from benchmarks.serving.loads import Figures, Request, RequestTimes, compute_medians, make_simultaneous_requests
+from benchmarks.serving.systems import Prompts, System, make_generate_system, make_vllm_system, play_round
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
@@ -43,21 +50,21 @@ loads use multiples."""
 VLLM_KV_CACHE_BYTES = 96 << 20
 """Bytes of whole blocks for both models at vLLM's block size of 128 on CPUs; for the dense model as many tokens as
 `KV_CACHE_BYTES`."""
-CACHED_TOKENS = 3000
-"""Tokens of a load that one cache of this size is used for."""
-OURS = ["dense", "swiftkv"]
-VLLM: dict[str, tuple[str, dict[str, Any]]] = {
+TOKENS_PER_CACHE = 3000
+"""Tokens of a load per cache of this size."""
+OWN_SYSTEMS = ["dense", "swiftkv"]
+VLLM_SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("dense", {}),
     "vllm-swiftkv": ("swiftkv", {}),
     "vllm-int8": ("int8", {"hf_overrides": {"swiftkv": False}}),
     "vllm-swiftkv-int8": ("int8", {}),
 }
-"""Model that vLLM serves, and options, by system; the dense model in int8 is the quantised student's teacher."""
-INTEGERS = {f"{name}-{form}": (name, form) for name in OURS for form in ("int8", "int4")}
+"""Model that vLLM serves, and options, by system; the dense model in int8 is the quantized student's teacher."""
+INTEGER_SYSTEMS = {f"{name}-{form}": (name, form) for name in OWN_SYSTEMS for form in ("int8", "int4")}
 """Model and `EngineConfig.weights` of our engine with weights rounded on loading, by system."""
-OPENVINO = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
+OPENVINO_SYSTEMS = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
 """Weights of the dense model in OpenVINO GenAI, by system."""
-SYSTEMS = [*OURS, *INTEGERS, "huggingface", *VLLM, *OPENVINO]
+SYSTEMS = [*OWN_SYSTEMS, *INTEGER_SYSTEMS, "huggingface", *VLLM_SYSTEMS, *OPENVINO_SYSTEMS]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     config = EngineConfig(
-        kv_cache_bytes=caches(args) * KV_CACHE_BYTES,
+        kv_cache_bytes=count_caches(args) * KV_CACHE_BYTES,
         enable_prefix_caching=False,
         seed=0,
     )
@@ -74,32 +81,36 @@ def main(argv: list[str] | None = None) -> None:
         paths = save_models(args, directory)
         loaded = {name: load_model(path, config) for name, path in paths.items()}
         engines = {name: LLMEngine(model, config) for name, model in loaded.items()}
-        systems = {name: engine_system(engine) for name, engine in engines.items()}
-        for name in [name for name in args.systems if name in INTEGERS]:
-            model, weights = INTEGERS[name]
+        systems = {name: make_engine_system(engine) for name, engine in engines.items()}
+        for name in [name for name in args.systems if name in INTEGER_SYSTEMS]:
+            model, weights = INTEGER_SYSTEMS[name]
             rounded = config.model_copy(update={"weights": weights})
-            systems[name] = engine_system(LLMEngine(load_model(paths[model], rounded), rounded))
+            systems[name] = make_engine_system(LLMEngine(load_model(paths[model], rounded), rounded))
         if "huggingface" in args.systems:
             dense: Any = LlamaForCausalLM.from_pretrained(
                 paths["dense"], dtype=torch.bfloat16, attn_implementation="sdpa"
             )
-            systems["huggingface"] = generate_system(dense.eval(), args.batch_size)
-        report: dict[str, Any] = {**conditions(args), "counted": count(engines, args), "kv_blocks": kv_blocks(loaded)}
+            systems["huggingface"] = make_generate_system(dense.eval(), args.batch_size)
+        report: dict[str, Any] = {
+            **describe_conditions(args),
+            "counted": count_flops(engines, args),
+            "kv_blocks": count_kv_blocks(loaded),
+        }
         print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
         workers: dict[str, EngineWorker] = {}
-        for name in [name for name in args.systems if name in VLLM]:
-            model, options = VLLM[name]
-            workers[name] = stack.enter_context(vllm_worker(args, directory / model, config, options))
-            systems[name] = vllm_system(workers[name])
-        for name in [name for name in args.systems if name in OPENVINO]:
-            arguments = {"model": str(paths["dense"]), "form": OPENVINO[name]}
+        for name in [name for name in args.systems if name in VLLM_SYSTEMS]:
+            model, options = VLLM_SYSTEMS[name]
+            workers[name] = stack.enter_context(start_vllm_worker(args, directory / model, config, options))
+            systems[name] = make_vllm_system(workers[name])
+        for name in [name for name in args.systems if name in OPENVINO_SYSTEMS]:
+            arguments = {"model": str(paths["dense"]), "form": OPENVINO_SYSTEMS[name]}
             worker = EngineWorker(
                 args.openvino_python, arguments, num_threads=torch.get_num_threads(), script=OPENVINO_WORKER
             )
             workers[name] = stack.enter_context(worker)
-            systems[name] = vllm_system(worker)
+            systems[name] = make_vllm_system(worker)
         for name, worker in workers.items():
-            print(f"{name} {json.dumps(worker.made)}", flush=True)
+            print(f"{name} {json.dumps(worker.settings)}", flush=True)
         loads = {
             "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
             "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
@@ -107,15 +118,17 @@ def main(argv: list[str] | None = None) -> None:
         report["speedups"] = {}
         for name in args.loads:
             shape, num_output, rounds = loads[name]
-            results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
-            report[name], report["speedups"][name] = results, speedups(results)
+            results = compare_systems(
+                {one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size
+            )
+            report[name], report["speedups"][name] = results, compute_speedups(results)
             print_table(name, results)
-        report["workers"] = {name: worker.made for name, worker in workers.items()}
+        report["workers"] = {name: worker.settings for name, worker in workers.items()}
     write_report(report, args.output)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
+    parser = make_benchmark_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="two rounds of each load")
     parser.add_argument("--loads", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument(
@@ -129,19 +142,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-length", type=int, default=2048, help="prompt tokens of prefill")
     parser.add_argument("--batch-size", type=int, default=8, help="concurrent requests of decode")
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
-    parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
+    parser.add_argument("--output-length", type=int, default=64, help="output tokens per request of decode")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
-    add_vllm_python(parser)
+    add_vllm_python_argument(parser)
     parser.add_argument(
-        "--openvino-python", type=Path, metavar="PATH", help="an interpreter that has openvino-genai (`make peers-env`)"
+        "--openvino-python", type=Path, metavar="PATH", help="Python interpreter with openvino-genai (`make peers-env`)"
     )
-    add_shape(parser)
+    add_shape_arguments(parser)
     args = parser.parse_args(argv)
     if args.systems is None:
-        args.systems = [*OURS, "huggingface", *(["vllm"] if args.vllm_python else [])]
-    if any(name in VLLM for name in args.systems) != (args.vllm_python is not None):
+        args.systems = [*OWN_SYSTEMS, "huggingface", *(["vllm"] if args.vllm_python else [])]
+    if any(name in VLLM_SYSTEMS for name in args.systems) != (args.vllm_python is not None):
         parser.error("--systems vllm and --vllm-python PATH go together: give both, or neither")
-    if any(name in OPENVINO for name in args.systems) != (args.openvino_python is not None):
+    if any(name in OPENVINO_SYSTEMS for name in args.systems) != (args.openvino_python is not None):
         parser.error("--systems openvino-... and --openvino-python PATH go together: give both, or neither")
     if args.short:
         args.rounds = args.prefill_rounds = 2
@@ -149,39 +162,39 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
-    """A random dense model and its student."""
-    dense: Any = random_llama(args, longest(args))
+    """Save a random dense model and its student."""
+    dense: Any = make_random_llama(args, compute_max_length(args))
     dense = dense.to(torch.bfloat16)
     dense.save_pretrained(directory / "dense")
-    random_student(dense, args).save_pretrained(directory / "swiftkv")
-    if any(VLLM[name][0] == "int8" for name in args.systems if name in VLLM):
+    make_random_student(dense, args).save_pretrained(directory / "swiftkv")
+    if any(VLLM_SYSTEMS[name][0] == "int8" for name in args.systems if name in VLLM_SYSTEMS):
         export(directory / "swiftkv", directory / "int8", teacher=True, quantize="int8")
-    return {name: directory / name for name in OURS}
+    return {name: directory / name for name in OWN_SYSTEMS}
 
 
-def longest(args: argparse.Namespace) -> int:
-    """Tokens of the longest sequence, prompt and answer."""
+def compute_max_length(args: argparse.Namespace) -> int:
+    """Return the tokens of the longest sequence, prompt and output."""
     return int(max(args.prompt_length + 1, args.context_length + args.output_length))
 
 
-def caches(args: argparse.Namespace) -> int:
-    """Return the number of caches of standard size that hold each load."""
+def count_caches(args: argparse.Namespace) -> int:
+    """Return the number of caches of standard size that the largest load requires."""
     tokens = max(args.prompt_length + 1, args.batch_size * (args.context_length + args.output_length))
-    return int(-(-tokens // CACHED_TOKENS))
+    return int(-(-tokens // TOKENS_PER_CACHE))
 
 
-def sampling(num_output: int) -> SamplingParams:
+def make_sampling_params(num_output: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
 
 
-def engine_system(engine: LLMEngine) -> System:
+def make_engine_system(engine: LLMEngine) -> System:
     """Return our engine as a system for requests that all arrive at once, stepped by this thread."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
         start = time.perf_counter()
         times: dict[str, list[float]] = {}
         for request, prompt in zip(requests, prompts, strict=True):
-            times[engine.add_request(prompt, sampling(request.num_output_tokens))] = []
+            times[engine.add_request(prompt, make_sampling_params(request.num_output_tokens))] = []
         while engine.has_unfinished_requests:
             outputs = engine.step()
             now = time.perf_counter() - start
@@ -196,19 +209,21 @@ def engine_system(engine: LLMEngine) -> System:
     return play
 
 
-def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig, options: dict[str, Any]) -> EngineWorker:
-    """vLLM on a model, with the limits of our engine."""
-    arguments = engine_arguments(
+def start_vllm_worker(
+    args: argparse.Namespace, model: Path, config: EngineConfig, options: dict[str, Any]
+) -> EngineWorker:
+    """Start vLLM on a model, with the limits of our engine."""
+    arguments = make_vllm_arguments(
         model,
-        kv_cache_bytes=caches(args) * VLLM_KV_CACHE_BYTES,
-        max_model_len=longest(args),
+        kv_cache_bytes=count_caches(args) * VLLM_KV_CACHE_BYTES,
+        max_model_len=compute_max_length(args),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     return EngineWorker(args.vllm_python, arguments | options, num_threads=torch.get_num_threads())
 
 
-def compare(
+def compare_systems(
     systems: dict[str, System], shape: tuple[int, int], num_output: int, rounds: int, vocab_size: int
 ) -> dict[str, Figures]:
     """Return medians over rounds by system. Each round has its own prompts, the same for all systems, and starts with
@@ -218,19 +233,19 @@ def compare(
         shape: prompts of a round and tokens of each.
     """
     generator = torch.Generator().manual_seed(0)
-    requests = at_once(*shape, num_output)
+    requests = make_simultaneous_requests(*shape, num_output)
     played = []
     for number in range(rounds + 1):
         prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
-        played.append(play_in_turns(systems, requests, prompts, number))
+        played.append(play_round(systems, requests, prompts, number))
         assert all(one["total_output_tokens"] == num_output * len(requests) for one in played[-1].values())
     del played[0]  # the first round warms up
-    return {name: summary([some[name] for some in played]) for name in systems}
+    return {name: summarize_rounds([some[name] for some in played]) for name in systems}
 
 
-def summary(rounds: Sequence[Figures]) -> Figures:
-    """Return a system's medians, and its best round (`least`), which is least disturbed by other programs."""
-    found = medians(rounds)
+def summarize_rounds(rounds: Sequence[Figures]) -> Figures:
+    """Return a system's medians, and the figures of its fastest round (`least`), which has the least noise."""
+    found = compute_medians(rounds)
     for name in ("ttft", "tpot"):
         if f"median_{name}_ms" in found:
             found[f"least_{name}_ms"] = min(one[f"median_{name}_ms"] for one in rounds)
@@ -239,8 +254,8 @@ def summary(rounds: Sequence[Figures]) -> Figures:
     return found
 
 
-def speedups(results: dict[str, Figures]) -> dict[str, Figures]:
-    """Return the speed of each system relative to each of the others' software: {that: {system: ratio of medians}}.
+def compute_speedups(results: dict[str, Figures]) -> dict[str, Figures]:
+    """Return the speed of each system relative to each third-party system: {third party: {system: ratio of medians}}.
 
     Speed is tokens per second in decode or, for loads without decode, the inverse of the time to the first token.
     """
@@ -251,7 +266,7 @@ def speedups(results: dict[str, Figures]) -> dict[str, Figures]:
     return {
         other: {name: speed(row) / speed(results[other]) for name, row in results.items() if name != other}
         for other in results
-        if other not in OURS and other not in INTEGERS
+        if other not in OWN_SYSTEMS and other not in INTEGER_SYSTEMS
     }
 
 
@@ -267,7 +282,7 @@ def print_table(load: str, results: dict[str, Figures]) -> None:
             f"least {row[least]:8.2f} ({first[least] / row[least]:5.3f}x)  tokens/s {throughput:7.0f}",
             flush=True,
         )
-    for other, ratios in speedups(results).items():
+    for other, ratios in compute_speedups(results).items():
         shown = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
         print(f"{load:8} as fast as {other}: {shown}", flush=True)
 
@@ -298,7 +313,7 @@ def _layers_flops(
 _layers_flops._get_raw = True  # type: ignore[attr-defined]  # torch passes tensors, not their shapes
 
 
-def counted() -> dict[Any, Any]:
+def make_flop_formulas() -> dict[Any, Any]:
     """Return FLOP formulas for our operators on a CPU, which torch's counter does not know."""
     formulas: dict[Any, Any] = {
         torch.ops.mkldnn._linear_pointwise: _linear_flops,
@@ -310,33 +325,35 @@ def counted() -> dict[Any, Any]:
     return formulas
 
 
-def count(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Count the FLOPs of all matrix products in one prefill and in one decode step, by system."""
+def count_flops(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count the FLOPs of all matrix products in a prefill and in a decode step, by system."""
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(3, args.vocab_size, (1, args.prompt_length), generator=generator)
     short = torch.randint(3, args.vocab_size, (args.batch_size, args.context_length), generator=generator)
     return {
         name: {
-            "prefill_flops": _flops_of_step(engine, long, num_steps_before=0),
-            "decode_step_flops": _flops_of_step(engine, short, num_steps_before=1),
+            "prefill_flops": _count_step_flops(engine, long, num_steps_before=0),
+            "decode_step_flops": _count_step_flops(engine, short, num_steps_before=1),
         }
         for name, engine in engines.items()
     }
 
 
-def _flops_of_step(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_before: int) -> int:
-    request_ids = [engine.add_request(prompt, sampling(2 + num_steps_before)) for prompt in prompts.tolist()]
+def _count_step_flops(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_before: int) -> int:
+    request_ids = [
+        engine.add_request(prompt, make_sampling_params(2 + num_steps_before)) for prompt in prompts.tolist()
+    ]
     for _ in range(num_steps_before):
         engine.step()
-    with FlopCounterMode(display=False, custom_mapping=counted()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter:
         engine.step()
     for request_id in request_ids:
         engine.abort(request_id)
     return int(counter.get_total_flops())
 
 
-def kv_blocks(loaded: dict[str, LoadedModel]) -> dict[str, dict[str, int]]:
-    """Blocks of the KV cache at equal memory, by system and type."""
+def count_kv_blocks(loaded: dict[str, LoadedModel]) -> dict[str, dict[str, int]]:
+    """Count the blocks of the KV cache at equal memory, by system and dtype."""
     return {
         name: {
             dtype: make_cache(model, EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, kv_cache_dtype=dtype)).num_blocks

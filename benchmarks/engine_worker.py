@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-SCRIPT = Path(__file__).with_name("vllm_worker.py")
-ANSWER_SECONDS = 900.0
-"""Time limit of one answer in seconds; the first one includes compiling the model."""
-END_SECONDS = 30.0
-STDERR_TAIL = 4000
-"""Characters of a failed worker's standard error in the message."""
+VLLM_SCRIPT = Path(__file__).with_name("vllm_worker.py")
+RESPONSE_TIMEOUT_S = 900.0
+"""Time limit per response in seconds; the first one includes compiling the model."""
+EXIT_TIMEOUT_S = 30.0
+MAX_STDERR_LENGTH = 4000
+"""Max characters of a failed worker's standard error in the message."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,21 +32,21 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
 }
-"""Environment for a single process with as many threads as ours and no network. The caller's variables take
-precedence."""
+"""Environment for a single process with our number of threads and without network. The caller's variables override
+it."""
 
 
 class WorkerError(RuntimeError):
-    """The worker ended or did not answer. The message includes the end of its standard error."""
+    """The worker exited or did not respond. The message includes the end of its standard error."""
 
 
-def add_vllm_python(parser: argparse._ActionsContainer) -> None:
+def add_vllm_python_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", help="an interpreter that has vLLM: compare with it too"
+        "--vllm-python", type=Path, metavar="PATH", help="Python interpreter with vLLM, to include it in the comparison"
     )
 
 
-def engine_arguments(
+def make_vllm_arguments(
     model: Path,
     *,
     kv_cache_bytes: int,
@@ -54,7 +54,7 @@ def engine_arguments(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> dict[str, Any]:
-    """Return vLLM's arguments for the settings of our engine: no prefix caching, no tokenizer. All others are vLLM's
+    """Return vLLM's engine arguments for the settings of our engine: no prefix caching, no tokenizer; else its
     defaults."""
     return {
         "model": str(model),
@@ -71,7 +71,7 @@ def engine_arguments(
 
 
 class EngineWorker:
-    """A running worker. As a context manager, it is ended after the block, which frees its memory."""
+    """A worker process; as a context manager, it is closed after the block."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class EngineWorker:
         arguments: Mapping[str, Any],
         *,
         num_threads: int,
-        script: Path = SCRIPT,
+        script: Path = VLLM_SCRIPT,
     ) -> None:
-        """Start it and wait until it has loaded the model.
+        """Start the process and wait until it has loaded the model.
 
         Args:
-            python: an interpreter with vLLM, or with the packages that `script` needs.
+            python: an interpreter with vLLM, or with the packages of `script`.
             arguments: of vLLM's engine, or the script's first line.
             num_threads: number of OpenMP threads.
             script: another program with the protocol of `vllm_worker.py`.
 
         Raises:
-            WorkerError: the worker does not start, ends, or exceeds the time limit.
+            WorkerError: the worker does not start, exits, or exceeds the time limit.
         """
-        self._answer_seconds = ANSWER_SECONDS
+        self._response_timeout_s = RESPONSE_TIMEOUT_S
         self._directory = tempfile.TemporaryDirectory(prefix="vllm-worker-")
         self._stderr = Path(self._directory.name) / "stderr"
         ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -109,34 +109,34 @@ class EngineWorker:
             self._directory.cleanup()
             raise WorkerError(f"the interpreter {str(python)!r} does not run ({error})") from error
         try:
-            self.made: dict[str, Any] = self._ask(arguments)
-            """Versions and the settings that vLLM runs with."""
+            self.settings: dict[str, Any] = self._request(arguments)
+            """Versions and resulting settings of vLLM."""
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[float]]:
-        """Answer prompts greedily, all at once, each to its length.
+        """Generate greedily for all prompts at once, each up to its `max_tokens`.
 
         Returns:
-            For each prompt, the seconds until each token of its answer.
+            For each prompt, the seconds until each output token.
 
         Raises:
-            WorkerError: the worker has ended or exceeded the time limit.
+            WorkerError: the worker has exited or exceeded the time limit.
         """
-        token_times: list[list[float]] = self._ask({"prompts": prompts, "max_tokens": max_tokens})
+        token_times: list[list[float]] = self._request({"prompts": prompts, "max_tokens": max_tokens})
         lengths = [len(times) for times in token_times]
         if lengths != list(max_tokens):
-            raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")
+            raise WorkerError(f"vLLM generated {lengths} tokens instead of {list(max_tokens)}")
         return token_times
 
     def close(self) -> None:
-        """End it. A second call does nothing."""
+        """End the process. A second call does nothing."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             self._process.stdin.close()
-            self._process.wait(END_SECONDS)
+            self._process.wait(EXIT_TIMEOUT_S)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
@@ -149,39 +149,41 @@ class EngineWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, question: Mapping[str, Any]) -> Any:
+    def _request(self, message: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise self._failed("has ended") from error
-        return json.loads(self._line())
+            raise self._make_error("has exited") from error
+        return json.loads(self._read_line())
 
-    def _line(self) -> bytes:
-        """Read one answer. Notices that the worker has ended even if a child of it keeps the pipe open."""
+    def _read_line(self) -> bytes:
+        """Read one response. Detects an exited worker even if its child keeps the pipe open."""
         assert self._process.stdout is not None
-        deadline, line = time.monotonic() + self._answer_seconds, b""
+        deadline, line = time.monotonic() + self._response_timeout_s, b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
                 if selector.select(timeout=0.2):
                     part = os.read(self._process.stdout.fileno(), 1 << 20)
                     if not part:
-                        raise self._failed("has ended")
+                        raise self._make_error("has exited")
                     line += part
                 elif self._process.poll() is not None:
-                    raise self._failed("has ended")
+                    raise self._make_error("has exited")
                 elif time.monotonic() > deadline:
-                    raise self._failed(f"has not answered for {self._answer_seconds:g} s")
+                    raise self._make_error(f"has not responded for {self._response_timeout_s:g} s")
         return line
 
-    def _failed(self, what: str) -> WorkerError:
+    def _make_error(self, failure: str) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # its pipe may close shortly before it exits
         status = self._process.poll()
         if status is None:
             self._process.kill()
-        tail = self._stderr.read_text(encoding="utf-8", errors="replace").strip()[-STDERR_TAIL:]
+        tail = self._stderr.read_text(encoding="utf-8", errors="replace").strip()[-MAX_STDERR_LENGTH:]
         ended = "was stopped" if status is None else f"exit status {status}"
-        return WorkerError(f"the vLLM worker {what} ({ended}); the end of its standard error:\n{tail or '(nothing)'}")
+        return WorkerError(
+            f"the vLLM worker {failure} ({ended}); the end of its standard error:\n{tail or '(nothing)'}"
+        )

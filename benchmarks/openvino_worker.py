@@ -24,42 +24,44 @@ def main() -> None:
     import openvino_genai
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    given = json.loads(sys.stdin.readline())
+    arguments = json.loads(sys.stdin.readline())
     quantization = {
         "bfloat16": None,
         "int8": OVWeightQuantizationConfig(bits=8),
         "int4": OVWeightQuantizationConfig(bits=4, group_size=128, ratio=1.0, sym=True),
-    }[given["form"]]
+    }[arguments["form"]]
     threads = int(os.environ["OMP_NUM_THREADS"])
     with tempfile.TemporaryDirectory() as directory:
         model = OVModelForCausalLM.from_pretrained(
-            given["model"], export=True, load_in_8bit=False, quantization_config=quantization, compile=False
+            arguments["model"], export=True, load_in_8bit=False, quantization_config=quantization, compile=False
         )
         model.save_pretrained(directory)
         del model
         options = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
         pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options)
-    _say(answers, {"openvino": openvino.__version__, "threads": threads, "form": given["form"]})
+    _write_response(answers, {"openvino": openvino.__version__, "threads": threads, "form": arguments["form"]})
     for line in sys.stdin:
-        _say(answers, _generate(pipeline, json.loads(line)))
+        _write_response(answers, _generate(pipeline, json.loads(line)))
 
 
-def _say(answers: TextIO, answer: Any) -> None:
+def _write_response(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def _generate(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
-    """Seconds until each token; all prompts of one length, all answers too."""
+    """Return the seconds until each token; prompts have equal lengths, and so do outputs."""
     (length,) = set(command["max_tokens"])
     if length == 1:
-        return [[_time(pipeline, command["prompts"], 1)]] * len(command["prompts"])
-    first = _time(pipeline, [prompt[::-1] for prompt in command["prompts"]], 1)  # the pipeline caches prefixes
-    each = (_time(pipeline, command["prompts"], length) - first) / (length - 1)
+        return [[_measure_seconds(pipeline, command["prompts"], 1)]] * len(command["prompts"])
+    first = _measure_seconds(
+        pipeline, [prompt[::-1] for prompt in command["prompts"]], 1
+    )  # the pipeline caches prefixes
+    each = (_measure_seconds(pipeline, command["prompts"], length) - first) / (length - 1)
     return [[first + i * each for i in range(length)]] * len(command["prompts"])
 
 
-def _time(pipeline: Any, prompts: list[list[int]], length: int) -> float:
+def _measure_seconds(pipeline: Any, prompts: list[list[int]], length: int) -> float:
     import numpy as np
     import openvino
     import openvino_genai

@@ -1,4 +1,4 @@
-"""README's table of the demo, from the report of a run of `make demo`.
+"""Write README's table of the demo from the report of `make demo`.
 
 python -m benchmarks.readme_table demo-report.json     # store this report, and write its table into README.md
 python -m benchmarks.readme_table                      # write the table of the stored report again
@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import markdown
+from benchmarks.common import format_markdown_table
 
-STORED = Path(__file__).with_name("demo_report.json")
-PAGE = Path(__file__).parents[1] / "README.md"
+STORED_REPORT = Path(__file__).with_name("demo_report.json")
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
 COLUMNS = (
     "model",
@@ -31,12 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", help="demo-report.json of the run; default: the stored report")
     options = parser.parse_args()
-    report = read_report(options.report or STORED)
-    # The page first: a page without markers leaves the stored report as it is.
-    page = with_table(PAGE.read_text(encoding="utf-8"), report)
-    STORED.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    PAGE.write_text(page, encoding="utf-8")
-    print(table(report))
+    report = read_report(options.report or STORED_REPORT)
+    # Check the page's markers before the stored report is overwritten.
+    page = replace_table(README.read_text(encoding="utf-8"), report)
+    STORED_REPORT.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    README.write_text(page, encoding="utf-8")
+    print(format_table(report))
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -44,35 +44,37 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def with_table(page: str, report: dict[str, Any]) -> str:
+def replace_table(page: str, report: dict[str, Any]) -> str:
     """Replace the table between the markers of a page."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"README.md needs two lines, {BEGIN} and {END}; the table is written between them")
-    return f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{after}"
+        raise SystemExit(
+            f"README.md lacks the markers {BEGIN} and {END}; add both lines, and the table is written between them"
+        )
+    return f"{before}{BEGIN}\n\n{format_table(report)}\n\n{END}{after}"
 
 
-def table(report: dict[str, Any]) -> str:
+def format_table(report: dict[str, Any]) -> str:
     """Format the rows of a demo's report, its samples and intervals, and the machine and minutes of the run."""
     copied, calibrated, distilled = (report[name] for name in ("rewired", "calibrated", "distilled"))
     costs = [report["prefill_flops_ratio"], report["kv_bytes_ratio"]]
     ttft = report["ttft_ms"]["swiftkv"] / report["ttft_ms"]["dense"]
     perplexity = f"{distilled['perplexity']:.2f} ({report['perplexity_ratio']:.2f}x)"
-    last = (perplexity, *_closeness(distilled), *(f"{cost:.3f}" for cost in costs), f"{ttft:.2f}")
+    last = (perplexity, *_format_quality(distilled), *(f"{cost:.3f}" for cost in costs), f"{ttft:.2f}")
     rows = [
         ("built-in teacher", f"{report['teacher']['perplexity']:.2f}", "", "", "1", "1", "1"),
         (
             "half the layers skipped, g = 2: projections copied",
             f"{copied['perplexity']:.2f}",
-            *_closeness(copied),
+            *_format_quality(copied),
             *(f"{cost:.3f}" for cost in costs),
             "",
         ),
         (
             "the same: projections calibrated (no training yet)",
             f"{calibrated['perplexity']:.2f}",
-            *_closeness(calibrated),
+            *_format_quality(calibrated),
             *[""] * 3,
         ),
         tuple(
@@ -80,14 +82,14 @@ def table(report: dict[str, Any]) -> str:
             for cell in (f"the same: distilled, {report['tokens_trained'] / 1e6:.1f} M counted tokens", *last)
         ),
     ]
-    return f"{markdown(COLUMNS, rows)}\n\n{_samples(report)}\n\n{_run(report['demo'])}"
+    return f"{format_markdown_table(COLUMNS, rows)}\n\n{_describe_samples(report)}\n\n{_describe_run(report['demo'])}"
 
 
-def _closeness(quality: dict[str, float]) -> tuple[str, str]:
+def _format_quality(quality: dict[str, float]) -> tuple[str, str]:
     return f"{quality['kl']:.3f}", f"{quality['top1_agreement']:.1%}"
 
 
-def _samples(report: dict[str, Any]) -> str:
+def _describe_samples(report: dict[str, Any]) -> str:
     intervals = report["intervals"]
     if intervals is None:
         return f"Samples: {report['num_positions']:,} positions of Python. Seeds: one. Interval: none measured."
@@ -99,7 +101,7 @@ def _samples(report: dict[str, Any]) -> str:
     )
 
 
-def _run(demo: dict[str, Any]) -> str:
+def _describe_run(demo: dict[str, Any]) -> str:
     machine = demo["machine"]
     name = f"{machine['processor']} ({machine['simd']})" if machine["simd"] else machine["processor"]
     return (

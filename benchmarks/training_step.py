@@ -24,7 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
+from benchmarks.common import (
+    add_shape_arguments,
+    describe_conditions,
+    make_benchmark_parser,
+    make_random_llama,
+    make_random_student,
+    write_report,
+)
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel, compile_layers
@@ -34,12 +41,12 @@ from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[DistillationModel, Batch], torch.Tensor]
-"""Forward pass: the sum of the loss over the batch, ready for `backward`."""
+"""Forward pass: returns the sum of the loss over the batch."""
 TEMPERATURE = 2.0
 
 
 def reference_loss(distillation_model: DistillationModel, batch: Batch) -> torch.Tensor:
-    """Two full forward passes, then KL over the logits of both, whole."""
+    """Two full forward passes, then KL of their materialized logits."""
     student, mask = distillation_model.student, batch["loss_mask"]
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     with torch.no_grad():
@@ -49,7 +56,7 @@ def reference_loss(distillation_model: DistillationModel, batch: Batch) -> torch
 
 
 def materialized_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """tau^2 KL(teacher || student) over logits [tokens, vocab], by autograd."""
+    """tau^2 * KL(teacher || student) of logits [tokens, vocab], by autograd."""
     log_q = F.log_softmax(student_logits.float() / TEMPERATURE, dim=-1)
     log_p = F.log_softmax(teacher_logits.float() / TEMPERATURE, dim=-1)
     return TEMPERATURE**2 * F.kl_div(log_q, log_p, log_target=True, reduction="sum")
@@ -61,7 +68,7 @@ def our_loss(distillation_model: DistillationModel, batch: Batch) -> torch.Tenso
 
 
 def our_loss_unfused(distillation_model: DistillationModel, batch: Batch) -> torch.Tensor:
-    """The forked step with the loss over whole logits, to separate the fused loss's effect."""
+    """Our step with the loss of materialized logits, to separate the effect of the fused loss."""
 
     def kl(
         student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, teacher_head: torch.Tensor, **_: Any
@@ -80,7 +87,7 @@ class Variant:
     ) -> None:
         dtype = getattr(torch, args.dtype)
         spec = DistillationSpec(temperature=TEMPERATURE)
-        student = random_student(random_llama(args, args.row_length), args)
+        student = make_random_student(make_random_llama(args, args.row_length), args)
         self.distillation_model = DistillationModel(student, spec, dtype=dtype, gradient_checkpointing=checkpointed)
         if compiled:
             compile_layers(self.distillation_model)
@@ -99,7 +106,7 @@ class Variant:
 
 
 def build_batch(args: argparse.Namespace) -> Batch:
-    """Rows of two packed samples each; every position but the samples' last counts."""
+    """Return rows of two packed samples each, with all positions but the samples' last as targets."""
     half, num_samples = args.row_length // 2, 2 * args.rows
     counts = np.ones(num_samples * half, dtype=np.bool_)
     counts[half - 1 :: half] = False
@@ -134,7 +141,7 @@ def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__)
+    parser = make_benchmark_parser(__doc__)
     parser.add_argument(
         "--compile", action="store_true", help="compile the layers of both models, which takes a minute or two"
     )
@@ -143,7 +150,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-length", type=int, default=512)
     # 3.5 x hidden and a fourth of the heads, as in Llama-3.1-8B.
-    add_shape(
+    add_shape_arguments(
         parser,
         layers=12,
         hidden_size=512,
@@ -174,10 +181,10 @@ def main() -> None:
             for name, (loss, ck) in schemes.items()
         }
     seconds = measure(variants, batch, args.rounds)
-    report(args, batch, flops, seconds)
+    print_report(args, batch, flops, seconds)
 
 
-def report(
+def print_report(
     args: argparse.Namespace, batch: Batch, flops: dict[str, list[int]], seconds: dict[str, list[float]]
 ) -> None:
     tokens = batch["input_ids"].numel()
@@ -204,7 +211,7 @@ def report(
             f"{rate / rates[baseline]:7.2f}x {rate / rates['reference']:8.2f}x",
             flush=True,
         )
-    write_report({**conditions(args), "results": results}, args.output)
+    write_report({**describe_conditions(args), "results": results}, args.output)
 
 
 if __name__ == "__main__":

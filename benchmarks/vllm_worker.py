@@ -20,13 +20,13 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    answers = _claim_stdout()
+    answers = _redirect_stdout()
     import torch
     import vllm
 
     engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**json.loads(sys.stdin.readline())))
     config = engine.vllm_config
-    made = {
+    settings = {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -38,19 +38,19 @@ def main() -> None:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
-    _say(answers, made)
+    _write_response(answers, settings)
     for number, line in enumerate(sys.stdin):
-        _say(answers, _generate(engine, f"{number}", json.loads(line)))
+        _write_response(answers, _generate(engine, f"{number}", json.loads(line)))
 
 
-def _claim_stdout() -> TextIO:
-    """Return a file for answers only; everything vLLM prints goes to standard error."""
+def _redirect_stdout() -> TextIO:
+    """Return a stream for responses on the real stdout; redirect all other output to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
 
 
-def _say(answers: TextIO, answer: Any) -> None:
+def _write_response(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 

@@ -1,4 +1,4 @@
-"""One run for whoever has a GPU: correctness first, then the paper's figures 3 and 4, dense and SwiftKV.
+"""Benchmark of our engine on a GPU: correctness first, then the paper's figures 3 and 4, dense and SwiftKV.
 
     python -m benchmarks.gpu [MODEL] [--short] [--output-dir DIR]
     python -m benchmarks.gpu --agreement
@@ -29,12 +29,18 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import agreement
-from benchmarks.gpu.agreement import Answer, engine_answers
-from benchmarks.gpu.models import prepare, release_memory
-from benchmarks.serving.__main__ import summary, write
-from benchmarks.serving.loads import Figures, Request, at_once, at_rate, figures
-from benchmarks.serving.output import by_row
-from benchmarks.serving.systems import engine_system, random_prompts
+from benchmarks.gpu.agreement import GreedyOutput, generate_greedily
+from benchmarks.gpu.models import prepare_models, release_memory
+from benchmarks.serving.__main__ import summarize_runs, write_part
+from benchmarks.serving.loads import (
+    Figures,
+    Request,
+    compute_figures,
+    make_poisson_requests,
+    make_simultaneous_requests,
+)
+from benchmarks.serving.output import format_rows
+from benchmarks.serving.systems import make_engine_system, make_random_prompts
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.engine.loading import load_model
 
@@ -51,7 +57,7 @@ class Loads:
     kv_cache_mib: int
     max_num_batched_tokens: int
     agreement_lengths: tuple[int, ...]
-    """Prompt lengths of the answers that are compared with PyTorch."""
+    """Prompt lengths of the comparison with PyTorch."""
     lengths: tuple[int, ...]
     """Prompt lengths of figure 3."""
     total_tokens: int
@@ -108,7 +114,7 @@ TINY = Loads(
 """Sizes that run the same code in seconds; the figures are meaningless."""
 NUM_AGREEMENT_TOKENS = 64
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
-KEYS = {
+ROW_KEYS = {
     "lengths": ("num_input_tokens", "prompt tokens"),
     "rates": ("request_rate", "requests/s"),
 }
@@ -122,20 +128,22 @@ def main(argv: list[str] | None = None) -> None:
     with ExitStack() as stack:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-")))
         source = args.model or ("tiny" if args.tiny else "8b")
-        models = prepare(source, directory, dtype=dtype, device=args.device, group_sizes=list(loads.group_sizes))
-        run = Run(models, args, loads)
-        found = run.agreement() | agreement.agreements(directory, dtype, args.device)
+        models = prepare_models(source, directory, dtype=dtype, device=args.device, group_sizes=list(loads.group_sizes))
+        run = GpuBenchmark(models, args, loads)
+        found = run.check_agreement() | agreement.check_small_models(directory, dtype, args.device)
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        (args.output_dir / "agreement.json").write_text(json.dumps(run.head() | {"own": found}, indent=1) + "\n")
-        print(agreement.table(found), flush=True)
+        (args.output_dir / "agreement.json").write_text(
+            json.dumps(run.describe_run() | {"own": found}, indent=1) + "\n"
+        )
+        print(agreement.format_table(found), flush=True)
         if not all(row["agrees"] for row in found.values()):
-            sys.exit("the engine disagrees with PyTorch: its speed is not measured")
+            sys.exit("the engine disagrees with PyTorch, so its speed is not measured")
         if args.agreement:
             return
         text = run.measure(args.output_dir / "own")
         (args.output_dir / "own.md").write_text(text + "\n", encoding="utf-8")
         print(text, flush=True)
-    print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+    print(f"{time.perf_counter() - began:.0f} s in total", flush=True)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -148,16 +156,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny random model and loads of seconds")
     parser.add_argument("--short", action="store_true", help="only figure 3, each point once: minutes")
     parser.add_argument("--agreement", action="store_true", help="only compare with PyTorch, without measuring speed")
-    parser.add_argument("--models", type=Path, help="an empty directory for the generated models, which are kept")
+    parser.add_argument("--models", type=Path, help="empty directory in which to keep the generated models")
     parser.add_argument("--output-dir", type=Path, default=Path("gpu-report"))
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda and PyTorch finds no GPU; --device cpu --tiny runs the same code on a CPU")
+        parser.error(
+            "--device is cuda, but PyTorch finds no GPU; use --device cpu --tiny to run the same code on a CPU"
+        )
     return args
 
 
-class Run:
-    """The measurements of one command."""
+class GpuBenchmark:
+    """The measurements of one run."""
 
     def __init__(self, models: dict[str, Path], args: argparse.Namespace, loads: Loads) -> None:
         self._models = models
@@ -177,73 +187,79 @@ class Run:
         config = json.loads((models["dense"] / "config.json").read_text())
         self._vocab_size: int = config["vocab_size"]
 
-    def head(self) -> Report:
-        """Return the head of a report: the machine and the sizes."""
+    def describe_run(self) -> Report:
+        """Return the machine and the sizes, for the head of a report."""
         gpu = torch.cuda.get_device_name() if self._args.device == "cuda" else None
         machine = {"gpu": gpu, "torch": torch.__version__, "threads": torch.get_num_threads()}
         return {"machine": machine, "dtype": self._args.dtype, "loads": vars(self._loads)}
 
-    def agreement(self) -> dict[str, dict[str, Any]]:
-        """Comparison of the engine with PyTorch, by model."""
-        prompts = self._prompts([Request(0.0, length, 1) for length in self._loads.agreement_lengths], seed=0)
+    def check_agreement(self) -> dict[str, dict[str, Any]]:
+        """Compare the engine with PyTorch, by model."""
+        prompts = self._make_prompts([Request(0.0, length, 1) for length in self._loads.agreement_lengths], seed=0)
         found, dtype = {}, getattr(torch, self._args.dtype)
         for name, model in self._models.items():
-            answers = self._answers(model, prompts)
+            outputs = self._generate_outputs(model, prompts)
             release_memory()
-            found[name] = agreement.judge(model, answers, dtype, self._args.device)
+            found[name] = agreement.compare_with_pytorch(model, outputs, dtype, self._args.device)
         return found
 
     def measure(self, directory: Path) -> str:
-        """Figures 3 and 4: files in `directory`, and their tables."""
+        """Write figures 3 and 4 to `directory`; return their tables."""
         loads = self._loads
         played = [
-            at_once(max(1, loads.total_tokens // length), length, loads.output_tokens) for length in loads.lengths
+            make_simultaneous_requests(max(1, loads.total_tokens // length), length, loads.output_tokens)
+            for length in loads.lengths
         ] + [
-            at_rate(rate, max(2, round(rate * loads.rate_seconds)), loads.input_tokens, loads.output_tokens)
+            make_poisson_requests(
+                rate, max(2, round(rate * loads.rate_seconds)), loads.input_tokens, loads.output_tokens
+            )
             for rate in loads.rates
         ]
-        by_model = {name: self._play(model, played) for name, model in self._models.items()}
+        by_model = {name: self._play_loads(model, played) for name, model in self._models.items()}
         # From [model][load] to [load][model].
         runs = [dict(zip(by_model, rounds, strict=True)) for rounds in zip(*by_model.values(), strict=True)]
         rows = {
-            "lengths": self._rows("lengths", loads.lengths, runs[: len(loads.lengths)]),
-            "rates": self._rows("rates", loads.rates, runs[len(loads.lengths) :]),
+            "lengths": self._make_rows("lengths", loads.lengths, runs[: len(loads.lengths)]),
+            "rates": self._make_rows("rates", loads.rates, runs[len(loads.lengths) :]),
         }
         reports = {
-            name: self.head() | {"num_output_tokens": loads.output_tokens, "rows": some}
+            name: self.describe_run() | {"num_output_tokens": loads.output_tokens, "rows": some}
             for name, some in rows.items()
             if some
         }
         for name, report in reports.items():
-            write(name, report, directory)
-        return "\n\n".join(by_row(report, *KEYS[name], FIGURES) for name, report in reports.items())
+            write_part(name, report, directory)
+        return "\n\n".join(format_rows(report, *ROW_KEYS[name], FIGURES) for name, report in reports.items())
 
-    # In separate methods, an engine's last references end before the next engine needs the device's memory.
+    # Separate methods drop the last references to an engine before the next one allocates device memory.
 
-    def _answers(self, model: Path, prompts: list[list[int]]) -> list[Answer]:
-        with self._start(model) as engine:
-            return engine_answers(engine, prompts, NUM_AGREEMENT_TOKENS)
+    def _generate_outputs(self, model: Path, prompts: list[list[int]]) -> list[GreedyOutput]:
+        with self._start_engine(model) as engine:
+            return generate_greedily(engine, prompts, NUM_AGREEMENT_TOKENS)
 
-    def _play(self, model: Path, loads: list[list[Request]]) -> list[list[Figures]]:
-        """Play each load in rounds; return their figures."""
-        with self._start(model) as engine:
-            play = engine_system(engine)
-            warm_up = at_once(2, self._loads.input_tokens, 4)
-            play(warm_up, self._prompts(warm_up, seed=0))
+    def _play_loads(self, model: Path, loads: list[list[Request]]) -> list[list[Figures]]:
+        """Play each load in rounds; return the figures of each round."""
+        with self._start_engine(model) as engine:
+            play = make_engine_system(engine)
+            warm_up = make_simultaneous_requests(2, self._loads.input_tokens, 4)
+            play(warm_up, self._make_prompts(warm_up, seed=0))
             return [
-                [figures(play(requests, self._prompts(requests, seed))) for seed in range(self._loads.rounds)]
+                [
+                    compute_figures(play(requests, self._make_prompts(requests, seed)))
+                    for seed in range(self._loads.rounds)
+                ]
                 for requests in loads
             ]
 
-    def _start(self, model: Path) -> closing[LLMEngine]:
+    def _start_engine(self, model: Path) -> closing[LLMEngine]:
         release_memory()
         return closing(LLMEngine(load_model(model, self._config), self._config))
 
-    def _rows(self, name: str, values: tuple[float, ...], runs: list[Rounds]) -> list[Report]:
-        return [{KEYS[name][0]: value, **summary(some)} for value, some in zip(values, runs, strict=True)]
+    def _make_rows(self, name: str, values: tuple[float, ...], runs: list[Rounds]) -> list[Report]:
+        return [{ROW_KEYS[name][0]: value, **summarize_runs(some)} for value, some in zip(values, runs, strict=True)]
 
-    def _prompts(self, requests: list[Request], seed: int) -> list[list[int]]:
-        return random_prompts(requests, self._vocab_size, seed)
+    def _make_prompts(self, requests: list[Request], seed: int) -> list[list[int]]:
+        return make_random_prompts(requests, self._vocab_size, seed)
 
 
 if __name__ == "__main__":

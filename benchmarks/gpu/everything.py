@@ -1,4 +1,4 @@
-"""Run everything that needs one NVIDIA GPU: `make gpu`.
+"""Run all tests and benchmarks that require one NVIDIA GPU: `make gpu`.
 
     python -m benchmarks.gpu.everything [--vllm-python PATH]
 
@@ -52,9 +52,9 @@ class Part:
     """Missing requirement; empty if the part can run."""
 
 
-def parts(vllm_python: Path) -> list[Part]:
-    """Return the parts, each with what it lacks on this machine."""
-    ours, missing = [sys.executable, "-m"], vllm_missing(vllm_python)
+def list_parts(vllm_python: Path) -> list[Part]:
+    """Return the parts, each with its missing requirement on this machine."""
+    ours, missing = [sys.executable, "-m"], find_missing_vllm_requirement(vllm_python)
     plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]
     own = ["-c", "pyproject.toml", "--override-ini", "addopts="]  # whose options deselect these tests
     return [
@@ -70,15 +70,15 @@ def parts(vllm_python: Path) -> list[Part]:
         ),
         Part("agreement and speed", [*ours, "benchmarks.gpu", "--short"]),
         Part(
-            "speed of vLLM by the form of weights",
+            "speed of vLLM by weight dtype",
             [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python)],
             missing=missing,
         ),
     ]
 
 
-def vllm_missing(python: Path) -> str:
-    """Return what an interpreter lacks for vLLM with the plugin on a GPU; empty if nothing."""
+def find_missing_vllm_requirement(python: Path) -> str:
+    """Return an interpreter's missing requirement for vLLM with the plugin on a GPU; empty if it has all."""
     try:
         found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -87,10 +87,10 @@ def vllm_missing(python: Path) -> str:
     return f"{python}: {lines[-1]}" if lines else ""
 
 
-def run_all(each: Sequence[Part]) -> int:
+def run_parts(parts: Sequence[Part]) -> int:
     """Run the parts in turn and print a summary; returns 1 if one failed."""
     lines, status = [], 0
-    for part in each:
+    for part in parts:
         if part.missing:
             lines.append(f"skipped  {part.name}: {part.missing}")
             continue
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), metavar="PATH")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        sys.exit(f"PyTorch {torch.__version__} finds no GPU here: nothing was run")
-    return run_all(parts(args.vllm_python))
+        sys.exit(f"PyTorch {torch.__version__} finds no GPU; nothing was run")
+    return run_parts(list_parts(args.vllm_python))
 
 
 if __name__ == "__main__":

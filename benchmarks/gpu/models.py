@@ -1,4 +1,4 @@
-"""Models under test, as directories that share the dense model's weight files."""
+"""Model directories of the benchmarks; students share the dense model's weight files."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "grouped": _SMALL | {"num_key_value_heads": 2},
     "windows": _SMALL | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
 }
-"""Shapes of random models that leave most of a GPU idle, so that attention splits keys (`agreement.agreements`)."""
+"""Shapes of random models so small that attention splits keys (`agreement.check_small_models`)."""
 
 
-def prepare(
+def prepare_models(
     model: Path | str, directory: Path, *, dtype: torch.dtype, device: str, group_sizes: list[int]
 ) -> dict[str, Path]:
-    """Make the dense model and its students, half of whose layers compute no KV of their own.
+    """Create the dense model and its students, whose prompts skip half of the layers.
 
     The students are converted, not distilled: a step costs the same whatever the weights are.
 
@@ -103,7 +103,7 @@ def _save_random(shape: dict[str, Any], directory: Path, dtype: torch.dtype, dev
 
 
 def release_memory() -> None:
-    """Free device memory that no model in this process uses any more."""
+    """Free unused device memory of this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

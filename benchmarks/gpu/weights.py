@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import benchmark_parser, conditions, markdown, write_report
-from benchmarks.engine_worker import EngineWorker, engine_arguments
-from benchmarks.gpu.models import prepare, release_memory
-from benchmarks.serving.loads import Figures, Request, at_once
-from benchmarks.serving.systems import play_in_turns, random_prompts, vllm_system
+from benchmarks.common import describe_conditions, format_markdown_table, make_benchmark_parser, write_report
+from benchmarks.engine_worker import EngineWorker, make_vllm_arguments
+from benchmarks.gpu.models import prepare_models, release_memory
+from benchmarks.serving.loads import Figures, Request, make_simultaneous_requests
+from benchmarks.serving.systems import make_random_prompts, make_vllm_system, play_round
 from swiftkv_platform.model import export
 
 WEIGHTS = ("bfloat16", "fp8", "int8")
@@ -48,12 +48,12 @@ class Load:
 
     @property
     def requests(self) -> list[Request]:
-        return at_once(self.num_requests, self.num_input_tokens, self.num_output_tokens)
+        return make_simultaneous_requests(self.num_requests, self.num_input_tokens, self.num_output_tokens)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Loads of a run, and limits that fit the largest."""
+    """Loads of a run, and engine limits that fit the largest."""
 
     shape: str
     """Name in `benchmarks.gpu.models.SHAPES`."""
@@ -95,7 +95,7 @@ TINY = Sizes(
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that vLLM serves."""
 
     model: str
@@ -110,19 +110,19 @@ def main(argv: list[str] | None = None) -> None:
     sizes = TINY if args.tiny else FULL
     with ExitStack() as stack:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-")))
-        served = models(directory, sizes.shape, args)
+        served = prepare_weight_variants(directory, sizes.shape, args)
         with ThreadPoolExecutor(len(served)) as pool:
-            workers = list(pool.map(lambda one: stack.enter_context(start(one, sizes, args)), served))
-        rows = {name: compare(load, served, workers, args) for name, load in sizes.loads.items()}
-        report = {**conditions(args), "vllm": workers[0].made, "rows": rows}
+            workers = list(pool.map(lambda one: stack.enter_context(start_worker(one, sizes, args)), served))
+        rows = {name: compare_models(load, served, workers, args) for name, load in sizes.loads.items()}
+        report = {**describe_conditions(args), "vllm": workers[0].settings, "rows": rows}
         if args.device == "cuda":
             report["gpu"] = torch.cuda.get_device_name()
     write_report(report, args.output)
-    print(table(rows))
+    print(format_table(rows))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
+    parser = make_benchmark_parser(__doc__)
     parser.add_argument(
         "--vllm-python", type=Path, metavar="PATH", required=True, help="an interpreter that has vLLM and the plugin"
     )
@@ -130,30 +130,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, whose figures mean nothing")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["bfloat16", "fp8"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", type=Path, help="an empty directory for the generated models, which are kept")
+    parser.add_argument("--models", type=Path, help="empty directory in which to keep the generated models")
     return parser.parse_args(argv)
 
 
-def models(directory: Path, shape: str, args: argparse.Namespace) -> list[Served]:
-    """The dense model and its students, in each form of weights."""
-    made = prepare(shape, directory, dtype=torch.bfloat16, device=args.device, group_sizes=[1])
+def prepare_weight_variants(directory: Path, shape: str, args: argparse.Namespace) -> list[ServedModel]:
+    """Prepare the dense model and its students, in each weight dtype."""
+    made = prepare_models(shape, directory, dtype=torch.bfloat16, device=args.device, group_sizes=[1])
     release_memory()
     served = []
     for weights in args.weights:
         if weights == "int8":
             integers = export(made[OWN], directory / "int8", teacher=True, quantize="int8")
-            served.append(Served(DENSE, weights, integers, {"hf_overrides": {"swiftkv": False}}))
-            served.append(Served(OWN, weights, integers, {}))
+            served.append(ServedModel(DENSE, weights, integers, {"hf_overrides": {"swiftkv": False}}))
+            served.append(ServedModel(OWN, weights, integers, {}))
         else:
             options = {"quantization": "fp8"} if weights == "fp8" else {}
             shown = made if weights == "bfloat16" else (DENSE, OWN)
-            served += [Served(name, weights, made[name], options) for name in shown]
+            served += [ServedModel(name, weights, made[name], options) for name in shown]
     return served
 
 
-def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorker:
+def start_worker(served: ServedModel, sizes: Sizes, args: argparse.Namespace) -> EngineWorker:
     """Start vLLM with a cache of fixed size, so that several engines fit on one GPU."""
-    arguments = engine_arguments(
+    arguments = make_vllm_arguments(
         served.directory,
         kv_cache_bytes=sizes.kv_cache_mib << 20,
         max_model_len=sizes.max_model_len,
@@ -164,17 +164,19 @@ def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorke
     return EngineWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
 
-def compare(
-    load: Load, served: Sequence[Served], workers: Sequence[EngineWorker], args: argparse.Namespace
+def compare_models(
+    load: Load, served: Sequence[ServedModel], workers: Sequence[EngineWorker], args: argparse.Namespace
 ) -> dict[str, dict[str, Figures]]:
-    """Each model's figure and its ratio to the dense model of the same weights, by weights and model.
+    """Return each model's figure and its ratio to the dense model of the same weights, by weights and model.
 
     Each round has its own prompts, the same for all models, and starts with another model; the first round warms up.
     """
     vocab_size = json.loads((served[0].directory / "config.json").read_text())["vocab_size"]
-    systems = {f"{one.weights} {one.model}": vllm_system(worker) for one, worker in zip(served, workers, strict=True)}
+    systems = {
+        f"{one.weights} {one.model}": make_vllm_system(worker) for one, worker in zip(served, workers, strict=True)
+    }
     rounds = [
-        play_in_turns(systems, load.requests, random_prompts(load.requests, vocab_size, seed=number), number)
+        play_round(systems, load.requests, make_random_prompts(load.requests, vocab_size, seed=number), number)
         for number in range(args.rounds + 1)
     ]
     seen = [[found[name][load.figure] for found in rounds[1:]] for name in systems]
@@ -192,17 +194,18 @@ def compare(
     return found_by
 
 
-def table(rows: Mapping[str, Mapping[str, Mapping[str, Figures]]]) -> str:
+def format_table(rows: Mapping[str, Mapping[str, Mapping[str, Figures]]]) -> str:
     """Format a table of milliseconds by model, with ratios to dense; below 1 is faster."""
     columns = [(weights, model) for weights, found in next(iter(rows.values())).items() for model in found]
     head = ["", *(f"{weights}: {model}" for weights, model in columns)]
     cells = (
-        [name, *(_cell(model, found[weights][model]) for weights, model in columns)] for name, found in rows.items()
+        [name, *(_format_cell(model, found[weights][model]) for weights, model in columns)]
+        for name, found in rows.items()
     )
-    return markdown(head, cells)
+    return format_markdown_table(head, cells)
 
 
-def _cell(model: str, row: Figures) -> str:
+def _format_cell(model: str, row: Figures) -> str:
     plain = f"{row['ms']:.1f} ms"
     if model == DENSE:
         return plain

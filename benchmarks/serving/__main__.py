@@ -18,40 +18,46 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_shape, conditions, write_report
-from benchmarks.serving.loads import Figures, Request, at_once, median_ratio, medians
+from benchmarks.common import add_shape_arguments, describe_conditions, write_report
+from benchmarks.serving.loads import Figures, Request, compute_medians, make_simultaneous_requests, median_ratio
 from benchmarks.serving.output import PLOTS, TABLES
-from benchmarks.serving.systems import System, Systems, engine_system, play_in_turns
+from benchmarks.serving.systems import System, SystemFactory, make_engine_system, play_round
 from swiftkv_platform.engine import LLMEngine
 
 Report = dict[str, Any]
-Part = Callable[[Systems, argparse.Namespace], Iterator[Report]]
+Part = Callable[[SystemFactory, argparse.Namespace], Iterator[Report]]
 THROUGHPUT = "total_token_throughput"
 
 
-def lengths(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """Combined throughput by prompt length, with about equal total tokens, all requests at once (paper, figure 3)."""
-    engines = _engines(systems, ["dense", student(args)])
+def measure_lengths(systems: SystemFactory, args: argparse.Namespace) -> Iterator[Report]:
+    """Measure the throughput by prompt length, at about equal total tokens, all requests at once (paper, figure 3)."""
+    engines = _start_engines(systems, ["dense", get_student_name(args)])
     runs: list[dict[str, list[Figures]]] = [{} for _ in args.lengths]
     counts = [max(1, args.length_total_tokens // length) for length in args.lengths]
     for number in range(args.rounds):
         for length, num_requests, some in zip(args.lengths, counts, runs, strict=True):
-            _take_turns(systems, engines, at_once(num_requests, length, args.length_output_tokens), number, some)
+            _play_round(
+                systems,
+                engines,
+                make_simultaneous_requests(num_requests, length, args.length_output_tokens),
+                number,
+                some,
+            )
         yield {
             "num_output_tokens": args.length_output_tokens,
             "rows": [
-                {"num_input_tokens": length, "num_requests": num_requests, **summary(some)}
+                {"num_input_tokens": length, "num_requests": num_requests, **summarize_runs(some)}
                 for length, num_requests, some in zip(args.lengths, counts, runs, strict=True)
             ],
         }
 
 
-def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """Combined throughput by size of the KV cache (paper, table 5)."""
-    names = ["dense", "merge_all_layers", "swiftkv_g1", student(args), f"{student(args)}_fp8"]
+def measure_memory(systems: SystemFactory, args: argparse.Namespace) -> Iterator[Report]:
+    """Measure the throughput by size of the KV cache (paper, table 5)."""
+    names = ["dense", "merge_all_layers", "swiftkv_g1", get_student_name(args), f"{get_student_name(args)}_fp8"]
     engines: list[dict[str, LLMEngine]] = [
         {
-            name: systems.engine(
+            name: systems.make_engine(
                 name.removesuffix("_fp8"),
                 kv_cache_bytes=mib << 20,
                 kv_cache_dtype="fp8" if name.endswith("_fp8") else "auto",
@@ -60,73 +66,73 @@ def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
         }
         for mib in args.memory_mib
     ]
-    players = [{name: engine_system(engine) for name, engine in some.items()} for some in engines]
+    players = [{name: make_engine_system(engine) for name, engine in some.items()} for some in engines]
     for one in players:
         _warm_up(systems, one)
     runs: list[dict[str, list[Figures]]] = [{} for _ in args.memory_mib]
-    requests = at_once(args.num_memory_requests, args.memory_input_tokens, args.memory_output_tokens)
+    requests = make_simultaneous_requests(args.num_memory_requests, args.memory_input_tokens, args.memory_output_tokens)
     for number in range(args.rounds):
         for play, some in zip(players, runs, strict=True):
-            _take_turns(systems, play, requests, number, some)
+            _play_round(systems, play, requests, number, some)
         yield {
             "num_requests": args.num_memory_requests,
             "num_input_tokens": args.memory_input_tokens,
             "num_output_tokens": args.memory_output_tokens,
             "rows": [
-                {"kv_cache_mib": mib, **summary(some), "kv_cache": _kv_cache(own, number + 1)}
+                {"kv_cache_mib": mib, **summarize_runs(some), "kv_cache": _describe_kv_cache(own, number + 1)}
                 for mib, some, own in zip(args.memory_mib, runs, engines, strict=True)
             ],
         }
 
 
 PARTS: dict[str, Part] = {
-    "lengths": lengths,
-    "memory": memory,
+    "lengths": measure_lengths,
+    "memory": measure_memory,
 }
 
 
-def student(args: argparse.Namespace) -> str:
+def get_student_name(args: argparse.Namespace) -> str:
     return f"swiftkv_g{args.key_value_group_size}"
 
 
-def _engines(systems: Systems, names: Sequence[str]) -> dict[str, System]:
-    engines = {name: engine_system(systems.engine(name)) for name in dict.fromkeys(names)}
+def _start_engines(systems: SystemFactory, names: Sequence[str]) -> dict[str, System]:
+    engines = {name: make_engine_system(systems.make_engine(name)) for name in dict.fromkeys(names)}
     _warm_up(systems, engines)
     return engines
 
 
-def _warm_up(systems: Systems, engines: dict[str, System]) -> None:
-    requests = at_once(2, 64, 4)
+def _warm_up(systems: SystemFactory, engines: dict[str, System]) -> None:
+    requests = make_simultaneous_requests(2, 64, 4)
     for play in engines.values():
-        play(requests, systems.prompts(requests, seed=0))
+        play(requests, systems.make_prompts(requests, seed=0))
 
 
-def _take_turns(
-    systems: Systems,
+def _play_round(
+    systems: SystemFactory,
     engines: dict[str, System],
     requests: Sequence[Request],
     number: int,
     runs: dict[str, list[Figures]],
 ) -> None:
-    """One round."""
-    prompts = systems.prompts(requests, seed=number)
-    for name, found in play_in_turns(engines, requests, prompts, number).items():
+    """Play one round and print its figures."""
+    prompts = systems.make_prompts(requests, seed=number)
+    for name, found in play_round(engines, requests, prompts, number).items():
         runs.setdefault(name, []).append(found)
         shown = (f"{figure} {found[figure]:.4g}" for figure in ("completed", "duration", THROUGHPUT))
         print(f"{name:18}", *shown, flush=True)
 
 
-def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
+def _describe_kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
     return {
         name: {"num_blocks": engine.num_blocks, "preemptions_per_round": engine.state.num_preemptions / num_rounds}
         for name, engine in engines.items()
     }
 
 
-def summary(runs: dict[str, list[Figures]]) -> Report:
+def summarize_runs(runs: dict[str, list[Figures]]) -> Report:
     dense = runs["dense"]
     return {
-        "results": {name: medians(some) for name, some in runs.items()},
+        "results": {name: compute_medians(some) for name, some in runs.items()},
         "against_dense": {
             name: {
                 figure: median_ratio(some, dense[: len(some)], figure)
@@ -148,7 +154,7 @@ SHORT: dict[str, Any] = {
     "num_memory_requests": 6,
     "memory_output_tokens": 96,
 }
-"""Defaults under `--short`: the same code in a minute or two, for figures that are worth little."""
+"""Defaults with `--short`: a minute or two, for rough figures."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,16 +163,16 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     with ExitStack() as stack:
         models = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serving-")))
-        systems = Systems(args, models)
+        systems = SystemFactory(args, models)
         for name in args.parts:
             print(f"-- {name}", flush=True)
             report: Report = {}
             for report in PARTS[name](systems, args):
-                write(name, conditions(args) | report, args.output_dir)
+                write_part(name, describe_conditions(args) | report, args.output_dir)
             print(TABLES[name](report), flush=True)
 
 
-def write(name: str, report: Report, directory: Path | None) -> None:
+def write_part(name: str, report: Report, directory: Path | None) -> None:
     if directory is None:
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -179,8 +185,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--output-dir", type=Path, help="directory for JSON and SVG; default: none are written")
-    parser.add_argument("--models", type=Path, help="directory that keeps the random models for the next run")
+    parser.add_argument("--output-dir", type=Path, help="directory for JSON and SVG files; default: none")
+    parser.add_argument("--models", type=Path, help="directory that keeps the random models for later runs")
     parser.add_argument("--short", action="store_true", help="one round of small loads")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds, at least 1")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
@@ -196,13 +202,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--kv-cache-mib", type=int, default=768, help="MiB of KV cache in all parts except memory")
     engine.add_argument("--max-num-seqs", type=int, default=64)
     engine.add_argument("--max-num-batched-tokens", type=int, default=1024)
-    add_shape(parser)
+    add_shape_arguments(parser)
     if parser.parse_args(argv).short:
         parser.set_defaults(**SHORT)
     args = parser.parse_args(argv)
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
-        parser.error(f"no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+        parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     args.parts = args.parts or list(PARTS)
     return args
 

@@ -23,29 +23,31 @@ class Request:
     num_output_tokens: int
 
 
-def at_once(num_requests: int, num_input_tokens: int, num_output_tokens: int) -> list[Request]:
-    """Make identical requests that arrive together."""
+def make_simultaneous_requests(num_requests: int, num_input_tokens: int, num_output_tokens: int) -> list[Request]:
+    """Return identical requests that arrive together."""
     return [Request(0.0, num_input_tokens, num_output_tokens)] * num_requests
 
 
-def at_rate(rate: float, num_requests: int, num_input_tokens: int, num_output_tokens: int) -> list[Request]:
-    """Make identical requests with Poisson arrivals at a mean of `rate` per second, the same in every call."""
+def make_poisson_requests(
+    rate: float, num_requests: int, num_input_tokens: int, num_output_tokens: int
+) -> list[Request]:
+    """Return identical requests with Poisson arrivals at a mean of `rate` per second, the same in every call."""
     generator = random.Random(0)
     gaps = [generator.expovariate(1.0) for _ in range(num_requests - 1)]
     stretch = len(gaps) / rate / sum(gaps)
     arrivals = itertools.accumulate((gap * stretch for gap in gaps), initial=0.0)
-    return [Request(at, num_input_tokens, num_output_tokens) for at in arrivals]
+    return [Request(arrival, num_input_tokens, num_output_tokens) for arrival in arrivals]
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One answered request, in seconds since the load began."""
+    """Times of one completed request, in seconds since the load began."""
 
     arrival: float
     """Scheduled arrival, even if the client sent the request later."""
     num_input_tokens: int
     token_times: tuple[float, ...]
-    """Arrival times of the answer's tokens; at least one."""
+    """Arrival times of the output tokens; at least one."""
 
     @property
     def ttft(self) -> float:
@@ -62,8 +64,8 @@ class RequestTimes:
         return [after - before for before, after in itertools.pairwise(self.token_times)]
 
 
-def figures(requests: Sequence[RequestTimes]) -> Figures:
-    """Throughputs a second and latencies in milliseconds of one run, from the first arrival to the last token."""
+def compute_figures(requests: Sequence[RequestTimes]) -> Figures:
+    """Compute throughputs per second and latencies in milliseconds, from the first arrival to the last token."""
     duration = max(request.token_times[-1] for request in requests) - min(request.arrival for request in requests)
     num_input = sum(request.num_input_tokens for request in requests)
     num_output = sum(len(request.token_times) for request in requests)
@@ -91,12 +93,12 @@ def figures(requests: Sequence[RequestTimes]) -> Figures:
     return found
 
 
-def medians(rounds: Sequence[Mapping[str, float]]) -> Figures:
-    """Each figure's median over the rounds that have it."""
+def compute_medians(rounds: Sequence[Mapping[str, float]]) -> Figures:
+    """Compute the median of each figure over the rounds that have it."""
     names = dict.fromkeys(name for figures_ in rounds for name in figures_)
     return {name: statistics.median(one[name] for one in rounds if name in one) for name in names}
 
 
 def median_ratio(rounds: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str) -> float:
-    """Median over rounds of a figure against another system's in the same round, which saw the same noise."""
+    """Median over rounds of a figure, relative to another system's in the same round, with the same noise."""
     return statistics.median(one[name] / other[name] for one, other in zip(rounds, base, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.common import markdown
+from benchmarks.common import format_markdown_table
 from benchmarks.serving.loads import Figures
 
 Report = dict[str, Any]
@@ -20,7 +20,7 @@ LABELS = {
 mpl.rcParams["svg.hashsalt"] = "serving"  # makes the same figure give the same file
 
 
-def label(system: str) -> str:
+def format_label(system: str) -> str:
     if system in LABELS:
         return LABELS[system]
     group_size, *options = system.removeprefix("swiftkv_g").split("_")
@@ -30,23 +30,23 @@ def label(system: str) -> str:
 def plot_lengths(report: Report, path: Path) -> None:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    _lines(axes, report["rows"], "num_input_tokens", "total_token_throughput")
+    _plot_lines(axes, report["rows"], "num_input_tokens", "total_token_throughput")
     axes.set_xscale("log", base=2)
     axes.set_xticks(
         [row["num_input_tokens"] for row in report["rows"]], [row["num_input_tokens"] for row in report["rows"]]
     )
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("input and output tokens/s")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 def plot_rates(report: Report, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("ttft", "tpot"), strict=True):
-        _lines(axes, report["rows"], "request_rate", f"median_{name}_ms")
+        _plot_lines(axes, report["rows"], "request_rate", f"median_{name}_ms")
         axes.set_xlabel("requests/s")
         axes.set_ylabel(f"median {name.upper()} (ms)")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 def plot_memory(report: Report, path: Path) -> None:
@@ -56,11 +56,11 @@ def plot_memory(report: Report, path: Path) -> None:
     width = 0.8 / len(names)
     for number, name in enumerate(names):
         at = [place + (number - (len(names) - 1) / 2) * width for place in range(len(rows))]
-        axes.bar(at, [row["results"][name]["total_token_throughput"] for row in rows], width, label=label(name))
+        axes.bar(at, [row["results"][name]["total_token_throughput"] for row in rows], width, label=format_label(name))
     axes.set_xticks(range(len(rows)), [f"{row['kv_cache_mib']} MiB" for row in rows])
     axes.set_xlabel("memory of the KV cache")
     axes.set_ylabel("input and output tokens/s")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 PLOTS: dict[str, Callable[[Report, Path], None]] = {
@@ -70,13 +70,15 @@ PLOTS: dict[str, Callable[[Report, Path], None]] = {
 }
 
 
-def _lines(axes: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
+def _plot_lines(axes: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
     for name in rows[0]["results"]:
         results: list[Figures] = [row["results"][name] for row in rows]
-        axes.plot([row[x] for row in rows], [one[y] for one in results], marker="o", markersize=4, label=label(name))
+        axes.plot(
+            [row[x] for row in rows], [one[y] for one in results], marker="o", markersize=4, label=format_label(name)
+        )
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save_figure(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -84,35 +86,40 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def lengths(report: Report) -> str:
-    return by_row(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
+def format_lengths(report: Report) -> str:
+    return format_rows(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
 
 
-def memory(report: Report) -> str:
-    text = by_row(report, "kv_cache_mib", "MiB of KV cache", ("total_token_throughput",))
+def format_memory(report: Report) -> str:
+    text = format_rows(report, "kv_cache_mib", "MiB of KV cache", ("total_token_throughput",))
     caches = [
-        [label(name), f"{row['kv_cache_mib']}", str(cache["num_blocks"]), f"{cache['preemptions_per_round']:.1f}"]
+        [
+            format_label(name),
+            f"{row['kv_cache_mib']}",
+            str(cache["num_blocks"]),
+            f"{cache['preemptions_per_round']:.1f}",
+        ]
         for row in report["rows"]
         for name, cache in row["kv_cache"].items()
     ]
-    return text + "\n\n" + markdown(["", "MiB", "KV blocks", "preemptions a round"], caches)
+    return text + "\n\n" + format_markdown_table(["", "MiB", "KV blocks", "preemptions per round"], caches)
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
-    "lengths": lengths,
-    "memory": memory,
+    "lengths": format_lengths,
+    "memory": format_memory,
 }
 
 
-def by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
+def format_rows(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
     """Format a table with a column for each figure and system, and ratios to dense."""
     rows, names = report["rows"], list(report["rows"][0]["results"])
     units = {"total_token_throughput": "tokens/s", "median_ttft_ms": "TTFT", "median_tpot_ms": "TPOT"}
-    head = [title, *(f"{label(name)}: {units[figure]}" for figure in figures for name in names)]
-    return markdown(head, ([f"{row[key]:g}", *_cells(row, names, figures)] for row in rows))
+    head = [title, *(f"{format_label(name)}: {units[figure]}" for figure in figures for name in names)]
+    return format_markdown_table(head, ([f"{row[key]:g}", *_format_cells(row, names, figures)] for row in rows))
 
 
-def _cells(row: Report, names: Sequence[str], figures: Sequence[str]) -> list[str]:
+def _format_cells(row: Report, names: Sequence[str], figures: Sequence[str]) -> list[str]:
     cells = []
     for figure in figures:
         for name in names:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.gpu.agreement import answers_of, engine_answers, judge
+from benchmarks.gpu.agreement import compare_with_pytorch, convert_outputs, generate_greedily
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.varlen import FLASH_BLOCK_MULTIPLE, reference_varlen_attn
 from swiftkv_platform.model import convert
@@ -94,10 +94,10 @@ def test_answers_agree_with_pytorch_in_the_same_type(name: str, form: str, load:
         engine = LLMEngine.from_pretrained(
             path, EngineConfig(kv_cache_bytes=1 << 28, block_size=FLASH_BLOCK_MULTIPLE, **settings)
         )
-    answers = engine_answers(engine, PROMPTS, num_tokens)
+    answers = generate_greedily(engine, PROMPTS, num_tokens)
     engine.assert_consistent()
     assert (load == "with preemption") == bool(engine.state.num_preemptions)
-    found = judge(path, answers, torch.bfloat16, DEVICE)
+    found = compare_with_pytorch(path, answers, torch.bfloat16, DEVICE)
     assert found["agrees"], found
 
 
@@ -116,8 +116,8 @@ def test_lossless_exit_and_lookup_agree_as_well(form: str, tmp_path: Path) -> No
     )
     outputs = engine.generate(PROMPTS, params, progress=False)
     assert sum(output.num_draft_tokens for output in outputs)
-    answers = answers_of(outputs)
-    assert judge(path, answers, torch.bfloat16, DEVICE)["agrees"]
+    answers = convert_outputs(outputs)
+    assert compare_with_pytorch(path, answers, torch.bfloat16, DEVICE)["agrees"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU's memory is not measured")

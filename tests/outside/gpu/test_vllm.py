@@ -26,7 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.compilation import monitor
 from vllm.exceptions import VLLMValidationError
 
-from benchmarks.gpu.agreement import Answer, judge
+from benchmarks.gpu.agreement import GreedyOutput, compare_with_pytorch
 from swiftkv_platform.families import is_served_by_vllm
 from tests.outside.gpu.device import needs_gpu
 from tests.outside.vllm.engines import (
@@ -152,7 +152,7 @@ def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
     options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "enforce_eager": not graphs}
     with serving(tmp_path, **options) as llm:
         answers = answered(llm, batch)
-    found = judge(tmp_path, answers, torch.bfloat16, "cuda")
+    found = compare_with_pytorch(tmp_path, answers, torch.bfloat16, "cuda")
     assert found["agrees"], found
 
 
@@ -164,7 +164,7 @@ def test_experts_in_bfloat16(name: str, form: str, tmp_path: Path) -> None:
     batch = prompts((100, 3, 41, 17, 5))
     with serving(tmp_path, **EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}) as llm:
         answers = answered(llm, batch)
-    found = judge(tmp_path, answers, torch.bfloat16, "cuda")
+    found = compare_with_pytorch(tmp_path, answers, torch.bfloat16, "cuda")
     assert found["agrees"], found
 
 
@@ -231,7 +231,7 @@ def test_fp8_cache(tmp_path: Path) -> None:
     as_near_as_dense(tmp_path, lambda directory: (directory, BFLOAT16 | {"kv_cache_dtype": "fp8"}))
 
 
-def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:
+def answered(llm: LLM, batch: list[list[int]]) -> list[GreedyOutput]:
     """Return greedy answers of 24 tokens with their log-probabilities."""
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
@@ -239,7 +239,7 @@ def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:
     for ids, output in zip(batch, outputs, strict=True):
         (one,) = output.outputs
         logprobs = [row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)]
-        answers.append(Answer(ids, list(one.token_ids), logprobs))
+        answers.append(GreedyOutput(ids, list(one.token_ids), logprobs))
     return answers
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.depths import POINTS, SPEC, main, name_of, point_spec, spread
+from benchmarks.depths import POINTS, SPEC, main, make_point_spec, make_result_name, summarize_seeds
 from swiftkv_platform.specs import load_spec
 from tests.support.tiny_models import save_teacher
 
@@ -28,7 +28,7 @@ def arguments(**changed: object) -> argparse.Namespace:
 )
 def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[int, int, bool, str, str]) -> None:
     spec = load_spec(SPEC)
-    found = point_spec(spec, point, arguments(calibration_tokens=2048), seed=3)
+    found = make_point_spec(spec, point, arguments(calibration_tokens=2048), seed=3)
     swiftkv = found.swiftkv
     assert expected == (
         swiftkv.num_key_value_layers,
@@ -43,14 +43,14 @@ def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[in
 
 def test_what_is_kept_of_points_has_names_of_their_own() -> None:
     settings = (arguments(), arguments(early_exit=True), arguments(steps=0), arguments(calibration_tokens=4096))
-    names = [name_of(point, args, seed) for point in POINTS for args in settings for seed in (0, 1)]
+    names = [make_result_name(point, args, seed) for point in POINTS for args in settings for seed in (0, 1)]
     assert len(set(names)) == len(names)
 
 
 def test_seeds_become_their_mean_and_range() -> None:
     rows = [{"start": {"kl": start}, "end": {"kl": end}} for start, end in ((0.2, 0.1), (0.5, 0.3))]
-    assert spread(rows)["end"] == {"mean": 0.2, "lowest": 0.1, "highest": 0.3}
-    assert spread(rows)["start"]["mean"] == 0.35
+    assert summarize_seeds(rows)["end"] == {"mean": 0.2, "lowest": 0.1, "highest": 0.3}
+    assert summarize_seeds(rows)["start"]["mean"] == 0.35
 
 
 @pytest.mark.soak("trains students of a tiny model")

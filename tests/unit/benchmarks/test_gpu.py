@@ -16,19 +16,19 @@ import torch
 
 from benchmarks.gpu import agreement, everything
 from benchmarks.gpu.__main__ import TINY, main
-from benchmarks.gpu.agreement import Answer, Scores, compare
+from benchmarks.gpu.agreement import GreedyOutput, TokenScores, compare_scores
 from benchmarks.gpu.models import SMALL
 from swiftkv_platform.engine import memory
 from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_attn
 
-EXACT = Scores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
+EXACT = TokenScores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
 OWN = replace(EXACT, chosen=EXACT.chosen + torch.tensor([0.01, -0.01, 0.01]))
 """Scores with a root mean square error of 0.01."""
 
 
-def answered(*errors: float) -> list[Answer]:
+def answered(*errors: float) -> list[GreedyOutput]:
     logprobs = (EXACT.chosen + torch.tensor(errors)).tolist()
-    return [Answer([1], [5, 6], logprobs[:2]), Answer([1, 2], [7], logprobs[2:])]
+    return [GreedyOutput([1], [5, 6], logprobs[:2]), GreedyOutput([1, 2], [7], logprobs[2:])]
 
 
 WORSE = replace(EXACT, best=EXACT.best + torch.tensor([0.0, 0.05, 0.0]))
@@ -39,8 +39,10 @@ WORSE = replace(EXACT, best=EXACT.best + torch.tensor([0.0, 0.05, 0.0]))
     ("errors", "exact", "agrees"),
     [((-0.012, 0.012, 0.012), EXACT, True), ((-0.02, 0.01, 0.015), EXACT, False), ((0.0, 0.0, 0.0), WORSE, False)],
 )
-def test_an_engine_agrees_if_it_is_as_exact_as_pytorch(errors: tuple[float, ...], exact: Scores, agrees: bool) -> None:
-    found = compare(answered(*errors), exact, OWN)
+def test_an_engine_agrees_if_it_is_as_exact_as_pytorch(
+    errors: tuple[float, ...], exact: TokenScores, agrees: bool
+) -> None:
+    found = compare_scores(answered(*errors), exact, OWN)
     assert found["agrees"] == agrees
     assert found["max_gap_to_best"] == pytest.approx(0.05 if exact is WORSE else 0.0)
 
@@ -89,7 +91,7 @@ def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp
     """With the engine's rule all rows agree and without it none does, in every kind of step that the fault affects."""
     few = patch.object(agreement, "NUM_TOKENS", 12)
     with few, patch.dict(SMALL, {shape: SMALL[shape]}, clear=True), upstream_fault() as calls:
-        found = agreement.agreements(tmp_path / "ruled", torch.bfloat16, "cpu")
+        found = agreement.check_small_models(tmp_path / "ruled", torch.bfloat16, "cpu")
         assert all(row["agrees"] for row in found.values()), found
         heads = shape != "multi_head", shape == "windows"
         assert {call[:2] for call in calls} == {heads}
@@ -98,7 +100,7 @@ def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp
         assert (40, 4, 704) in steps_taken, "decodes beside short prompts"
         assert any(max_q == 1 and runs == 4 for max_q, runs, _ in steps_taken), "a decode step"
         with patch.object(VarlenArguments, "num_splits", return_value=None):
-            found = agreement.agreements(tmp_path / "not", torch.bfloat16, "cpu")
+            found = agreement.check_small_models(tmp_path / "not", torch.bfloat16, "cpu")
         assert not any(row["agrees"] for row in found.values()), found
 
 
@@ -126,9 +128,9 @@ def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: py
         ),
         everything.Part("c", ["no-program"], missing="no vLLM"),
     ]
-    assert everything.run_all(parts) == 1
+    assert everything.run_parts(parts) == 1
     said = capfd.readouterr().out
     assert "b runs 1" in said
     summary = said.partition("-- summary\n")[2]
     assert re.fullmatch(r"FAILED   a: status 3, \d+ s\npassed   b, \d+ s\nskipped  c: no vLLM\n", summary)
-    assert everything.run_all(parts[1:]) == 0
+    assert everything.run_parts(parts[1:]) == 0

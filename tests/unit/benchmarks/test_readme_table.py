@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from benchmarks.readme_table import BEGIN, END, PAGE, STORED, read_report, table, with_table
+from benchmarks.readme_table import BEGIN, END, README, STORED_REPORT, format_table, read_report, replace_table
 from swiftkv_platform.local.demo import build_report
 from tests.unit.cli.test_demo import EVALUATION
 
 
 def test_the_page_shows_the_stored_run() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, read_report(STORED)) == page, "python -m benchmarks.readme_table"
+    page = README.read_text(encoding="utf-8")
+    assert replace_table(page, read_report(STORED_REPORT)) == page, "python -m benchmarks.readme_table"
 
 
 def demo_report(**changes: Any) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def demo_report(**changes: Any) -> dict[str, Any]:
 
 
 def test_every_figure_of_a_report_is_written() -> None:
-    written = with_table(f"# Title\n{BEGIN}\nold\n{END}\nrest\n", demo_report())
+    written = replace_table(f"# Title\n{BEGIN}\nold\n{END}\nrest\n", demo_report())
     assert written.startswith(f"# Title\n{BEGIN}\n\n| model |")
     assert written.endswith(f"\n\n{END}\nrest\n")
     assert "old" not in written
@@ -36,4 +36,4 @@ def test_every_figure_of_a_report_is_written() -> None:
         "to 0.110, perplexity 1.04 to 1.09x, agreement 88.0% to 91.5%." in written
     )
     assert "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in written
-    assert "Interval: none measured." in table(demo_report(intervals=None))
+    assert "Interval: none measured." in format_table(demo_report(intervals=None))

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.__main__ import main
-from benchmarks.serving.loads import RequestTimes, at_rate, figures, median_ratio, medians
+from benchmarks.serving.loads import RequestTimes, compute_figures, compute_medians, make_poisson_requests, median_ratio
 
 TINY = "--layers 4 --hidden-size 32 --intermediate-size 48 --heads 4 --kv-heads 2 --vocab-size 128 --kv-cache-mib 8"
 
 
 def test_requests_arrive_at_a_rate_in_the_same_rhythm() -> None:
-    slow, fast = at_rate(2.0, 5, 7, 3), at_rate(4.0, 5, 7, 3)
+    slow, fast = make_poisson_requests(2.0, 5, 7, 3), make_poisson_requests(4.0, 5, 7, 3)
     assert slow[0].arrival == 0.0
     assert slow[-1].arrival == pytest.approx(2.0)  # four intervals
     assert [r.arrival for r in slow] == pytest.approx([2 * r.arrival for r in fast])
@@ -25,7 +25,7 @@ def test_figures_in_the_fields_names() -> None:
         RequestTimes(arrival=0.0, num_input_tokens=10, token_times=(1.0, 1.5, 3.0)),
         RequestTimes(arrival=1.0, num_input_tokens=30, token_times=(4.0,)),
     ]
-    found = figures(requests)
+    found = compute_figures(requests)
     assert found["completed"] == 2
     assert found["duration"] == 4.0
     assert found["request_throughput"] == 0.5
@@ -37,12 +37,12 @@ def test_figures_in_the_fields_names() -> None:
     assert found["median_itl_ms"] == pytest.approx(1000)
     assert found["p99_itl_ms"] == pytest.approx(1490)
     assert found["mean_e2el_ms"] == pytest.approx(3000)
-    assert "mean_tpot_ms" not in figures(requests[1:])
+    assert "mean_tpot_ms" not in compute_figures(requests[1:])
 
 
 def test_medians_and_ratios_over_rounds() -> None:
     mine, theirs = [{"a": 2.0}, {"a": 30.0}, {"a": 6.0, "b": 1.0}], [{"a": 1.0}, {"a": 10.0}, {"a": 1.0}]
-    assert medians(mine) == {"a": 6.0, "b": 1.0}
+    assert compute_medians(mine) == {"a": 6.0, "b": 1.0}
     assert median_ratio(mine, theirs, "a") == 3.0
 
 

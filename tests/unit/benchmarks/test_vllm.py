@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine
-from benchmarks.engine_worker import EngineWorker, WorkerError, engine_arguments
+from benchmarks.engine_worker import EngineWorker, WorkerError, make_vllm_arguments
 from benchmarks.gpu import weights
 from tests.support.fakes.vllm_package.vllm import DIES, SLEEPS
 
@@ -57,7 +57,7 @@ def worker(python: Path, model: Path) -> Iterator[EngineWorker]:
 
 
 def started(python: Path, model: Path = FAKE) -> EngineWorker:
-    arguments = engine_arguments(
+    arguments = make_vllm_arguments(
         model, kv_cache_bytes=1 << 20, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
     )
     arguments["enforce_eager"] = True  # compiling takes a minute for each worker
@@ -69,8 +69,8 @@ def ended(worker: EngineWorker) -> bool:
 
 
 def test_answers_come_with_the_time_of_every_token(worker: EngineWorker) -> None:
-    assert worker.made["max_num_batched_tokens"] == 64
-    assert worker.made["threads"] == 1
+    assert worker.settings["max_num_batched_tokens"] == 64
+    assert worker.settings["threads"] == 1
     for lengths in ([1], [5, 3]):
         times = worker.generate([[7] * 20] * len(lengths), lengths)
         assert [len(one) for one in times] == lengths
@@ -82,19 +82,19 @@ def test_what_vllm_refuses_ends_the_worker_with_its_reason(python: Path, model: 
         with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):
             worker.generate([[7] * 200], [4])
         assert ended(worker)
-        with pytest.raises(WorkerError, match="has ended"):
+        with pytest.raises(WorkerError, match="has exited"):
             worker.generate([[7]], [1])
 
 
 def test_a_worker_that_is_killed_is_noticed(fake_python: Path) -> None:
-    with started(fake_python) as worker, pytest.raises(WorkerError, match=r"has ended \(exit status -9\)"):
+    with started(fake_python) as worker, pytest.raises(WorkerError, match=r"has exited \(exit status -9\)"):
         worker.generate([[DIES]], [1])
 
 
 @pytest.mark.soak("waits for what does not come")
 def test_a_silent_worker_is_stopped(fake_python: Path) -> None:
     with started(fake_python) as worker:
-        worker._answer_seconds = 0.5
+        worker._response_timeout_s = 0.5
         with pytest.raises(WorkerError, match=r"has not answered for 0\.5 s"):
             worker.generate([[SLEEPS]], [1])
     assert ended(worker)
@@ -138,7 +138,9 @@ def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsy
     tiny += f" --systems {' '.join(systems)}"
     engine.main([*tiny.split(), "--vllm-python", str(fake_python), "--output", str(tmp_path / "engine.json")])
     report = json.loads((tmp_path / "engine.json").read_text(encoding="utf-8"))
-    assert {name: made["vllm"] for name, made in report["workers"].items()} == dict.fromkeys(systems[3:], "fake")
+    assert {name: settings["vllm"] for name, settings in report["workers"].items()} == dict.fromkeys(
+        systems[3:], "fake"
+    )
     for load, figure, tokens in (("prefill", "median_ttft_ms", 41), ("decode", "median_tpot_ms", 8 * 16)):
         rows = report[load]
         assert list(rows) == systems

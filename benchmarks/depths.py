@@ -54,12 +54,12 @@ from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare, write
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
+    distribute_model,
+    get_task_device,
     load_student,
     load_tokenizer,
     open_lazy,
-    spread_fork,
-    task_device,
-    teacher_path,
+    resolve_teacher,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec, load_spec
@@ -135,7 +135,7 @@ class TrainingRuns:
     def __init__(self, spec: JobSpec, directory: Path, answers: CompletionStore | None = None) -> None:
         directory.mkdir()
         self._directory = directory
-        self.path = teacher_path(spec.model, directory)
+        self.path = resolve_teacher(spec.model, directory)
         """Path of the teacher."""
         _, self.data = prepare(spec, directory / "rows", answers=answers)
         self._starts: dict[str, Checkpoint] = {}
@@ -151,11 +151,11 @@ class TrainingRuns:
         """Load a student with these tensors; it can also run as its teacher."""
         student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
         load_trained_tensors(student, tensors)
-        return student.to(task_device(spec)).eval()
+        return student.to(get_task_device(spec)).eval()
 
     def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
-        """Compare a student with these tensors to its teacher, on the held-out rows."""
-        device = task_device(spec)
+        """Compare a student to these tensors to its teacher, on the held-out rows."""
+        device = get_task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
@@ -167,7 +167,7 @@ class TrainingRuns:
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
-            calibrate(spec, self.path, self.data.train, directory, device=task_device(spec))
+            calibrate(spec, self.path, self.data.train, directory, device=get_task_device(spec))
             self._starts[key] = Checkpoint.from_directory(directory)
         return self._starts[key]
 
@@ -179,7 +179,7 @@ class TrainingRuns:
         directory: Path,
         notes: _TrainingListener,
     ) -> Mapping[str, Tensor]:
-        strategy = spread_fork(spec, self.path, start, device=task_device(spec))
+        strategy = distribute_model(spec, self.path, start, device=get_task_device(spec))
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
         checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
         Trainer(
@@ -191,8 +191,8 @@ class TrainingRuns:
             listener=notes,
             validation_rows=self.data.steering if len(self.data.steering) else None,
         ).run()
-        key = checkpoints.model()
-        assert key is not None, "a finished run has a checkpoint of its last step"
+        key = checkpoints.find_model()
+        assert key is not None, "a run that ends has saved its last step"
         return CheckpointTensors(directory / key)
 
 

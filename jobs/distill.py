@@ -1,5 +1,5 @@
-"""Entry point of an attempt: prepare, train, evaluate and publish on a Ray cluster. The computations run in Ray tasks
-and Ray Train workers, not in this process.
+"""Driver of an attempt: prepare, train, evaluate and publish on a Ray cluster. All computations run in Ray tasks and
+Ray Train workers.
 
     python -m swiftkv_platform.jobs.distill --job-id ID --attempt N --store URI
 """
@@ -35,17 +35,17 @@ from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
-from swiftkv_platform.jobs.attempt.events import Reporter, following
+from swiftkv_platform.jobs.attempt.events import Reporter, follow_events
 from swiftkv_platform.jobs.driver import (
-    have_data_written,
-    measure,
-    needed_resources,
+    check_store_is_shared,
+    evaluate_on_workers,
+    generate_data,
     publish_copy,
-    refuse_unshared_store,
+    sum_worker_resources,
     train,
     warn_if_too_large,
 )
-from swiftkv_platform.jobs.failures import Failure, explain, root_cause
+from swiftkv_platform.jobs.failures import Failure, explain_failure, find_root_cause
 from swiftkv_platform.jobs.sweep import run_sweep
 from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -57,17 +57,16 @@ from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import get_job_spans
 
 _RAY_TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than with the default of 2 s
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a spec mean the same on workers as elsewhere
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # detects a lost worker sooner than the default of 2 s
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a spec have the same meaning on workers
 }
-_LONGEST_TEMP_ROOT = 40
-_TERMINATED = 128 + signal.SIGTERM
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_MAX_TEMP_ROOT_LENGTH = 40
+_EXIT_STATUS_TERMINATED = 128 + signal.SIGTERM
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one attempt. Exit status: 0 when the artifact is published, 1 after an `error` event, 143 when told to
-    stop."""
+    """Run one attempt. Exit status: 0 if the artifact is published, 1 after an `error` event, 143 after SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="python -m swiftkv_platform.jobs.distill", description="Run one attempt of a distillation job."
     )
@@ -84,79 +83,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ProtocolError(message, value=options.protocol)
         request = AttemptStore(store).read_request(attempt)
     except SwiftKVError as error:
-        _fail(error, store, attempt)
+        _report_error(error, store, attempt)
         return 1
     _set_ray_train_environment()
     ray.init()
-    signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets its own handler
+    signal.signal(signal.SIGTERM, _handle_termination)  # after ray.init, which sets its own handler
     try:
         return 0 if run_attempt(store, request) is None else 1
-    except SystemExit:  # from `_stop`; Ray changes the status if interrupted
-        return _TERMINATED
+    except SystemExit:  # from `_handle_termination`; an interrupted Ray call changes the status
+        return _EXIT_STATUS_TERMINATED
 
 
 def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
-    """Run an attempt on the connected cluster; a failure becomes its `error` event and is returned."""
+    """Run an attempt on the connected cluster. A failure is written as an `error` event and returned."""
     try:
         distill(store, request)
     except StoppedError as stopped:
         if stopped.reason is ReasonCode.PAUSED:
-            Reporter(store, request.attempt_id, "driver").status("paused")
+            Reporter(store, request.attempt_id, "driver").send_status("paused")
             return None
-        failure = Failure(stopped.reason, "told to stop during training; a checkpoint of that step is complete")
-        _report(failure, store, request.attempt_id)
-        sys.exit(_TERMINATED)
+        failure = Failure(stopped.reason, "stopped on request during training; the last checkpoint is complete")
+        _send_error_event(failure, store, request.attempt_id)
+        sys.exit(_EXIT_STATUS_TERMINATED)
     except Exception as error:
-        return _fail(error, store, request.attempt_id)
+        return _report_error(error, store, request.attempt_id)
     return None
 
 
-def _fail(error: Exception, store: ObjectStore, attempt: AttemptId) -> Failure:
-    failure = explain(error)
+def _report_error(error: Exception, store: ObjectStore, attempt: AttemptId) -> Failure:
+    failure = explain_failure(error)
     get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
-    _report(failure, store, attempt)
+    _send_error_event(failure, store, attempt)
     return failure
 
 
-def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
-    Reporter(store, attempt, "driver").error(
+def _send_error_event(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
+    Reporter(store, attempt, "driver").send_error(
         failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
     )
 
 
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
-    """Run the phases of an attempt. Returns the manifest of the model, None for a job that only publishes one."""
+    """Run the phases of an attempt. Returns the manifest of the model; None for a job that only publishes a model."""
     spans = get_job_spans()
     try:
         with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
-            return _distill(store, request.model_copy(update={"traceparent": context}))
+            return _run_phases(store, request.model_copy(update={"traceparent": context}))
     finally:
         spans.flush()
 
 
-def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
+def _run_phases(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     reporter = Reporter(store, request.attempt_id, "driver")
-    reporter.status("running")
-    refuse_unshared_store(store)
+    reporter.send_status("running")
+    check_store_is_shared(store)
+    # a job that only publishes a model
     if request.spec.is_publish_only:
         assert request.parent is not None, "a spec that only publishes names a model"
         publish_copy(store, request, reporter, request.parent.key)
         return None
+    # 1. completions of the teacher, if the data needs them
     warn_if_too_large(reporter, request.spec)
-    have_data_written(store, request, reporter)
+    generate_data(store, request, reporter)
+    # 2. prepare, train and evaluate
     if request.spec.sweep is not None:
         manifest = run_sweep(store, request, reporter)
     else:
         checkpoint, prepared = train(store, request, reporter)
-        reporter.status("evaluating")
-        manifest = measure(store, request, reporter, checkpoint, prepared)
+        reporter.send_status("evaluating")
+        manifest = evaluate_on_workers(store, request, reporter, checkpoint, prepared)
+    # 3. publish
     if open_gates := describe_undecided_gates(manifest.metrics):
-        reporter.message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
+        reporter.send_message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
     if open_gates and request.spec.publish.publication is not None:
-        reporter.message("not published: a gate is undecided; `swiftkv models publish` publishes it", level="warn")
+        reporter.send_message(
+            "not published, because a quality gate is undecided; publish it with `swiftkv models publish`", level="warn"
+        )
     else:
         _try_to_publish(store, request, reporter)
-    reporter.artifact(request.attempt_id.artifact_prefix, manifest)
+    reporter.send_artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest
 
@@ -168,17 +173,16 @@ def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Repor
     except StoppedError:
         raise
     except Exception as error:
-        failure = explain(error)
+        failure = explain_failure(error)
         get_logger().error("not_published", code=failure.code, error=failure.message, exc_info=error)
         message = (
-            f"the model is complete, but could not be published: {failure.message}; `swiftkv models publish` retries it"
+            f"the model is complete, but publishing failed: {failure.message}; retry with `swiftkv models publish`"
         )
-        reporter.message(message, level="error", code=failure.code)
+        reporter.send_message(message, level="error", code=failure.code)
 
 
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
-    """Delete inputs and trial checkpoints after success, unless a later attempt uses them. Storage errors are only
-    logged."""
+    """Delete inputs and trial checkpoints after success, unless there is a later attempt. Storage errors are logged."""
     attempts = AttemptStore(store)
     try:
         if not attempts.is_superseded(request.attempt_id):
@@ -189,38 +193,37 @@ def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
 
 
 def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
-    """Run the job on its own local Ray, without a control plane. The artifact is written to `output`, which is
-    returned.
+    """Run the job on a temporary local Ray, without a control plane. Writes the artifact to `output` and returns that.
 
     Args:
-        output: a new or empty directory, or one that holds an artifact, which is replaced.
+        output: a new or empty directory, or one with an artifact, which is replaced.
         on_event: called with the attempt's events, on another thread.
 
     Raises:
-        ConflictError: `output` holds something else; raised before anything starts.
+        ConflictError: `output` has other files; raised before the job starts.
         SwiftKVError: the job failed.
     """
     if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
-        why = ", which exists and is not an artifact; name an empty or a new directory"
+        why = ", a directory with files other than an artifact; use a new or empty directory"
         raise ConflictError.for_field("output", str(output), why)
     if spec.training.from_ is not None:
         raise InvalidInputError.for_field(
             "training.from",
             spec.training.from_,
-            ", which only a control plane knows, and none is used here; use `swiftkv jobs submit`",
+            ", which needs a control plane; use `swiftkv jobs submit`",
         )
     _set_ray_train_environment()
-    with _leaving_when_told(), tempfile.TemporaryDirectory(prefix="distill-") as directory:
+    with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="distill-") as directory:
         store = open_store(directory)
         name = f"job_{ULID()}"
         request = AttemptRequest(job_id=name, attempt=1, spec=spec, run_id=name)
-        with _local_ray(spec), following(AttemptStore(store), request, on_event):
+        with _start_local_ray(spec), follow_events(AttemptStore(store), request, on_event):
             try:
                 distill(store, request)
             except StoppedError:
-                sys.exit(_TERMINATED)
+                sys.exit(_EXIT_STATUS_TERMINATED)
             except Exception as error:
-                cause = root_cause(error)
+                cause = find_root_cause(error)
                 if cause is None:
                     raise
                 raise cause from error
@@ -229,10 +232,10 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
 
 
 @contextmanager
-def _leaving_when_told() -> Iterator[None]:
-    """Turn signals that end the process into `SystemExit`, so that the block cleans up."""
-    before = {each: signal.getsignal(each) for each in _ENDING}
-    _set_handlers(dict.fromkeys(_ENDING, _stop))
+def _exit_on_signals() -> Iterator[None]:
+    """Raise `SystemExit` on termination signals, so that the block cleans up."""
+    before = {each: signal.getsignal(each) for each in _TERMINATION_SIGNALS}
+    _set_handlers(dict.fromkeys(_TERMINATION_SIGNALS, _handle_termination))
     try:
         yield
     finally:
@@ -246,19 +249,19 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 @contextmanager
-def _local_ray(spec: JobSpec) -> Iterator[None]:
-    """Start a local Ray with room for the workers, in its own directory, apart from other Rays of this machine."""
+def _start_local_ray(spec: JobSpec) -> Iterator[None]:
+    """Start a local Ray with enough CPUs for the workers, separate from other Rays of this machine."""
     root = tempfile.gettempdir()
-    # Ray's sockets are deep below, and the path of a unix socket is limited to some 100 characters.
-    parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
+    # Paths of unix sockets are limited to about 100 characters, and Ray's sockets are in nested directories.
+    parent = root if len(root) <= _MAX_TEMP_ROOT_LENGTH else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.update(HIDE_UNRESERVED_GPUS)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine is slow to start
-        num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
+        num_cpus = max(1, math.ceil(sum_worker_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
-        _set_handlers({signal.SIGTERM: _stop})  # Ray has set its own, which exits at once
+        _set_handlers({signal.SIGTERM: _handle_termination})  # replaces Ray's handler, which exits at once
         try:
             yield
         finally:
@@ -270,11 +273,11 @@ def _set_ray_train_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Exit at once: Ray ends the workers of a driver that is gone, and their last checkpoint is complete."""
-    _set_handlers(dict.fromkeys(_ENDING, signal.SIG_IGN))  # further signals do not interrupt the cleanup
+def _handle_termination(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """Exit at once: Ray ends the workers of a lost driver, and their last checkpoint is complete."""
+    _set_handlers(dict.fromkeys(_TERMINATION_SIGNALS, signal.SIG_IGN))  # further signals do not interrupt the cleanup
     get_logger().warning("attempt_stopped")
-    sys.exit(_TERMINATED)
+    sys.exit(_EXIT_STATUS_TERMINATED)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Phases of one model on the connected cluster, for an attempt or a trial of a sweep. A phase is a Ray task, or a group
-of workers that are placed all or none and joined by torch's process group. Imports none of the computations, so that
-the driver starts quickly; tasks import them where they run.
+"""Phases of an attempt, or of a trial of a sweep, on the connected cluster. A phase is a Ray task, or a gang-scheduled
+group of workers in a torch process group. The driver starts quickly, because only the tasks import the computations.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.events import (
-    LOOK_INTERVAL_S,
+    STOP_POLL_INTERVAL_S,
     Reporter,
-    look,
-    phase_progress,
-    say_placed,
-    say_waiting,
+    make_progress_callback,
+    read_stop_request,
+    report_placed,
+    report_waiting,
 )
 from swiftkv_platform.jobs.attempt.stored import (
-    StoredPreparation,
-    find_rows,
-    find_start,
-    finished_before,
+    StoredInputs,
+    find_calibrated_start,
+    find_finished_checkpoint,
+    find_prepared_rows,
+    make_calibrated_start_key,
     publish_rows,
-    start_key,
 )
-from swiftkv_platform.jobs.failures import explain, root_cause
-from swiftkv_platform.jobs.values import STOPPED, Member, Plan, StoppedError, WorkerConfig
+from swiftkv_platform.jobs.failures import explain_failure, find_root_cause
+from swiftkv_platform.jobs.values import STOP_REASONS, GroupMember, RunPlan, StoppedError, WorkerConfig
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -46,32 +45,33 @@ from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 from swiftkv_platform.traces import get_job_spans
 
 if TYPE_CHECKING:
-    from swiftkv_platform.jobs.attempt.stored import Prepared
+    from swiftkv_platform.jobs.attempt.stored import PreparedInputs
     from swiftkv_platform.jobs.worker.setup import Workspace
 
-_SHARED = "SWIFTKV_SHARED_DIRECTORY"
-"""Environment variable by which the operator confirms that every node mounts the store's directory."""
-_LOOKS_FOR_ROOM = 5
-_MAX_FAILURES = 3
-"""Times that a group is restarted after it lost a worker."""
+_SHARED_DIRECTORY_VARIABLE = "SWIFTKV_SHARED_DIRECTORY"
+"""Environment variable that confirms that every node mounts the store's directory."""
+_CAPACITY_CHECKS = 5
+_MAX_GROUP_RESTARTS = 3
 
 
 def train(
     store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
 ) -> tuple[str, ray.ObjectRef]:
-    """Train from the newest checkpoint, if any. Returns the last checkpoint's key and the `StoredPreparation`.
-    `rows_store`: store of the prepared rows, if it is not `store`."""
+    """Train from the newest checkpoint, if any. Returns the last checkpoint's key and a reference to `StoredInputs`.
+    `rows_store`: store of the prepared rows; None: `store`."""
+    # 1. check the spec and prepare the rows
     rows_uri = (rows_store or store).uri
-    say_waiting(reporter, request.spec, "prepare")
-    plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
-    from swiftkv_platform.jobs.ray_train import fit  # imports for seconds, while the task is running
+    report_waiting(reporter, request.spec, "prepare")
+    plan_ref, prepared = make_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
+    from swiftkv_platform.jobs.ray_train import fit  # takes seconds, while the task runs
 
-    plan: Plan = wait_for(plan_ref, store, request)
+    plan: RunPlan = wait_for_task(plan_ref, store, request)
+    # 2. report the plan
     for message, is_warning in plan.messages:
-        reporter.message(message, level="warn" if is_warning else "info")
+        reporter.send_message(message, level="warn" if is_warning else "info")
     optimizer = plan.spec.optimizer
-    searched = " (the search begins there)" if optimizer.rate_search else ""
-    reporter.message(
+    searched = " (first rate of the search)" if optimizer.rate_search else ""
+    reporter.send_message(
         f"{plan.total_steps} steps of {plan.spec.training.batch_size} rows of {plan.spec.data.max_length} tokens, "
         f"learning rate {optimizer.learning_rate:g}{searched}, {plan.num_trained_parameters} trained parameters",
         total_steps=plan.total_steps,
@@ -79,16 +79,17 @@ def train(
         data=plan.statistics,
     )
     if request.parent is not None:
-        reporter.message(f"continues from {request.parent.name}", parent=request.parent.model_dump())
-    checkpoint = finished_before(store, request, plan.total_steps)
+        reporter.send_message(f"continuing from {request.parent.name}", parent=request.parent.model_dump())
+    # 3. train, unless an earlier attempt has trained all steps
+    checkpoint = find_finished_checkpoint(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
-        say_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
+        report_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
         checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
     return checkpoint, prepared
 
 
-def measure(
+def evaluate_on_workers(
     store: ObjectStore,
     request: AttemptRequest,
     reporter: Reporter,
@@ -97,58 +98,62 @@ def measure(
     *,
     is_trial: bool = False,
 ) -> Manifest:
-    """Evaluate the trained student on the job's workers together. Returns the manifest that the first one published.
-    `is_trial`: publish only the report. Raises `StoppedError` if the attempt is to end first."""
+    """Evaluate the trained student on a group of workers. Returns the manifest that worker 0 has published. Raises
+    `StoppedError` on a stop request. `is_trial`: publish only the report."""
     resources = request.spec.resources
-    num_workers = group_size(resources)
-    say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
+    num_workers = choose_group_size(resources)
+    report_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
     bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     if resources.accelerator_type:
         bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
     group = placement_group([{name: amount for name, amount in bundle.items() if amount}] * num_workers)
     try:
-        for failures in range(_MAX_FAILURES + 1):
+        for failures in range(_MAX_GROUP_RESTARTS + 1):
             try:
-                return _run_together(group, store, request, checkpoint, prepared, is_trial)
+                return _run_evaluation_group(group, store, request, checkpoint, prepared, is_trial)
             except StoppedError:
                 raise
             except Exception as error:
-                if failures == _MAX_FAILURES or root_cause(error) is not None or not explain(error).retryable:
+                if (
+                    failures == _MAX_GROUP_RESTARTS
+                    or find_root_cause(error) is not None
+                    or not explain_failure(error).retryable
+                ):
                     raise
-                get_logger().warning("group_begins_again", error=explain(error).message)
+                get_logger().warning("evaluation_restarted", error=explain_failure(error).message)
     finally:
         remove_placement_group(group)
     raise AssertionError("the last failure is raised")
 
 
 def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
-    """Copy a model to the target in the spec, if it has one. Repeating the copy changes nothing."""
+    """Copy a model to the target in the spec, if it has one. Idempotent."""
     target = request.spec.publish.publication
     if target is None:
         return
-    say_waiting(reporter, request.spec, "publish")
-    url = wait_for(as_task(publish, request.spec.resources).remote(request, store.uri, key), store, request)
-    reporter.message(f"published to {url}", published={"to": target.to, "url": url})
+    report_waiting(reporter, request.spec, "publish")
+    url = wait_for_task(make_task(publish, request.spec.resources).remote(request, store.uri, key), store, request)
+    reporter.send_message(f"published to {url}", published={"to": target.to, "url": url})
 
 
-def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
-    """Let every worker write its share of the teacher's answers, if the data needs any."""
+def generate_data(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
+    """Generate the teacher's answers to the prompts in the data, if any, on all workers."""
     if all(source.complete is None for source in request.spec.data.sources):
         return
-    reporter.message("the teacher answers the prompts of its data")
+    reporter.send_message("the teacher generates answers to the prompts in the data")
     resources = request.spec.resources
-    say_waiting(reporter, request.spec, "write")
-    task = as_task(write, resources)
+    report_waiting(reporter, request.spec, "write")
+    task = make_task(write, resources)
     shares = [task.remote(request, store.uri, worker) for worker in range(resources.max_workers)]
-    written = sum(wait_for(share, store, request) for share in shares)
-    reporter.message(f"the teacher wrote {written} tokens")
+    num_tokens = sum(wait_for_task(share, store, request) for share in shares)
+    reporter.send_message(f"the teacher generated {num_tokens} tokens")
 
 
-def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
-    return ray.remote(function).options(**task_options(resources), num_returns=num_returns)
+def make_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
+    return ray.remote(function).options(**build_task_options(resources), num_returns=num_returns)
 
 
-def task_options(resources: ResourcesSpec) -> dict[str, Any]:
+def build_task_options(resources: ResourcesSpec) -> dict[str, Any]:
     return {
         "num_cpus": resources.cpus_per_worker,
         "num_gpus": resources.gpus_per_worker,
@@ -157,36 +162,37 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
     }
 
 
-def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
-    """Wait for a task's result, however long the cluster takes to place it. Raises `StoppedError` if the attempt is to
-    end first; another attempt then repeats the task."""
+def wait_for_task(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
+    """Wait for a task's result, without a timeout. Cancels the task and raises `StoppedError` on a stop request."""
     try:
-        return _wait([task], store, request)
+        return _wait_for_all([task], store, request)
     except StoppedError:
         ray.cancel(task, force=True)
         raise
 
 
-def group_size(resources: ResourcesSpec) -> int:
-    """Return the number of workers for a group: as many as fit now, within the spec's bounds. Resources held by others
-    are not waited for, except for a moment: workers that have trained release theirs shortly after they end."""
-    fewest, most = resources.min_workers, resources.max_workers
+def choose_group_size(resources: ResourcesSpec) -> int:
+    """Return the number of workers that fit on the cluster now, within the spec's bounds. Checks for a few seconds,
+    because finished training workers release their resources with a delay."""
+    min_workers, max_workers = resources.min_workers, resources.max_workers
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
 
-    def room(there: dict[str, float]) -> int:
-        return min(int(there.get(name, 0.0) // amount) for name, amount in each.items() if amount)
+    def count_fitting_workers(totals: dict[str, float]) -> int:
+        return min(int(totals.get(name, 0.0) // amount) for name, amount in each.items() if amount)
 
-    found = fewest
-    most = min(most, room(ray.cluster_resources())) if fewest < most else fewest
-    for _ in range(_LOOKS_FOR_ROOM):
-        if found >= most:
+    fitting = min_workers
+    max_workers = (
+        min(max_workers, count_fitting_workers(ray.cluster_resources())) if min_workers < max_workers else min_workers
+    )
+    for _ in range(_CAPACITY_CHECKS):
+        if fitting >= max_workers:
             break
-        found = max(fewest, room(ray.available_resources()))
-        time.sleep(LOOK_INTERVAL_S if found < most else 0.0)
-    return min(found, max(fewest, most))
+        fitting = max(min_workers, count_fitting_workers(ray.available_resources()))
+        time.sleep(STOP_POLL_INTERVAL_S if fitting < max_workers else 0.0)
+    return min(fitting, max(min_workers, max_workers))
 
 
-def _run_together(
+def _run_evaluation_group(
     group: PlacementGroup,
     store: ObjectStore,
     request: AttemptRequest,
@@ -194,113 +200,113 @@ def _run_together(
     prepared: ray.ObjectRef,
     is_trial: bool,
 ) -> Manifest:
-    """Run `evaluate` on all workers of a group, and return the first one's result."""
+    """Run `evaluate` on all workers of a group, and return worker 0's result."""
     resources, size = request.spec.resources, group.bundle_count
 
-    def at(rank: int) -> dict[str, Any]:
+    def options_of_rank(rank: int) -> dict[str, Any]:
         return {"max_retries": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
 
     each = {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
-    tasks = [ray.remote(_meeting_place).options(num_cpus=0, **at(0)).remote()]
+    tasks = [ray.remote(_pick_rendezvous_address).options(num_cpus=0, **options_of_rank(0)).remote()]
     try:
-        address = _wait(tasks, store, request)
+        address = _wait_for_all(tasks, store, request)
         worker = ray.remote(evaluate)
         tasks = [
-            worker.options(**each, **at(rank)).remote(
-                request, store.uri, checkpoint, prepared, Member(rank, size, address), is_trial
+            worker.options(**each, **options_of_rank(rank)).remote(
+                request, store.uri, checkpoint, prepared, GroupMember(rank, size, address), is_trial
             )
             for rank in range(size)
         ]
-        manifest: Manifest = _wait(tasks, store, request)
+        manifest: Manifest = _wait_for_all(tasks, store, request)
         return manifest
     except BaseException:
         _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # cancelling an ended task may end this process
-        for one in running:
-            ray.cancel(one, force=True)
+        for task in running:
+            ray.cancel(task, force=True)
         raise
 
 
-def _wait(tasks: list[ray.ObjectRef], store: ObjectStore, request: AttemptRequest) -> Any:
-    """Return the first task's result when all have ended. Raises the error of a task that fails."""
+def _wait_for_all(tasks: list[ray.ObjectRef], store: ObjectStore, request: AttemptRequest) -> Any:
+    """Wait for all tasks, and return the first one's result. Raises the error of a failed task."""
     pending = tasks
     while pending:
-        done, pending = ray.wait(pending, timeout=LOOK_INTERVAL_S)
+        done, pending = ray.wait(pending, timeout=STOP_POLL_INTERVAL_S)
         for task in done:
             ray.get(task)
-        stop_request = look(store, request) if pending else None
-        if stop_request in STOPPED:
-            raise StoppedError(STOPPED[stop_request])
+        stop_request = read_stop_request(store, request) if pending else None
+        if stop_request in STOP_REASONS:
+            raise StoppedError(STOP_REASONS[stop_request])
     return ray.get(tasks[0])
 
 
-def _meeting_place() -> str:
-    """Host and a free port of the machine of the first worker."""
+def _pick_rendezvous_address() -> str:
+    """Return host and a free port of worker 0's machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     return f"{ray.util.get_node_ip_address()}:{port}"
 
 
-def needed_resources(spec: JobSpec) -> dict[str, float]:
-    """Return the resources, by Ray's names, of all workers that run at the same time."""
+def sum_worker_resources(spec: JobSpec) -> dict[str, float]:
+    """Return the total resources of all concurrent workers, by Ray's names."""
     resources = spec.resources
     num_workers = resources.min_workers * (spec.sweep.max_concurrent if spec.sweep else 1)
     return {"CPU": resources.cpus_per_worker * num_workers, "GPU": resources.gpus_per_worker * num_workers}
 
 
-def refuse_unshared_store(store: ObjectStore) -> None:
-    """Raise `InvalidInputError` if the store is a directory and the cluster has several nodes, which cannot see each
-    other's directories."""
+def check_store_is_shared(store: ObjectStore) -> None:
+    """Raise `InvalidInputError` if the store is a local directory and the cluster has several nodes."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
-    if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
+    if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED_DIRECTORY_VARIABLE) == "1":
         return
-    instead = f"use an s3:// address, or {_SHARED}=1 in the environment of Ray's head if every node mounts it"
-    raise InvalidInputError.for_field(
-        "storage_uri", store.uri, f", a directory, and the cluster has {num_nodes} nodes; {instead}"
-    )
+    why = f", a directory, and the cluster has {num_nodes} nodes; use an s3:// address, or "
+    cure = f"{_SHARED_DIRECTORY_VARIABLE}=1 in the environment of Ray's head if every node mounts the directory"
+    raise InvalidInputError.for_field("storage_uri", store.uri, why + cure)
 
 
 def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
-    """Warn if the cluster lacks the resources for the job: Ray would wait silently, since the cluster might grow."""
+    """Warn if the cluster has too few resources for the job. Ray would wait silently, since the cluster might grow."""
     available = ray.cluster_resources()
-    for name, amount in needed_resources(spec).items():
+    for name, amount in sum_worker_resources(spec).items():
         if amount > available.get(name, 0.0):
-            reporter.message(
-                f"waiting for the cluster to grow: the workers need {amount:g} {name}s, and it has "
-                f"{available.get(name, 0.0):g}; use fewer resources.num_workers",
+            reporter.send_message(
+                f"waiting for nodes: the workers need {amount:g} {name}s, and the cluster has "
+                f"{available.get(name, 0.0):g}; add nodes or use a smaller resources.num_workers",
                 level="warn",
             )
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Let the teacher write a worker's share (`jobs.worker.prepare`), unless the rows are prepared already."""
+    """Generate a worker's share of the teacher's answers, unless the rows are prepared already. Returns the tokens."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
     from swiftkv_platform.jobs.worker.prepare import write as run
 
     store = open_store(store_uri)
-    say_placed(store, request, "write")
-    return 0 if find_rows(store, request) is not None else run(request, store_uri, worker)
+    report_placed(store, request, "write")
+    return 0 if find_prepared_rows(store, request) is not None else run(request, store_uri, worker)
 
 
-def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Prepare rows (`jobs.worker.prepare`), or use those that an earlier attempt has prepared."""
+def prepare(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
+    """Check the spec, and prepare the rows unless an earlier attempt has prepared them."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
     from swiftkv_platform.jobs.worker.prepare import prepare as run
-    from swiftkv_platform.jobs.worker.setup import access_of
+    from swiftkv_platform.jobs.worker.setup import get_access
 
     store = open_store(store_uri)
-    say_placed(store, request, "prepare")
-    with _traced(request, "prepare"), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
+    report_placed(store, request, "prepare")
+    with _trace_phase(request, "prepare"), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
         rows = Path(workspace) / "rows"
-        key = find_rows(store, request)
+        key = find_prepared_rows(store, request)
         if key is not None:
             fetch_directory(store, key, rows)
-        told = phase_progress(store, request, "prepare", "sources")
+        progress = make_progress_callback(store, request, "prepare", "sources")
         answers = AttemptAnswers(store, request)
-        plan, _ = run(request.spec, rows, answers=answers, access=access_of(request), progress=told)
+        plan, _ = run(request.spec, rows, answers=answers, access=get_access(request), progress=progress)
         key = key or publish_rows(store, request, rows)
-        return plan, StoredPreparation(store.uri, key, find_start(store, request) or start_key(request))
+        return plan, StoredInputs(
+            store.uri, key, find_calibrated_start(store, request) or make_calibrated_start_key(request)
+        )
 
 
 def publish_trial(
@@ -314,24 +320,26 @@ def publish_trial(
 
 
 def evaluate(
-    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member, is_trial: bool
+    request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredInputs, member: GroupMember, is_trial: bool
 ) -> Manifest | None:
-    """Evaluate the student together with the other workers and publish it, or of a trial only its report, see
-    `jobs.worker.evaluate`."""
+    """Evaluate the student with the other workers, and publish it; for a trial, publish only the report."""
     trial: dict[str, Any] = {"trial": request.spec.name} if is_trial else {}
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank, **trial)
     from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish, evaluate_trial
 
-    with _traced(request, "evaluate", rank=member.rank), _evaluating(request, store_uri, stored, member) as prepared:
+    with (
+        _trace_phase(request, "evaluate", rank=member.rank),
+        _join_evaluation(request, store_uri, stored, member) as prepared,
+    ):
         run = evaluate_trial if is_trial else evaluate_and_publish
         return run(request, store_uri, checkpoint, prepared)
 
 
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
-    """Copy the model at `key` to the target in the spec; returns its address there."""
+    """Copy the model at `key` to the target in the spec; return its address there."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     store = open_store(store_uri)
-    say_placed(store, request, "publish")
+    report_placed(store, request, "publish")
     from swiftkv_platform.reports.model_card import render_model_card
     from swiftkv_platform.storage.publishing import publish as run
 
@@ -344,13 +352,13 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
         card=lambda manifest: render_model_card(manifest.lineage, manifest.metrics, licence=None),
         private=spec.private,
         targets=request.publish_targets,
-        progress=phase_progress(store, request, "publish", "bytes"),
+        progress=make_progress_callback(store, request, "publish", "bytes"),
     )
 
 
 @contextmanager
-def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[None]:
-    """Trace a phase on the first worker. Spans are sent before the task ends, since its process may end too."""
+def _trace_phase(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[None]:
+    """Trace a phase on worker 0. Spans are sent before the task ends, since its process may end too."""
     if rank != 0:
         yield
         return
@@ -363,38 +371,44 @@ def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[N
 
 
 @contextmanager
-def _evaluating(
-    request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
-) -> Iterator[Prepared]:
-    """Join the workers of an evaluation, and download the inputs to this machine."""
-    from swiftkv_platform.jobs.worker.setup import joined, shared_workspace
+def _join_evaluation(
+    request: AttemptRequest, store_uri: str, stored: StoredInputs, member: GroupMember
+) -> Iterator[PreparedInputs]:
+    """Join the evaluation's process group, and download the inputs to this machine."""
+    from swiftkv_platform.jobs.worker.setup import join_process_group, shared_workspace
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
-        say_placed(open_store(store_uri), request, "evaluate")
-    with joined(member, request.spec.resources), shared_workspace("rows") as workspace:
+        report_placed(open_store(store_uri), request, "evaluate")
+    with join_process_group(member, request.spec.resources), shared_workspace("rows") as workspace:
         rows, workers = workspace.path / "rows", Workers()
-        if workspace.fetches:
-            stored.fetch(rows)
+        if workspace.is_downloader:
+            stored.fetch_rows(rows)
         workers.gather(None)  # the others wait
-        _have_start(request, store_uri, stored, rows, workspace)
-        if workspace.fetches:
-            stored.fetch_start(rows)
+        _ensure_calibrated_start(request, store_uri, stored, rows, workspace)
+        if workspace.is_downloader:
+            stored.fetch_calibrated_start(rows)
         workers.gather(None)
         yield stored.open(rows)
 
 
-def _have_start(
-    request: AttemptRequest, store_uri: str, stored: StoredPreparation, rows: Path, workspace: Workspace
+def _ensure_calibrated_start(
+    request: AttemptRequest, store_uri: str, stored: StoredInputs, rows: Path, workspace: Workspace
 ) -> None:
-    """Calibrate again if an earlier attempt that trained has already deleted the calibrated start."""
-    from swiftkv_platform.jobs.worker.setup import access_of, find_start, set_up_process, task_device, teacher_path
+    """Calibrate again if an earlier attempt has deleted the calibrated start after its training."""
+    from swiftkv_platform.jobs.worker.setup import (
+        ensure_calibrated_start,
+        get_access,
+        get_task_device,
+        resolve_teacher,
+        set_up_process,
+    )
     from swiftkv_platform.model.workers import Workers
 
     spec, workers = request.spec, Workers()
-    if workers.broadcast_from_first(stored.lacks_start):
+    if workers.broadcast_from_first(stored.needs_calibration):
         set_up_process(spec)
-        path = teacher_path(spec.model, workspace.path, access=access_of(request), fetch=workspace.fetches)
+        path = resolve_teacher(spec.model, workspace.path, access=get_access(request), fetch=workspace.is_downloader)
         workers.gather(None)  # the others wait
-        told = phase_progress(open_store(store_uri), request, "calibrate", "layers")
-        find_start(spec, stored, path, rows, device=task_device(spec), progress=told)
+        progress = make_progress_callback(open_store(store_uri), request, "calibrate", "layers")
+        ensure_calibrated_start(spec, stored, path, rows, device=get_task_device(spec), progress=progress)

@@ -62,7 +62,7 @@ _SAMPLE_TOKENS = 128
 """Tokens of a sample in packed rows."""
 
 
-class _Assume(TorchDispatchMode):
+class _AssumeOnes(TorchDispatchMode):
     """Replaces contents that fake tensors lack: every number is 1, and every mask is set everywhere."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,12 +71,12 @@ class _Assume(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default:
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device=args[0].device)
         if func is torch.ops.aten.index.Tensor:
-            indices = [place for index in args[1] for place in _places(index)]
+            indices = [place for index in args[1] for place in _expand_mask(index)]
             return func(args[0], indices)
         return func(*args, **kwargs or {})
 
 
-def _places(index: Tensor | None) -> list[Tensor | None]:
+def _expand_mask(index: Tensor | None) -> list[Tensor | None]:
     """Return the indices of a fully set mask, by dimension; other indices unchanged."""
     if index is None or index.dtype != torch.bool:
         return [index]
@@ -125,7 +125,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
     return output
 
 
-class Fakes:
+class FakeInputs:
     """Fake weights and rows for a job."""
 
     def __init__(self, spec: JobSpec, mode: FakeTensorMode) -> None:
@@ -134,14 +134,14 @@ class Fakes:
         self._tied = WeakIdKeyDictionary()
 
     @contextmanager
-    def active(self, *modes: TorchDispatchMode) -> Iterator[None]:
+    def use_fakes(self, *modes: TorchDispatchMode) -> Iterator[None]:
         """Run under fake tensors, `modes` and the replacements for contents."""
         with ExitStack() as stack:
-            for mode in (self._mode, *modes, _Assume()):  # type: ignore[no-untyped-call]
+            for mode in (self._mode, *modes, _AssumeOnes()):  # type: ignore[no-untyped-call]
                 stack.enter_context(mode)
             yield
 
-    def student(self, config: Any) -> Any:
+    def make_student(self, config: Any) -> Any:
         """Make a student on the meta device, except for its positional buffers."""
         config = copy.deepcopy(config)
         with torch.device("meta"):
@@ -158,9 +158,9 @@ class Fakes:
         for part in module.modules():
             for leaf, parameter in part._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    part._parameters[leaf] = self._filled(parameter)
+                    part._parameters[leaf] = self._fill_parameter(parameter)
 
-    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _fill_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         known: nn.Parameter | None = self._tied.get(parameter)
         if known is None:
             with self._mode:
@@ -168,12 +168,12 @@ class Fakes:
                 known = self._tied[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return known
 
-    def forget(self, filled: nn.Parameter) -> None:
+    def forget_parameter(self, filled: nn.Parameter) -> None:
         """Forget a parameter that `fill` has made, even if another module still waits for a tied one."""
         for empty in [empty for empty, known in self._tied.items() if known is filled]:
             del self._tied[empty]
 
-    def rows(self, num_rows: int) -> PackedRows:
+    def make_rows(self, num_rows: int) -> PackedRows:
         """Make full rows, packed with samples of a typical length unless packing is off."""
         data = self._spec.data
         length = min(_SAMPLE_TOKENS, data.max_length) if data.packing else data.max_length
@@ -189,7 +189,7 @@ class Fakes:
 
 
 @contextmanager
-def faked(spec: JobSpec) -> Iterator[Fakes]:
+def fake_cluster(spec: JobSpec) -> Iterator[FakeInputs]:
     """Set up a fake process group of all workers, and fake tensors with the chunks and the attention of the job's
     device."""
     store, size = FakeStore(), spec.resources.max_workers
@@ -202,9 +202,9 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
                 patched.enter_context(patch.object(packed_attention, "choose_operator", _choose_operator))
             patched.enter_context(patch.object(heads, "assign_heads", _assign_heads))
             patched.enter_context(
-                patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
+                patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_untracked)
             )
-            yield Fakes(spec, FakeTensorMode(allow_non_fake_inputs=True))
+            yield FakeInputs(spec, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         dist.destroy_process_group()
 
@@ -212,7 +212,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
 
-def _propagate_unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
+def _propagate_untracked(propagator: ShardingPropagator, op_schema: Any) -> Any:
     """Infer the shape of an operator's result like DTensor does, over fake tensors as large as all shards together.
     They are fake in a real run too, so trackers must not see them."""
     with _disable_current_modes():
@@ -222,11 +222,11 @@ def _propagate_unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
 class FakeWeights:
     """Weights without values, used instead of a `LazyStudent`."""
 
-    def __init__(self, model: Any, fakes: Fakes) -> None:
+    def __init__(self, model: Any, fakes: FakeInputs) -> None:
         self.model = model
         self._fakes = fakes
 
-    def attach(self, _fork: nn.Module) -> None:
+    def attach(self, _module: nn.Module) -> None:
         """Do nothing: all weights are alike."""
 
     def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
@@ -243,7 +243,7 @@ class FakeWeights:
             for leaf, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                    self._fakes.forget(parameter)
+                    self._fakes.forget_parameter(parameter)
 
 
 class FakeWorkers(Workers):
@@ -310,11 +310,11 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
         why = ", whose buffers need memory addresses, which fake tensors do not have"
         instead = "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula"
         raise InvalidInputError.for_field("sharding.strategy", strategy, f"{why}; {instead}")
-    spec = _settled(spec, config)
+    spec = _resolve_spec(spec, config)
     values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
     student_config = make_student_config(AutoConfig.for_model(**values), spec.swiftkv.request)
-    with faked(spec) as fakes:
-        train, collectives, counts = _train(spec, student_config, fakes)
+    with fake_cluster(spec) as fakes:
+        train, collectives, counts = _run_train(spec, student_config, fakes)
         calibrated = spec.swiftkv.is_calibrated
         return DryRun(
             num_workers=spec.resources.max_workers,
@@ -323,36 +323,38 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
             num_trained_parameters=counts[1],
             train=train,
             collectives=collectives,
-            calibrate=_calibrate(spec, student_config, fakes) if calibrated else None,
-            evaluate=_evaluate(spec, student_config, fakes),
+            calibrate=_run_calibrate(spec, student_config, fakes) if calibrated else None,
+            evaluate=_run_evaluate(spec, student_config, fakes),
         )
 
 
-def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
+def _run_train(spec: JobSpec, config: Any, fakes: FakeInputs) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
     """Return memory and collectives of a step, and the numbers of all and of trained parameters."""
     device, dtype = torch.device("cpu"), get_compute_dtype(spec)
-    model = DistillationModel.from_spec(fakes.student(config), spec, device=device)
-    strategy = parallelize(model, spec, dtype=dtype, device=device, weights=FakeWeights(model.student, fakes))
+    model = DistillationModel.from_spec(fakes.make_student(config), spec, device=device)
+    strategy = parallelize(model, spec, dtype=dtype, device=device, weights=FakeWeights(model.make_student, fakes))
     nothing = cast("Any", None)  # a single step neither saves nor reports
     assert spec.training.batch_size is not None, "resolved"
-    rows = fakes.rows(spec.training.batch_size)
+    rows = fakes.make_rows(spec.training.batch_size)
     trainer = Trainer(strategy, rows, nothing, spec, total_steps=1, listener=nothing)
     counts = (
         sum(parameter.numel() for parameter in strategy.module.parameters()),
         sum(parameter.numel() for parameter in strategy.module.parameters() if parameter.requires_grad),
     )
-    tracker, gradients = Tracker(), list[int]()
+    tracker, gradients = MemoryTracker(), list[int]()
     tracker.track_external(strategy.module)
-    parameters = tracker.alive
-    with fakes.active(tracker):
+    parameters = tracker.bytes_alive
+    with fakes.use_fakes(tracker):
         strategy.get_state()  # creates the optimizer's state, as a worker does to look for a checkpoint
-        optimizer = tracker.alive - parameters
+        optimizer = tracker.bytes_alive - parameters
         # A worker with a GPU keeps the copy in host memory.
         remembers = make_training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
         restore_weights = strategy.snapshot_weights() if remembers else None
-        remembered = tracker.alive - parameters - optimizer
+        remembered = tracker.bytes_alive - parameters - optimizer
         tracker.restart()
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.append(_gradient_bytes(optimizer)))
+        hook = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: gradients.append(_count_gradient_bytes(optimizer))
+        )
         try:
             trainer.train_step(Progress(0, 0))
         finally:
@@ -369,32 +371,32 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
     return memory, tracker.collectives, counts
 
 
-def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
-    source, tracker = FakeWeights(fakes.student(config).to(get_compute_dtype(spec)), fakes), Tracker()
-    rows = [to_tensors(fakes.rows(1).make_padded_batch([0]))]
-    with fakes.active(tracker):
+def _run_calibrate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
+    source, tracker = FakeWeights(fakes.make_student(config).to(get_compute_dtype(spec)), fakes), MemoryTracker()
+    rows = [to_tensors(fakes.make_rows(1).make_padded_batch([0]))]
+    with fakes.use_fakes(tracker):
         for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
             pass
     return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
 
 
-def _evaluate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
+def _run_evaluate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
     """Memory of one of the workers that share the model, for the rows of a forward pass."""
-    weights = cast("Any", FakeWeights(fakes.student(config).to(get_compute_dtype(spec)), fakes))
+    weights = cast("Any", FakeWeights(fakes.make_student(config).to(get_compute_dtype(spec)), fakes))
     model = EvaluationModel(weights, spec.distillation, sharded=True, device=torch.device("cpu"))
-    tracker = Tracker()
+    tracker = MemoryTracker()
     tracker.track_external(model)
-    parameters = tracker.alive
+    parameters = tracker.bytes_alive
     size = spec.resources.max_workers
-    rows = fakes.rows(size * -(-_HELD_OUT_TOKENS // spec.data.max_length))
+    rows = fakes.make_rows(size * -(-_HELD_OUT_TOKENS // spec.data.max_length))
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
-    with fakes.active(tracker):
+    with fakes.use_fakes(tracker):
         workers = FakeWorkers(in_step=True)
         model(lambda student: Evaluation(student, rows, settings, workers=workers).compare("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 
-def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
+def _resolve_spec(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     length = config.get("max_position_embeddings")
     settled = resolve_model_defaults(spec, context_length=length, hidden_size=config["hidden_size"])
     settled = resolve_batch_size(settled, num_rows=sys.maxsize)
@@ -403,7 +405,7 @@ def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     return settled.model_copy(update={"training": settled.training.model_copy(update={"batch_size": size})})
 
 
-class _NoModules(nullcontext[None]):
+class _NoModuleTracker(nullcontext[None]):
     """Replaces torch's module tracker, whose hooks around each module cost more than everything counted here."""
 
     is_bw = False
@@ -416,13 +418,13 @@ class _NoModules(nullcontext[None]):
         """Do nothing."""
 
 
-class Tracker(MemTracker):
+class MemoryTracker(MemTracker):
     """Tracks bytes alive, their peak, and collectives. It is torch's tracker without figures by module, which would
     allow only one forward pass per module, and without a copy of all figures at every new peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._mod_tracker = cast("Any", _NoModules())
+        self._mod_tracker = cast("Any", _NoModuleTracker())
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -435,7 +437,7 @@ class Tracker(MemTracker):
         if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ != "wait_tensor":
             name = func.overloadpacket.__name__.strip("_")
             self._calls[name] += 1
-            self._bytes[name] += max((tensor.nbytes for tensor in _tensors((args, kwargs))), default=0)
+            self._bytes[name] += max((tensor.nbytes for tensor in _flatten_tensors((args, kwargs))), default=0)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
@@ -444,12 +446,12 @@ class Tracker(MemTracker):
         self._bytes.clear()
 
     @property
-    def alive(self) -> int:
-        return _on_device({device: snapshot["Total"] for device, snapshot in self._curr_mem_snap.items()})
+    def bytes_alive(self) -> int:
+        return _sum_device_bytes({device: snapshot["Total"] for device, snapshot in self._curr_mem_snap.items()})
 
     @property
     def peak(self) -> int:
-        return _on_device(self._peak_mem)
+        return _sum_device_bytes(self._peak_mem)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -459,16 +461,16 @@ class Tracker(MemTracker):
         )
 
 
-def _on_device(totals: Mapping[torch.device, int]) -> int:
+def _sum_device_bytes(totals: Mapping[torch.device, int]) -> int:
     """Sum the bytes on the device; tensors on the meta device, such as those of a released layer, have none."""
     return sum(total for device, total in totals.items() if device.type != "meta")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _flatten_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _gradient_bytes(optimizer: Optimizer) -> int:
+def _count_gradient_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of this worker's gradients that an optimizer reads."""
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     found = (each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None)

@@ -1,4 +1,4 @@
-"""Explain an attempt's failure, from the exception, for its `error` event."""
+"""Code, message and retryability of an attempt's failure, from its exception."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTa
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
-_DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""Exceptions due to a defect in a program: another attempt would fail in the same way."""
+_PROGRAM_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""Exceptions of defective programs: another attempt would fail in the same way."""
 
-_LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
-"""Ray's exceptions for a lost process or machine. The peers of a lost worker may raise any exception."""
+_WORKER_LOST_ERRORS = (RayActorError, WorkerCrashedError, NodeDiedError)
+"""Ray's exceptions for a lost process or node. The peers of a lost worker may raise any exception."""
 
-_NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 """Messages of torch's CPU allocator and of CUDA, cuBLAS and cuDNN about a failed allocation."""
 
-_NO_SPACE = os.strerror(errno.ENOSPC)
+_NO_SPACE_MESSAGE = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True)
@@ -37,61 +37,71 @@ class Failure:
     retryable: bool = True
 
 
-def explain(error: BaseException) -> Failure:
-    """Explain `error` by its most specific cause: one of our errors, then lack of memory or disk space, then a lost
-    worker."""
-    ours = root_cause(error)
-    if ours is not None:
-        # The same input, and a run whose steps are deterministic, would fail again.
-        retryable = not isinstance(ours, InvalidInputError | TrainingError)
-        return Failure(ours.code, ours.message, ours.field, _plain(ours.value), retryable)
-    causes = list(_causes(error))
+def explain_failure(error: BaseException) -> Failure:
+    """Explain `error` by its most specific cause."""
+    # 1. our own errors
+    swiftkv_error = find_root_cause(error)
+    if swiftkv_error is not None:
+        # Bad input and deterministic training steps would fail again.
+        retryable = not isinstance(swiftkv_error, InvalidInputError | TrainingError)
+        return Failure(
+            swiftkv_error.code,
+            swiftkv_error.message,
+            swiftkv_error.field,
+            _to_json_value(swiftkv_error.value),
+            retryable,
+        )
+    # 2. out of memory
+    causes = list(_iter_causes(error))
     for cause in causes:
         if isinstance(cause, OutOfMemoryError):
-            message = f"the machine ran out of memory: {_first_line(cause)}"
+            message = f"the machine ran out of memory: {_get_first_line(cause)}"
             return Failure(ReasonCode.OUT_OF_MEMORY, message)
-        line = _line_with(cause, *_NO_MEMORY)
-        # torch's is matched by name: the driver imports no torch
+        line = _find_line(cause, *_OUT_OF_MEMORY_MESSAGES)
+        # torch's error is matched by name, because the driver does not import torch
         if line is None and (isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"):
-            line = _first_line(cause)
+            line = _get_first_line(cause)
         if line is not None:
             message = f"a worker ran out of memory: {line}"
             return Failure(ReasonCode.OUT_OF_MEMORY, message, "training.micro_batch_size", retryable=False)
+    # 3. disk full
     for cause in causes:
-        line = _line_with(cause, _NO_SPACE)
+        line = _find_line(cause, _NO_SPACE_MESSAGE)
         if line is not None:
             return Failure(ReasonCode.DISK_FULL, f"a disk is full: {line}")
+    # 4. defects
     for cause in causes:
-        if isinstance(cause, _DEFECTS):
-            return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
-    lost = next((cause for cause in causes if isinstance(cause, _LOST)), None)
-    if lost is not None or _is_ray_trains(causes[-1], "WorkerGroupError"):
-        return Failure(ReasonCode.WORKER_LOST, f"workers were lost repeatedly: {_first_line(lost or causes[0])}")
-    return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
+        if isinstance(cause, _PROGRAM_ERRORS):
+            return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_get_first_line(cause)}", retryable=False)
+    # 5. lost workers
+    lost = next((cause for cause in causes if isinstance(cause, _WORKER_LOST_ERRORS)), None)
+    if lost is not None or _is_ray_train_error(causes[-1], "WorkerGroupError"):
+        return Failure(ReasonCode.WORKER_LOST, f"workers were lost repeatedly: {_get_first_line(lost or causes[0])}")
+    return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_get_first_line(causes[0])}")
 
 
-def root_cause(error: BaseException) -> SwiftKVError | None:
-    """Return our own error that Ray has wrapped in `error`, if there is one."""
-    return next((cause for cause in _causes(error) if isinstance(cause, SwiftKVError)), None)
+def find_root_cause(error: BaseException) -> SwiftKVError | None:
+    """Return the `SwiftKVError` that Ray has wrapped in `error`, if any."""
+    return next((cause for cause in _iter_causes(error) if isinstance(cause, SwiftKVError)), None)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors that Ray and torch have wrapped in `error`, or `error` itself. For a worker group the group
-    error comes last: its text has what pickling drops from the workers' errors, such as their causes."""
-    wrapped = _wrapped(error)
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that Ray and torch have wrapped in `error`, or `error` itself. The error of a worker group comes
+    last: its text has details that pickling drops from the workers' errors, such as their causes."""
+    wrapped = _unwrap(error)
     for cause in wrapped:
-        yield from _causes(cause)
-    if not wrapped or _is_ray_trains(error, "WorkerGroupError"):
+        yield from _iter_causes(cause)
+    if not wrapped or _is_ray_train_error(error, "WorkerGroupError"):
         yield error
 
 
-def _wrapped(error: Any) -> list[BaseException]:
+def _unwrap(error: Any) -> list[BaseException]:
     if isinstance(error, RayTaskError):
         return [error.cause]
-    if _is_ray_trains(error, "WorkerGroupError"):
-        # Workers that lose a peer fail too, so every worker's failure counts.
+    if _is_ray_train_error(error, "WorkerGroupError"):
+        # The peers of a lost worker fail too, so every worker's failure counts.
         return [*error.worker_failures.values()]
-    if _is_ray_trains(error, "ControllerError"):
+    if _is_ray_train_error(error, "ControllerError"):
         return [error.controller_failure]
     if type(error).__name__ == "CheckpointException":  # from torch
         return [cause for cause, _trace in getattr(error, "failures", {}).values()]
@@ -99,24 +109,23 @@ def _wrapped(error: Any) -> list[BaseException]:
     return [] if unhealthy is None else [unhealthy]
 
 
-def _is_ray_trains(error: Any, name: str) -> bool:
-    """Whether `error` is Ray Train's error of that name. Ray Train takes seconds to import, so it is not imported
-    here."""
+def _is_ray_train_error(error: Any, name: str) -> bool:
+    """Whether `error` is Ray Train's error `name`. Ray Train takes seconds to import, so it is not imported here."""
     ray_train = sys.modules.get("ray.train")
     return ray_train is not None and isinstance(error, getattr(ray_train, name))
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first informative line: an actor's cause of death comes after a heading and indented names."""
+def _get_first_line(error: BaseException) -> str:
+    """Return the first informative line: for a dead actor, the line after a heading and indented names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     heading = getattr(error, "BASE_ERROR_MSG", None)
     return next((line for line in lines if line != heading), heading or type(error).__name__)
 
 
-def _line_with(error: BaseException, *texts: str) -> str | None:
-    """Return the first line that contains one of `texts`; None if there is none."""
+def _find_line(error: BaseException, *texts: str) -> str | None:
+    """Return the first line that contains one of `texts`; None if no line does."""
     return next((line.strip() for line in str(error).splitlines() if any(text in line for text in texts)), None)

@@ -1,4 +1,4 @@
-"""Run the workers of an attempt under Ray Train. The computation is imported only on the workers."""
+"""Run training workers under Ray Train. Only the workers import the computations."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.callbacks import DatasetsCallback
 
-from swiftkv_platform.jobs.attempt.events import checkpoint_on_sigterm, leave_on_sigterm
-from swiftkv_platform.jobs.values import Outcome, StoppedError, WorkerConfig
+from swiftkv_platform.jobs.attempt.events import checkpoint_on_sigterm, record_sigterm
+from swiftkv_platform.jobs.values import StoppedError, TrainingResult, WorkerConfig
 from swiftkv_platform.specs import ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 
 _MAX_WORKER_FAILURES = 3
-"""Times an attempt brings its workers back from the newest checkpoint before it gives up."""
+"""Restarts of the workers from the newest checkpoint before the attempt fails."""
 _RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
-"""Seconds between checks for new machines, if the number of workers is elastic."""
+"""Seconds between checks for new nodes, if the number of workers is elastic."""
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]  # Ray is untyped
-    """Torch's process group, and a handler of SIGTERM on the main thread of every worker."""
+    """Torch's process group, plus a SIGTERM handler on the main thread of every worker."""
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
         super().on_training_start(worker_group, backend_config)
-        worker_group.execute(leave_on_sigterm)
+        worker_group.execute(record_sigterm)
 
 
 class _Config(TorchConfig):  # type: ignore[misc]  # Ray is untyped
@@ -38,11 +38,11 @@ class _Config(TorchConfig):  # type: ignore[misc]  # Ray is untyped
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Do nothing, so that SIGINT interrupts `fit`. Ray Train's handler would end the process with status 0, and
-        stay after training; the controller and its workers end with the driver anyway."""
+        """Register nothing, so that SIGINT interrupts `fit`. Ray Train's handler would end the process with status 0,
+        and remain after training; controller and workers end with the driver anyway."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Leave out the callback for Ray Data, whose actor takes seconds to start and is never used."""
+        """Omit the callback for Ray Data, whose unused actor takes seconds to start."""
         callbacks: list[Any] = super()._create_default_callbacks()
         return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
 
@@ -66,22 +66,22 @@ def scaling_config(resources: ResourcesSpec) -> ScalingConfig:
 
 
 def fit(worker: WorkerConfig) -> str:
-    """Run the workers to the last step; returns the key of the last checkpoint.
+    """Train to the last step; return the key of the checkpoint that becomes the model.
 
     Raises:
-        TrainingError: training failed in a way that a restart would repeat.
-        StoppedError: the attempt is to pause, or got SIGTERM.
+        TrainingError: training failed, and a restart would fail again.
+        StoppedError: a pause request or SIGTERM.
         ray.train.TrainingFailedError: workers failed too often.
     """
     resources = worker.request.spec.resources
     on_gpu = resources.gpus_per_worker > 0
-    # Checkpoints go to the attempt's own store, not through Ray Train, whose storage is scratch space of this machine.
+    # Checkpoints are in the attempt's own store. Ray Train's storage is scratch space on this machine.
     store = open_store(worker.store_uri)
     with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, checkpoint_on_sigterm(store, worker.request):
         result = _Trainer(
             train_loop_per_worker,
             train_loop_config={"worker": worker},
-            # Objects are sent over gloo; sharded parameters in host memory are reduced there as well.
+            # Gloo transfers objects and reduces sharded parameters in host memory.
             torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=scaling_config(resources),
             run_config=RunConfig(
@@ -90,18 +90,17 @@ def fit(worker: WorkerConfig) -> str:
                 failure_config=FailureConfig(max_failures=_MAX_WORKER_FAILURES),
             ),
         ).fit()
-    outcome: Outcome = result.return_value
-    if outcome.error is not None:
-        raise outcome.error
-    if outcome.stopped is not None:
-        raise StoppedError(outcome.stopped)
-    assert outcome.checkpoint is not None, "a run that ends well has saved its last step"
-    return outcome.checkpoint
+    training: TrainingResult = result.return_value
+    if training.error is not None:
+        raise training.error
+    if training.stopped is not None:
+        raise StoppedError(training.stopped)
+    assert training.checkpoint is not None, "a successful run has saved its last step"
+    return training.checkpoint
 
 
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Train on a worker (`jobs.worker.train`). Imports model and trainer only here: they take seconds, and the driver
-    needs neither."""
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
+    """Train on a worker. Imports model and trainer here: they take seconds, and the driver does not need them."""
     from swiftkv_platform.jobs.worker.train import train_loop_per_worker as run
 
     return run(config)

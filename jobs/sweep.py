@@ -1,9 +1,8 @@
-"""Trials of a sweep on the connected cluster, one after the other or several at a time, and the choice among them.
+"""Trials of a sweep on the connected cluster, and the choice of the best one.
 
-A trial is an attempt like any other, in its own object store below the job's: checkpoints, events and report have their
-usual keys, and a later attempt of the sweep resumes from them. Ray Tune would keep a second record of the finished
-trials, on the driver's disk or in its own storage, which the control plane could neither fence nor resume; without it,
-a grid search is just the loop below.
+Each trial is an attempt in its own object store below the job's. Checkpoints, events and report have their usual keys,
+and a later attempt of the sweep resumes from them. Ray Tune would keep a second record of finished trials, which the
+control plane could neither fence nor resume.
 """
 
 from __future__ import annotations
@@ -33,10 +32,16 @@ from swiftkv_platform.contract.sweeps import (
 )
 from swiftkv_platform.contract.verdicts import read_gate_verdict
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
-from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, checkpoint_on_sigterm, following, look
-from swiftkv_platform.jobs.driver import as_task, measure, publish_trial, train, wait_for
-from swiftkv_platform.jobs.failures import explain, root_cause
-from swiftkv_platform.jobs.values import STOPPED, StoppedError
+from swiftkv_platform.jobs.attempt.events import (
+    STOP_POLL_INTERVAL_S,
+    Reporter,
+    checkpoint_on_sigterm,
+    follow_events,
+    read_stop_request,
+)
+from swiftkv_platform.jobs.driver import evaluate_on_workers, make_task, publish_trial, train, wait_for_task
+from swiftkv_platform.jobs.failures import explain_failure, find_root_cause
+from swiftkv_platform.jobs.values import STOP_REASONS, StoppedError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import render_sweep_page
 from swiftkv_platform.storage.addresses import open_store
@@ -45,7 +50,7 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """Result of a trial."""
 
     manifest: Manifest | None
@@ -54,14 +59,16 @@ class Outcome:
 
 
 def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> Manifest:
-    """Run all trials that no earlier attempt has finished, and publish the model of the recommended one.
+    """Run all trials that no earlier attempt has finished, and publish the model of the best one.
 
     Raises:
-        StoppedError: the job is to pause, or its machines are taken away; running trials have saved checkpoints.
+        StoppedError: a pause request, or preempted nodes; running trials have saved checkpoints.
         QualityGateError: every trial fails a gate; the attempt's `sweep.json` has the results.
     """
+    # 1. run the trials
     trials = expand_sweep(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
+    # 2. write the report
     ended = ((trial, outcomes[trial.name]) for trial in trials)
     report = summarize_trials(
         [
@@ -75,29 +82,30 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     }
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
-    reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
-    trial = _choose(report, trials)
+    reporter.send_message(f"{len(trials)} trials finished", sweep=_build_table(report), recommended=report.recommended)
+    # 3. choose a trial and publish its model
+    trial = _choose_trial(report, trials)
     within = report.recommended_result is not None and report.recommended_result.is_within_budget
-    why = "the cheapest one within the budget" if within else "the lowest KL of those that fail no gate"
-    reporter.message(f"trial {trial.name} was chosen: {why}")
-    reporter.status("evaluating")
+    why = "cheapest trial within the budget" if within else "lowest KL of the trials that pass all gates"
+    reporter.send_message(f"selected trial {trial.name}: {why}")
+    reporter.send_status("evaluating")
     manifest = outcomes[trial.name].manifest
     assert manifest is not None, "a trial within the budget has a report"
-    task = as_task(publish_trial, trial.spec.resources)
-    trial_uri = _trial_store(store, request, trial).uri
-    published: Manifest = wait_for(
+    task = make_task(publish_trial, trial.spec.resources)
+    trial_uri = _open_trial_store(store, request, trial).uri
+    published: Manifest = wait_for_task(
         task.remote(request, store.uri, trial.spec, trial_uri, manifest, files), store, request
     )
     return published
 
 
-def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
-    """Train and evaluate one trial. Its events are forwarded to the job's, with its steps after those of earlier
-    trials."""
+def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOutcome:
+    """Train and evaluate one trial, and forward its events to the job. In the job's metrics, the steps of a trial
+    follow those of earlier trials."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
     store = open_store(store_uri)
     reporter = Reporter(store, request.attempt_id, f"trial-{trial.name}")
-    trial_store = _trial_store(store, request, trial)
+    trial_store = _open_trial_store(store, request, trial)
     attempts = AttemptStore(trial_store)
     own = request.model_copy(
         update={
@@ -117,82 +125,82 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                     {**point, "step": trial.index * total + point["step"], "trial": trial.index}
                     for point in event.data["points"]
                 ]
-                reporter.metrics(points, num_trials * total)
+                reporter.send_metrics(points, num_trials * total)
             case PlacementEvent():
-                reporter.placement(event.data)
+                reporter.send_placement(event.data)
             case SteeringEvent():
-                reporter.course(f"[{trial.name}] {event.message}", event.data)
+                reporter.send_course(f"[{trial.name}] {event.message}", event.data)
             case ProgressEvent():
-                told = event.data
-                part, eta = f"{trial.name}: {told['part']}", told.get("eta_s")
-                reporter.progress(told["phase"], part, done=told["done"], total=told["total"], eta_s=eta)
+                data = event.data
+                part, eta = f"{trial.name}: {data['part']}", data.get("eta_s")
+                reporter.send_progress(data["phase"], part, done=data["done"], total=data["total"], eta_s=eta)
             case MessageEvent() | TrackingEvent():
-                reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
+                reporter.send_message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
-    with following(attempts, own, forward):
+    with follow_events(attempts, own, forward):
         try:
             checkpoint, prepared = train(
                 trial_store, own, Reporter(trial_store, own.attempt_id, "driver"), rows_store=store
             )
         except Exception as error:
-            if not _is_a_result(error):
+            if not _is_trial_failure(error):
                 raise
-            message = explain(error).message
-            trial_store.put_bytes(_failure_key(request.attempt_id), message.encode())
-            return Outcome(None, message)
-        manifest = measure(trial_store, own, reporter, checkpoint, prepared, is_trial=True)
-    return Outcome(manifest)
+            message = explain_failure(error).message
+            trial_store.put_bytes(_make_failure_key(request.attempt_id), message.encode())
+            return TrialOutcome(None, message)
+        manifest = evaluate_on_workers(trial_store, own, reporter, checkpoint, prepared, is_trial=True)
+    return TrialOutcome(manifest)
 
 
-def _is_a_result(error: Exception) -> bool:
-    """Whether an error is due to the trial's values, such as a too high learning rate, and not to the job."""
-    cause = root_cause(error)
+def _is_trial_failure(error: Exception) -> bool:
+    """Whether an error is caused by the trial's values, such as a too high learning rate, and not by the job."""
+    cause = find_root_cause(error)
     if isinstance(cause, InvalidInputError):
-        return cause.field == GROUP_SIZE_FIELD  # too large for this trial's l
-    return isinstance(cause, TrainingError) or explain(error).code == ReasonCode.OUT_OF_MEMORY
+        return cause.field == GROUP_SIZE_FIELD  # too large for the trial's l
+    return isinstance(cause, TrainingError) or explain_failure(error).code == ReasonCode.OUT_OF_MEMORY
 
 
 def _run_trials(
     store: ObjectStore, request: AttemptRequest, trials: tuple[Trial, ...], reporter: Reporter
-) -> dict[str, Outcome]:
+) -> dict[str, TrialOutcome]:
     sweep = request.spec.sweep
     assert sweep is not None, "called for sweeps"
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, TrialOutcome] = {}
     for trial in trials:
-        before = _outcome_before(store, request, trial)
+        before = _find_earlier_outcome(store, request, trial)
         if before is not None:
-            reporter.message(f"[{trial.name}] was run by an earlier attempt")
+            reporter.send_message(f"[{trial.name}] finished in an earlier attempt")
             outcomes[trial.name] = before
     waiting = [trial for trial in trials if trial.name not in outcomes]
     running: dict[ray.ObjectRef, Trial] = {}
-    # The task only waits for the workers it starts, so it takes no core from them.
+    # The task needs no CPU: it waits for its workers.
     task = ray.remote(run_trial).options(num_cpus=0, max_retries=0)
     stop_request = StopRequest.NONE
     with checkpoint_on_sigterm(store, request):
-        while running or (waiting and stop_request not in STOPPED):
-            while waiting and stop_request not in STOPPED and len(running) < sweep.max_concurrent:
+        while running or (waiting and stop_request not in STOP_REASONS):
+            while waiting and stop_request not in STOP_REASONS and len(running) < sweep.max_concurrent:
                 trial = waiting.pop(0)
                 running[task.remote(request, store.uri, trial)] = trial
-            done, _ = ray.wait(list(running), timeout=LOOK_INTERVAL_S)
-            known, stop_request = stop_request, max(stop_request, look(store, request))
+            done, _ = ray.wait(list(running), timeout=STOP_POLL_INTERVAL_S)
+            known, stop_request = stop_request, max(stop_request, read_stop_request(store, request))
             for trial in running.values() if stop_request is not known else ():
-                _pass_on(stop_request, AttemptStore(_trial_store(store, request, trial)), request)
+                _forward_stop_request(stop_request, AttemptStore(_open_trial_store(store, request, trial)), request)
             for ended in done:
                 trial = running.pop(ended)
                 try:
-                    outcome: Outcome = ray.get(ended)
+                    outcome: TrialOutcome = ray.get(ended)
                 except StoppedError:
                     waiting.append(trial)
                     continue
                 outcomes[trial.name] = outcome
                 if outcome.error is not None:
-                    reporter.message(f"[{trial.name}] failed: {outcome.error}", level="warn")
+                    reporter.send_message(f"[{trial.name}] failed: {outcome.error}", level="warn")
     if waiting:
-        raise StoppedError(STOPPED[stop_request])
+        raise StoppedError(STOP_REASONS[stop_request])
     return outcomes
 
 
-def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
+def _forward_stop_request(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
     """Forward the job's stop request to a running trial."""
     if stop_request is StopRequest.PAUSE:
         trial.request_pause(request.attempt_id)
@@ -200,48 +208,47 @@ def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptReq
         trial.announce_preemption(request.attempt_id)
 
 
-def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:
+def _open_trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:
     return open_store(join_key(store.uri, f"{trials_prefix(request.job_id)}/{trial.name}"))
 
 
-def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
-    """Return the trial's outcome from any attempt that finished it; None if there is none."""
-    trial_store = _trial_store(store, request, trial)
+def _find_earlier_outcome(store: ObjectStore, request: AttemptRequest, trial: Trial) -> TrialOutcome | None:
+    """Return the outcome of a trial that an earlier attempt has finished; None if there is none."""
+    trial_store = _open_trial_store(store, request, trial)
     for attempt in reversed(request.attempt_id.list_until_this()):
         manifest = AttemptStore(trial_store).read_artifact_manifest(attempt)
         if manifest is not None:
-            return Outcome(manifest)
-        failure = _failure_key(attempt)
+            return TrialOutcome(manifest)
+        failure = _make_failure_key(attempt)
         if trial_store.head(failure) is not None:
-            return Outcome(None, trial_store.get_bytes(failure).decode())
+            return TrialOutcome(None, trial_store.get_bytes(failure).decode())
     return None
 
 
-def _failure_key(attempt: AttemptId) -> str:
+def _make_failure_key(attempt: AttemptId) -> str:
     return f"{attempt.prefix}/failed.txt"
 
 
-def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
+def _choose_trial(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
     chosen = report.recommended_result
     if chosen is not None:
         return next(trial for trial in trials if trial.name == chosen.name)
     measured = [candidate for candidate in report.points if candidate.report is not None]
     if not measured:
-        raise TrainingError(
-            f"every trial of the sweep failed; the first error: {report.points[0].error}", field="sweep"
-        )
+        raise TrainingError(f"every trial of the sweep failed; first error: {report.points[0].error}", field="sweep")
     best = min(measured, key=lambda candidate: candidate.ranking_key[-1])
     assert best.report is not None
     failed = next(gate for gate in best.report["gates"] if read_gate_verdict(gate) == "failed")
     raise QualityGateError(
-        f"every trial of the sweep fails a gate; for {best.name}, which has the lowest KL, {failed['subject']} is "
-        f"{failed['value']:.4g}, and {failed['field']} is {failed['limit']:g}; try more training or a larger l",
+        f"every trial of the sweep fails a quality gate; in {best.name}, the trial with the lowest KL, "
+        f"{failed['subject']} is {failed['value']:.4g} and the limit {failed['field']} is {failed['limit']:g}; use "
+        "more training or a larger l",
         field=failed["field"],
         value=failed["value"],
     )
 
 
-def _table(report: SweepReport) -> list[dict[str, object]]:
+def _build_table(report: SweepReport) -> list[dict[str, object]]:
     """Return the trials' figures for the job's events."""
     rows: list[dict[str, object]] = []
     for candidate in report.points:

@@ -1,4 +1,4 @@
-"""Values passed between the driver, the tasks and the workers of an attempt. Imports neither ray nor torch."""
+"""Values passed between driver, tasks and workers of an attempt. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ StopReason = Literal[ReasonCode.PREEMPTED, ReasonCode.PAUSED]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Facts about the run ahead that the driver needs."""
+class RunPlan:
+    """Plan of the training run."""
 
     spec: JobSpec
-    """Spec with the defaults that depend on model and data, see `specs.job`."""
+    """Spec with resolved defaults that depend on model and data, see `specs.job`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]
     """Statistics of the data, see `DataStatistics`."""
     flops_per_token: float | None = None
-    """FLOPs of training per position that the loss counts, see `swiftkv_platform.jobs.worker.prepare`."""
+    """FLOPs of training per counted position, see `compute_flops_per_token`."""
     messages: tuple[tuple[str, bool], ...] = ()
-    """Statistics as sentences, each with whether it is a warning."""
+    """Statistics as (sentence, is_warning)."""
 
 
 @dataclass(frozen=True)
@@ -40,39 +40,42 @@ class WorkerConfig:
     store_uri: str
     total_steps: int
     prepared: ObjectRef
-    """Reference to a `StoredPreparation`."""
+    """Reference to a `StoredInputs`."""
     flops_per_token: float | None = None
-    """See `Plan`."""
+    """See `RunPlan`."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """Result of the training run."""
 
     checkpoint: str | None
-    """Key of the checkpoint that becomes the model; after a stop request, of the newest complete one."""
+    """Key of the checkpoint that becomes the model; after a stop request, of the newest checkpoint."""
     error: TrainingError | None = None
-    """Error that a restart would repeat. It is returned, not raised: Ray Train would restart the workers."""
+    """Error that a restart would repeat. It is returned, because Ray Train restarts workers that raise."""
     stopped: StopReason | None = None
-    """Reason why the run ended before its last step, with a checkpoint of its progress."""
+    """Reason why the run ended before its last step; a checkpoint has its progress."""
 
 
 @dataclass(frozen=True)
-class Member:
-    """Place of a worker in its group."""
+class GroupMember:
+    """Rank of a worker in its group, and the group's address."""
 
     rank: int
     size: int
     address: str
-    """Host and port where the workers meet."""
+    """Host and port of the process group's rendezvous."""
 
 
-STOPPED: dict[StopRequest, StopReason] = {StopRequest.STOP: ReasonCode.PREEMPTED, StopRequest.PAUSE: ReasonCode.PAUSED}
-"""Reason why an attempt ends, by the stop request that ends it."""
+STOP_REASONS: dict[StopRequest, StopReason] = {
+    StopRequest.STOP: ReasonCode.PREEMPTED,
+    StopRequest.PAUSE: ReasonCode.PAUSED,
+}
+"""Reason why an attempt ends, by its stop request."""
 
 
 class StoppedError(Exception):
-    """The attempt ended early on request; a complete checkpoint has its progress."""
+    """The attempt ended early on request; a checkpoint has its progress."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason)

@@ -1,1 +1,1 @@
-"""An attempt's place in the object store: events, stop requests, checkpoints, prepared data, tracking files."""
+"""Files of an attempt in the object store: events, stop requests, checkpoints, prepared data, tracking files."""

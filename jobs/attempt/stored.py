@@ -1,5 +1,5 @@
-"""Files of an attempt in the object store, where workers on all machines and later attempts find them: prepared rows,
-the calibrated start, checkpoints, parts of the evaluation. Handles keys and manifests only, without torch.
+"""Files of an attempt in the object store, shared with workers on all machines and with later attempts: prepared rows,
+the calibrated start, checkpoints, results of the evaluation. Handles keys and manifests only, without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptId, AttemptRequest, Manifest, ManifestFile, Parent
 from swiftkv_platform.distillation.steering import Progress, choose_model_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
-from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
+from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
@@ -38,70 +38,66 @@ if TYPE_CHECKING:
     from swiftkv_platform.data.prepared import PreparedData
 
 OnCommit = Callable[[str, Manifest, Progress], None]
-"""Callback for a complete checkpoint: its key, manifest and progress."""
+"""Callback for a complete checkpoint: (key, manifest, progress)."""
 OnFailure = Callable[[str, Progress, StorageError], None]
-"""Callback for a checkpoint that could not be stored: its key, progress and why."""
+"""Callback for a checkpoint that could not be stored: (key, progress, error)."""
 CHOSEN_STEP = "chosen_step"
-"""Lineage key of a checkpoint: step of the state that would become the model if training ended there; null: the
-checkpoint's own."""
+"""Lineage key of a checkpoint: step whose state becomes the model if training ends here; null: the checkpoint's own."""
 ENDED = "ended"
-"""Lineage key of a checkpoint: whether training has ended, even before the last step."""
+"""Lineage key of a checkpoint: whether training has ended, maybe before the last step."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Input of all workers and of the evaluation, opened on this machine."""
+class PreparedInputs:
+    """Inputs of training and evaluation, opened on this machine."""
 
     data: PreparedData
     calibrated: Mapping[str, Tensor] | None
-    """Parameters of the calibrated start by the student's names, read on access; None if the job starts from copies."""
+    """Parameters of the calibrated start by the student's names, read on access; None for a copied start."""
 
 
 @dataclass(frozen=True)
-class StoredPreparation:
-    """Input of all workers and of the evaluation, in the form passed between processes.
-
-    It only names objects: Ray would keep a large value on the machine that prepared it, which may be lost.
-    """
+class StoredInputs:
+    """Object keys of the inputs of training and evaluation, passed between processes. (Ray would keep a large value on
+    the machine that prepared it, which may be lost.)"""
 
     store_uri: str
     rows: str
-    """Key of the prepared rows in that store."""
+    """Key of the prepared rows."""
     start: str | None
-    """Key where the calibrated start is, or where the workers publish it before they train; None if the job starts from
-    copies."""
+    """Key of the calibrated start, which the workers publish before they train; None for a copied start."""
 
     @property
-    def lacks_start(self) -> bool:
-        """Whether the workers still have to calibrate."""
+    def needs_calibration(self) -> bool:
+        """Whether the calibrated start does not exist yet."""
         return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
 
-    def fetch(self, directory: Path) -> None:
+    def fetch_rows(self, directory: Path) -> None:
         fetch_directory(open_store(self.store_uri), self.rows, directory)
 
-    def fetch_start(self, directory: Path) -> None:
-        """Download the calibrated start, if there is one, next to the rows' `directory`."""
+    def fetch_calibrated_start(self, directory: Path) -> None:
+        """Download the calibrated start, if any, next to the rows' `directory`."""
         if self.start is not None:
-            fetch_directory(open_store(self.store_uri), self.start, _start_beside(directory))
+            fetch_directory(open_store(self.store_uri), self.start, _get_start_directory(directory))
 
-    def publish_start(self, tensors: Path) -> None:
+    def publish_calibrated_start(self, tensors: Path) -> None:
         """Upload the calibrated start, weight files in the directory `tensors`."""
         assert self.start is not None, "called for a job that calibrates"
         publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
 
-    def open(self, directory: Path) -> Prepared:
-        """Open what was fetched to `directory` and next to it; tensors are read on access."""
+    def open(self, directory: Path) -> PreparedInputs:
+        """Open the downloaded inputs; tensors are read on access."""
         from swiftkv_platform.data.prepared import PreparedData
         from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-        start = None if self.start is None else Checkpoint.from_directory(_start_beside(directory))
-        return Prepared(PreparedData.load(directory), start)
+        start = None if self.start is None else Checkpoint.from_directory(_get_start_directory(directory))
+        return PreparedInputs(PreparedData.load(directory), start)
 
 
-def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
-    """Return the key of the rows that this attempt or an earlier one prepared, since a resumed run must use the same
-    rows. None if there are none."""
-    return _newest(store, request, lambda attempt: attempt.data_prefix)
+def find_prepared_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
+    """Return the key of the rows that this attempt or an earlier one has prepared, since a resumed run must use the
+    same rows; None if there are none."""
+    return _find_newest(store, request, lambda attempt: attempt.data_prefix)
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
@@ -110,33 +106,33 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
     return key
 
 
-def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
+def find_calibrated_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     """Return the key of the calibrated start from this attempt or an earlier one; None if there is none."""
-    return _newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
+    return _find_newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
 
 
-def start_key(request: AttemptRequest) -> str | None:
-    """Key at which the workers of this attempt publish the calibrated start, unless an earlier one's is there; None for
-    a job that starts from the copies, or continues from a model or checkpoint."""
+def make_calibrated_start_key(request: AttemptRequest) -> str | None:
+    """Return the key at which this attempt publishes the calibrated start; None for a job that starts from copies or
+    continues from a model or checkpoint."""
     calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
     return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
 
 
-def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
+def _find_newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
     keys = (prefix(attempt) for attempt in reversed(request.attempt_id.list_until_this()))
     return next((key for key in keys if is_complete(store, key)), None)
 
 
-def _start_beside(rows: Path) -> Path:
+def _get_start_directory(rows: Path) -> Path:
     return rows.with_name(f"{rows.name}-start")
 
 
 class AttemptCheckpoints:
-    """The `CheckpointStore` of an attempt. It writes below the attempt's own prefix, but may resume from another
+    """The `CheckpointStore` of an attempt. It writes below the attempt's own prefix, but may resume from an earlier
     attempt.
 
     Args:
-        keep: newest complete checkpoints of this attempt to keep, in addition to the best state's.
+        keep: number of newest complete checkpoints to keep, in addition to that of the best state.
     """
 
     def __init__(
@@ -177,28 +173,28 @@ class AttemptCheckpoints:
     def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
         self._on_failure(join_key(self._prefix, name), progress, error)
 
-    def newest(self) -> str | None:
-        """Return the key of this attempt's newest complete checkpoint, or else of the one to resume from."""
-        return next(self._complete(), None) or self._resume_from
+    def find_newest(self) -> str | None:
+        """Return the key of this attempt's newest complete checkpoint, or else the key to resume from."""
+        return next(self._iter_complete(), None) or self._resume_from
 
     def list_candidates(self) -> list[str]:
-        """Return the newest checkpoint, then fallbacks in case it is damaged: older ones, then those of earlier
+        """Return the newest checkpoint, and fallbacks in case it is damaged: older checkpoints, then those of earlier
         attempts."""
         if self._resume_from is None:
-            return [*self._complete()]
+            return [*self._iter_complete()]
         earlier = list(
             self._attempts.iterate_complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number)
         )
         older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
-        return [*self._complete(), self._resume_from, *older]
+        return [*self._iter_complete(), self._resume_from, *older]
 
     def find_by_step(self, step: int) -> list[str]:
-        return list(checkpoints_of_step(self._store, self._attempt, step))
+        return list(iter_checkpoints_of_step(self._store, self._attempt, step))
 
-    def model(self) -> str | None:
-        """Return the key of the checkpoint that becomes the model, once training has ended."""
-        newest = self.newest()
-        return None if newest is None else model_checkpoint(self._store, self._attempt, newest)
+    def find_model(self) -> str | None:
+        """Return the key of the checkpoint that becomes the model; call it after training."""
+        newest = self.find_newest()
+        return None if newest is None else find_model_checkpoint(self._store, self._attempt, newest)
 
     def fetch(self, key: str, directory: Path) -> None:
         fetch_directory(self._store, key, directory)
@@ -206,20 +202,20 @@ class AttemptCheckpoints:
     def open(self, key: str) -> StoredDirectory:
         return StoredDirectory(self._store, key)
 
-    def _complete(self) -> Iterator[str]:
-        """Keys of the complete checkpoints, newest first: names begin with the step."""
+    def _iter_complete(self) -> Iterator[str]:
+        """Yield the keys of the complete checkpoints, newest first: names begin with the step."""
         for name in sorted(self._store.list_directories(self._prefix), reverse=True):
             key = join_key(self._prefix, name)
             if is_complete(self._store, key):
                 yield key
 
     def _prune(self, best_step: int) -> None:
-        """Delete all before the newest `keep` checkpoints, including unfinished ones of runs that died, except the best
-        state. Does nothing once a later attempt exists, which may resume from any of them."""
+        """Delete checkpoints older than the newest `keep`, including incomplete ones of dead runs, except that of the
+        best state. Does nothing if there is a later attempt, which may resume from any of them."""
         if self._attempts.is_superseded(self._attempt):
             return
-        kept = list(islice(self._complete(), self._keep))
-        kept += own_checkpoints_of_step(self._store, self._attempt, best_step)
+        kept = list(islice(self._iter_complete(), self._keep))
+        kept += iter_own_checkpoints_of_step(self._store, self._attempt, best_step)
         oldest = min(kept[: self._keep])
         for name in self._store.list_directories(self._prefix):
             key = join_key(self._prefix, name)
@@ -227,22 +223,22 @@ class AttemptCheckpoints:
                 delete_directory(self._store, key)
 
 
-def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
-    """Return the key of the checkpoint that becomes the model: the one whose step the manifest of `last` names, or
-    `last` itself if that one could not be stored."""
+def find_model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
+    """Return the key of the checkpoint that becomes the model: that of the step named in the manifest of `last`, or
+    `last` itself if the former could not be stored."""
     lineage = read_manifest(store, last).lineage
     chosen = lineage.get(CHOSEN_STEP)
     if chosen is None or chosen == lineage["step"]:
         return last
-    key = next(checkpoints_of_step(store, attempt, chosen), None)
+    key = next(iter_checkpoints_of_step(store, attempt, chosen), None)
     if key is None:
         get_logger().warning("best_checkpoint_lost", step=chosen)
     return key or last
 
 
-def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """Return the checkpoint that becomes the model if there is nothing left to train: the one to resume from is at the
-    end of its run, or the job trains no step after the one it continues from. None otherwise."""
+def find_finished_checkpoint(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
+    """Return the checkpoint that becomes the model if no training is left: the run of `resume_from` has ended, or the
+    job trains no steps after its parent. None otherwise."""
     if total_steps == 0:
         assert request.parent is not None, "a spec without a parent trains"
         return request.parent.key
@@ -251,17 +247,17 @@ def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: in
     lineage = read_manifest(store, request.resume_from).lineage
     if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
         return None
-    return model_checkpoint(store, request.attempt_id, request.resume_from)
+    return find_model_checkpoint(store, request.attempt_id, request.resume_from)
 
 
-def checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
-    """Keys of the complete checkpoints of a step, those of the newest attempt first."""
+def iter_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
+    """Yield the keys of the complete checkpoints of a step, newest attempt first."""
     for one in reversed(attempt.list_until_this()):
-        yield from own_checkpoints_of_step(store, one, step)
+        yield from iter_own_checkpoints_of_step(store, one, step)
 
 
-def own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
-    """Keys of an attempt's complete checkpoints of a step."""
+def iter_own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
+    """Yield the keys of an attempt's complete checkpoints of a step."""
     prefix = attempt.checkpoints_prefix
     for name in store.list_directories(prefix):
         key = join_key(prefix, name)
@@ -269,53 +265,54 @@ def own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -
             yield key
 
 
-def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
-    """Return the object that this attempt, or else the newest one before it, has stored at its `key`; None if none
-    has."""
+def read_newest_object(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
+    """Return the object at `key` of the newest attempt that has stored it; None if there is none."""
     for one in reversed(attempt.list_until_this()):
         with suppress(ObjectNotFoundError):
             return store.get_bytes(key(one))
     return None
 
 
-class StoredParts:
-    """The `Parts` of an attempt. They belong to the evaluated checkpoint, and parts of others are not reused."""
+class StoredResults:
+    """The `ResultStore` of an attempt. Results of another checkpoint are not reused."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest, checkpoint: str) -> None:
         self._store = store
         self._attempt = request.attempt_id
         self._digest = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
-        self._progress = PhaseProgress(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
+        self._progress = PhaseProgressReporter(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
 
     def get(self, name: str) -> bytes | None:
-        kept = newest_bytes(self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name))
+        kept = read_newest_object(
+            self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name)
+        )
         if kept is None:
-            self._progress.begin(name)
+            self._progress.start_part(name)
         return kept
 
     def put(self, name: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
 
     def progress(self, name: str, done: int, total: int) -> None:
-        self._progress.tell(name, done, total)
+        self._progress.report(name, done, total)
 
 
 def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
-    """Download a parent's files, verified against its manifest. Raises `ModelError` if the parent is gone."""
-    with _there(parent):
+    """Download a parent's files and verify them against its manifest. Raises `ModelError` if the parent is deleted."""
+    with _raise_if_parent_missing(parent):
         fetch_directory(store, parent.key, directory)
 
 
-def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches: bool) -> StoredDirectory:
-    """Open a parent's files to read parts of them. Raises `ModelError` if the parent is gone.
+def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, is_downloader: bool) -> StoredDirectory:
+    """Open a parent's files to read parts of them. Raises `ModelError` if the parent is deleted.
 
     Args:
         directory: destination of a checkpoint's index.
         fetches: whether this worker downloads the index for its machine.
     """
-    with _there(parent):
+    with _raise_if_parent_missing(parent):
         files = StoredDirectory(store, parent.key)
-        if fetches and parent.kind == "checkpoint":
+        if is_downloader and parent.kind == "checkpoint":
             from swiftkv_platform.distillation.partial_reads import INDEX_FILE
 
             files.fetch(INDEX_FILE, directory)
@@ -323,20 +320,20 @@ def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches:
 
 
 @contextmanager
-def _there(parent: Parent) -> Iterator[None]:
+def _raise_if_parent_missing(parent: Parent) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
         raise ModelError.for_field(
             "training.from",
             parent.name,
-            ", whose files are no longer in the object store; use another model or checkpoint",
+            ", whose files have been deleted from the object store; use another model or checkpoint",
         ) from error
 
 
-def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
-    """Return the tensors of a parent by the student's names, each read on access. `files`: the result of `open_parent`
-    to read from; None: the parent has been downloaded to `directory`."""
+def open_trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
+    """Return the tensors of a parent by the student's names, read on access. `files`: result of `open_parent`; None:
+    the parent has been downloaded to `directory`."""
     if parent.kind == "checkpoint":
         from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 
@@ -350,9 +347,9 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
     return Checkpoint.from_directory(directory)
 
 
-def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
-    """Raise `ModelError` if a model lacks trained tensors because it stores them under other names. A checkpoint may
-    lack those that its job did not train."""
+def check_no_missing_tensors(parent: Parent, missing: Sequence[str]) -> None:
+    """Raise `ModelError` if a model stores trained tensors under other names. A checkpoint may lack tensors that its
+    job did not train."""
     if parent.kind == "model" and missing:
-        why = f", a model that does not store {missing[0]} as one tensor, as models with experts do not"
+        why = f", a model that does not store {missing[0]} as one tensor, e.g. because it has experts"
         raise ModelError.for_field("training.from", parent.name, f"{why}; use a checkpoint of its job")

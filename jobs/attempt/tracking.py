@@ -1,6 +1,6 @@
-"""The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when data
-that W&B lacks is synced (`swiftkv jobs wandb-sync`). Also the attempt's loss curve, thinned to what a chart shows, so
-that an evaluation need not read thousands of events.
+"""The tracked run of an attempt, and its loss curve. Both are kept in the object store: `swiftkv jobs wandb-sync`
+uploads the run's files when the worker's disk may be deleted, and the evaluation reads the curve instead of thousands
+of events.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, WandbTracker
 
 Point = Mapping[str, float]
-_MOST_POINTS = 2048
+_MAX_POINTS = 2048
 
 
 class TrackedRun:
-    """Tracked run of an attempt, begun or continued. Its errors do not fail the job, and only `save` and `close` wait.
+    """Tracked run of an attempt. Its errors do not fail the job, and only `save` and `close` block.
 
     Args:
-        on_info: called on another thread with the run's location, again some seconds later after a `StorageError`, and
-            at the end if W&B lacks some of the run.
+        on_info: called on another thread with the run's location; retried after a `StorageError`; called again at the
+            end if W&B lacks data of the run.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class TrackedRun:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
         tracker = WandbTracker(spec.tracking.wandb, directory, name=spec.name)
-        self._tell = partial(_told, on_info or (lambda _info: None))
-        self._tracker = BackgroundTracker(tracker, on_info=self._tell)
+        self._report_info = partial(_try_on_info, on_info or (lambda _info: None))
+        self._tracker = BackgroundTracker(tracker, on_info=self._report_info)
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
 
     @property
@@ -52,55 +52,55 @@ class TrackedRun:
         self._tracker.log(point, step)
 
     def log_report(self, report: Mapping[str, Any], step: int) -> None:
-        """An evaluation's figures, tables and plots, after the optimizer step `step`."""
+        """Log the figures, tables and charts of an evaluation, after the optimizer step `step`."""
         images = {name: render_png(chart) for name, chart in plot_evaluation(report).items()}
-        self._tracker.log_report({"evaluation": report}, _tables(report), images, step + 1)
+        self._tracker.log_report({"evaluation": report}, _build_tables(report), images, step + 1)
 
     def log_artifact(self, manifest: Manifest) -> None:
         uri = join_key(self._store.uri, self._request.attempt_id.artifact_prefix)
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 
     def save(self) -> None:
-        """Upload the files recorded so far; if the store is away, the next call uploads them."""
+        """Upload the recorded files. If the store is unavailable, the next call uploads them."""
         files = self._tracker.files
         if files is None:
             return
         try:
             for path in sorted(files.rglob("*")):
                 if path.is_file():
-                    self._store.upload_file(path, join_key(self._prefix(files), path.relative_to(files).as_posix()))
+                    self._store.upload_file(path, join_key(self._get_prefix(files), path.relative_to(files).as_posix()))
         except (StorageError, OSError) as error:
             get_logger().warning("tracking_files_delayed", error=str(error))
 
     def close(self) -> None:
-        """End the run in this process, and save its files unless W&B has everything."""
+        """End the run in this process, and save its files unless W&B has all of them."""
         self._tracker.finish()
         files, info = self._tracker.files, self._tracker.info
         if info is not None and info.mode == "online" and not self._tracker.uploaded:
-            self._tell(replace(info, fault="W&B did not confirm its end"))
+            self._report_info(replace(info, fault="W&B did not confirm the end of the run"))
         if files is None or not self._tracker.uploaded:
             self.save()
             return
         try:
-            self._store.delete_prefix(self._prefix(files))
+            self._store.delete_prefix(self._get_prefix(files))
         except StorageError as error:  # they are deleted with the job's other tracking files
             get_logger().warning("tracking_files_left", error=str(error))
 
-    def _prefix(self, files: Path) -> str:
+    def _get_prefix(self, files: Path) -> str:
         return join_key(self._request.attempt_id.tracking_prefix, files.name)
 
 
-def _told(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
+def _try_on_info(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
     """Call `on_info`; return whether it succeeded."""
     try:
         on_info(info)
     except StorageError as error:
-        get_logger().warning("tracking_told_later", error=error.message)
+        get_logger().warning("tracking_info_delayed", error=error.message)
         return False
     return True
 
 
-def _tables(report: Mapping[str, Any]) -> dict[str, Table]:
+def _build_tables(report: Mapping[str, Any]) -> dict[str, Table]:
     stages = [("teacher", report["teacher"]["perplexity"], 0.0, 1.0)]
     stages += [
         (name, report[name]["perplexity"], report[name]["kl"], report[name]["top1_agreement"])
@@ -114,8 +114,8 @@ def _tables(report: Mapping[str, Any]) -> dict[str, Table]:
     return tables
 
 
-class Curve:
-    """Loss curve of an attempt during training. A step does not wait for the store. Thread-safe."""
+class LossCurve:
+    """Loss curve of an attempt, thinned to the points of a chart. Steps do not wait for the store. Thread-safe."""
 
     def __init__(self, store: ObjectStore, attempt: AttemptId) -> None:
         self._store = store
@@ -123,24 +123,22 @@ class Curve:
         self._lock = threading.Lock()
         self._points: list[Point] = []
         self._every = 1
-        """Steps between kept points."""
+        """Steps between points."""
         self._last: Point | None = None
 
-    def begin(self, step: int) -> None:
-        """Continue after `step` with the curve that earlier workers of this attempt stored, if there is one and it can
-        be read."""
+    def resume(self, step: int) -> None:
+        """Continue the stored curve of this attempt after `step`, if there is a readable one."""
         try:
-            drawn = _stored(self._store, self._attempt)
+            stored = _read_stored_curve(self._store, self._attempt)
         except StorageError as error:
-            get_logger().warning("curve_begins_anew", step=step, error=error.message)
+            get_logger().warning("curve_restarted", step=step, error=error.message)
             return
         with self._lock:
-            self._points = [point for point in drawn if point["step"] <= step]
+            self._points = [point for point in stored if point["step"] <= step]
             self._thin()
 
     def add(self, point: Point) -> None:
-        """Add the losses of a step. In a long run only every second, fourth, ... step is kept, and always the last
-        one."""
+        """Add the losses of a step. A long run keeps only every second, fourth, ... step, and always the last one."""
         losses = {key: value for key, value in point.items() if key in ("step", "tokens", "loss") or "_loss" in key}
         with self._lock:
             self._last = losses
@@ -159,22 +157,22 @@ class Curve:
             get_logger().warning("curve_delayed", num_points=len(points), error=error.message)
 
     def _thin(self) -> None:
-        while len(self._points) > _MOST_POINTS:
+        while len(self._points) > _MAX_POINTS:
             self._every *= 2
             self._points = [point for point in self._points if point["step"] % self._every == 0]
 
 
-def read_curve(store: ObjectStore, attempts: Iterable[AttemptId]) -> list[Point]:
-    """Join the curves of a job's attempts, given in order; where they overlap, the later attempt's points are used."""
+def read_loss_curve(store: ObjectStore, attempts: Iterable[AttemptId]) -> list[Point]:
+    """Join the curves of a job's attempts, given in order. Where they overlap, the later attempt wins."""
     points: list[Point] = []
     for attempt in attempts:
-        later = _stored(store, attempt)
+        later = _read_stored_curve(store, attempt)
         if later:
             points = [point for point in points if point["step"] < later[0]["step"]] + later
     return points
 
 
-def _stored(store: ObjectStore, attempt: AttemptId) -> list[Point]:
+def _read_stored_curve(store: ObjectStore, attempt: AttemptId) -> list[Point]:
     try:
         points: list[Point] = json.loads(store.get_bytes(attempt.curve_key))
     except ObjectNotFoundError:

@@ -1,1 +1,1 @@
-"""Computations of an attempt, each run in a Ray task or a Ray Train worker. Independent of the driver and its tasks."""
+"""Computations of an attempt, run in Ray tasks and Ray Train workers. Independent of the driver."""

@@ -20,21 +20,21 @@ from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
-from swiftkv_platform.jobs.attempt.events import phase_progress
-from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, Prepared, StoredParts
-from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_curve
+from swiftkv_platform.jobs.attempt.events import make_progress_callback
+from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, PreparedInputs, StoredResults
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
     Workspace,
-    access_of,
     fetch_data,
-    free_bytes,
+    get_access,
+    get_free_bytes,
+    get_task_device,
     load_tokenizer,
     open_lazy,
+    resolve_teacher,
     set_up_process,
     shared_workspace,
-    task_device,
-    teacher_path,
 )
 from swiftkv_platform.model.weights.adapters import write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, LazyTensors
@@ -52,12 +52,12 @@ from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.publishing import CARD
 from swiftkv_platform.traces import get_job_spans
 
-MODEL_SHARE = 0.5
+MAX_MODEL_SHARE = 0.5
 """Share of a worker's free memory up to which weights are measured whole; the rest is for activations and caches."""
 
 
 def evaluate_and_publish(
-    request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared
+    request: AttemptRequest, store_uri: str, checkpoint: str, prepared: PreparedInputs
 ) -> Manifest | None:
     """Turn the trained tensors of `checkpoint` into the attempt's artifact. Called by every worker of the default
     process group, or by a single process; the first worker returns the manifest, others None.
@@ -69,12 +69,12 @@ def evaluate_and_publish(
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
         directory = workspace.path
-        student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
-        report = student.measure(prepared, StoredParts(store, request, checkpoint))
+        student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
+        report = student.measure(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
             return None  # the first worker checks the gates after the report is stored
-        lineage = _lineage(request, prepared.data.fingerprint)
-        files = _report_files(store, request, report, lineage)
+        lineage = _build_lineage(request, prepared.data.fingerprint)
+        files = _render_report(store, request, report, lineage)
         # Stored with the attempt too, so that they remain if a gate fails.
         for name, text in files.items():
             store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
@@ -84,28 +84,32 @@ def evaluate_and_publish(
             with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
                 card = render_model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
-                _write(files | {CARD: card}, directory / "artifact")
-                manifest = _publish(store, request, directory / "artifact", lineage, report.model_dump(mode="json"))
+                _write_files(files | {CARD: card}, directory / "artifact")
+                manifest = _publish_directory(
+                    store, request, directory / "artifact", lineage, report.model_dump(mode="json")
+                )
             run.log_artifact(manifest)
         return manifest
 
 
-def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest | None:
+def evaluate_trial(
+    request: AttemptRequest, store_uri: str, checkpoint: str, prepared: PreparedInputs
+) -> Manifest | None:
     """Evaluate a trial of a sweep and publish its report, even if it fails a gate. The report's lineage names the
     checkpoint, from which `publish_trial` makes the model. Called like `evaluate_and_publish`."""
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
-        student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
-        report = student.measure(prepared, StoredParts(store, request, checkpoint))
+        student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
+        report = student.measure(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
             return None
         with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
-        lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
+        lineage = _build_lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
         directory = workspace.path / "report"
         directory.mkdir()
-        _write(_report_files(store, request, report, lineage), directory)
-        return _publish(store, request, directory, lineage, report.model_dump(mode="json"))
+        _write_files(_render_report(store, request, report, lineage), directory)
+        return _publish_directory(store, request, directory, lineage, report.model_dump(mode="json"))
 
 
 def publish_trial(
@@ -126,16 +130,16 @@ def publish_trial(
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
         artifact = workspace.path / "artifact"
-        student = _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"])
+        student = _TrainedStudent.load(spec, get_access(request), workspace, trial_store, lineage["checkpoint"])
         saved = student.save(artifact)
         measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
-        _write(files, artifact)
+        _write_files(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
-        _write({CARD: render_model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
-        return _publish(open_store(store_uri), request, artifact, lineage, trial.metrics)
+        _write_files({CARD: render_model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
+        return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
 @contextmanager
@@ -146,7 +150,7 @@ def _workspace(spec: JobSpec) -> Iterator[Workspace]:
 
 
 @dataclass(frozen=True)
-class _Student:
+class _TrainedStudent:
     """A student without weights, and its trained tensors."""
 
     spec: JobSpec
@@ -163,11 +167,13 @@ class _Student:
     tokens_trained: int
 
     @classmethod
-    def load(cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str) -> _Student:
+    def load(
+        cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str
+    ) -> _TrainedStudent:
         workers = Workers()
-        path = teacher_path(spec.model, workspace.path, access=access, fetch=workspace.fetches)
+        path = resolve_teacher(spec.model, workspace.path, access=access, fetch=workspace.is_downloader)
         files = StoredDirectory(store, checkpoint)
-        if workspace.fetches:
+        if workspace.is_downloader:
             files.fetch(INDEX_FILE, workspace.path)
         workers.gather(None)  # the others wait
         progress = files.manifest.lineage
@@ -175,22 +181,22 @@ class _Student:
             spec=spec,
             access=access,
             workers=workers,
-            lazy=open_lazy(spec, path, device=task_device(spec)),
+            lazy=open_lazy(spec, path, device=get_task_device(spec)),
             tokenizer=load_tokenizer(spec, path),
             workspace=workspace,
             trained=CheckpointTensors(workspace.path, files.read),
             licence=read_license(Path(path)),
-            training=_training(progress),
+            training=_read_training_outcome(progress),
             tokens_trained=int(progress["tokens"]),
         )
 
-    def _bring_trained(self, *, sharded: bool) -> LazyTensors:
+    def _fetch_trained(self, *, sharded: bool) -> LazyTensors:
         """Return trained tensors for this worker: of a sharded model, its rows are read from the store; of a whole one,
         from a copy that the first worker of a machine makes for all of them. Collective."""
         if sharded:
             return self.trained
         copies, directory = self.workspace.num_local > 1, self.workspace.path / "trained"
-        if copies and self.workspace.fetches:
+        if copies and self.workspace.is_downloader:
             directory.mkdir()
             writer = ShardWriter(directory, "trained")
             for name, tensor in self.trained.items():
@@ -199,12 +205,12 @@ class _Student:
         self.workers.gather(None)  # the others wait, also those on other machines
         return Checkpoint.from_directory(directory) if copies else self.trained
 
-    def measure(self, prepared: Prepared, parts: Parts) -> Report:
+    def measure(self, prepared: PreparedInputs, parts: Parts) -> Report:
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
         sharded = self._is_sharded()
-        model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=task_device(self.spec))
+        model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=get_task_device(self.spec))
         workers, rows = Workers(in_step=sharded), prepared.data.held_out
 
         def compare(name: str) -> Totals:
@@ -217,7 +223,7 @@ class _Student:
         if prepared.calibrated is not None:
             model.load_tensors(prepared.calibrated)
             calibrated = compare("calibrated")
-        model.load_tensors(self._bring_trained(sharded=sharded))
+        model.load_tensors(self._fetch_trained(sharded=sharded))
         report: Report = model(
             lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).report(
                 self.tokenizer,
@@ -235,7 +241,7 @@ class _Student:
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = count_parameter_bytes(self.lazy.model)
-        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workspace.num_local)
+        fits = needed < MAX_MODEL_SHARE * get_free_bytes(get_task_device(self.spec), self.workspace.num_local)
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> dict[str, str]:
@@ -256,9 +262,9 @@ class _Student:
                 model.config,
                 self.lazy.base,
                 directory,
-                name_or_path=_findable(self.spec.model.name_or_path),
+                name_or_path=_make_absolute(self.spec.model.name_or_path),
                 revision=self.spec.model.revision,
-                teacher_modules=model.teacher_modules(model.config),
+                teacher_modules=model.list_teacher_modules(model.config),
             )
         else:
             save_lazy_student(self.lazy, directory, teacher=keeps_teacher)
@@ -268,12 +274,12 @@ class _Student:
         return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
 
 
-def _findable(name: str) -> str:
+def _make_absolute(name: str) -> str:
     """Return a teacher's name that works from any working directory: existing paths become absolute."""
     return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
 
 
-def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
+def _read_training_outcome(lineage: Mapping[str, Any]) -> TrainingOutcome:
     """Facts about the state in a checkpoint, from its manifest."""
     step = int(lineage["step"])
     is_best = lineage.get("best_step") == step
@@ -285,23 +291,23 @@ def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
     )
 
 
-def _report_files(
+def _render_report(
     store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the report as JSON and HTML, by file name."""
-    curve = read_curve(store, request.attempt_id.list_until_this())
+    curve = read_loss_curve(store, request.attempt_id.list_until_this())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
         "evaluation.html": render_evaluation_page(report.model_dump(mode="json"), lineage, curve),
     }
 
 
-def _write(files: Mapping[str, str], directory: Path) -> None:
+def _write_files(files: Mapping[str, str], directory: Path) -> None:
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
+def _build_lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
     spec = request.spec
     parent = {} if request.parent is None else {"parent": request.parent.model_dump()}
     return {
@@ -316,9 +322,11 @@ def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _publish(
+def _publish_directory(
     store: ObjectStore, request: AttemptRequest, directory: Path, lineage: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Manifest:
     prefix = request.attempt_id.artifact_prefix
-    told = phase_progress(store, request, "publish", "bytes")
-    return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics, progress=told)
+    progress = make_progress_callback(store, request, "publish", "bytes")
+    return publish_directory(
+        store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics, progress=progress
+    )

@@ -31,7 +31,7 @@ from swiftkv_platform.evaluation.parts import Parts, measured
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
-from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, teacher_path
+from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, resolve_teacher
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
@@ -45,7 +45,7 @@ _PROMPTS_PER_BATCH = 16
 _PROMPT_LENGTH = 2048
 """Tokens of the prompt for timing prefill, if the context allows."""
 _PREFILL_ROUNDS = 5
-_LONGEST_ROW = 2048
+_MAX_ROW_LENGTH = 2048
 """Tokens of a row of text other than the job's, if the context allows."""
 
 
@@ -65,7 +65,7 @@ class Evaluation:
     def compare(self, name: str) -> Totals:
         """Compare teacher and student on the spec's share of held-out rows; `name` identifies the student."""
         batch_size = max(1, _TOKENS_PER_FORWARD // self._rows.max_length)
-        totals: Totals = self._measured(
+        totals: Totals = self._measure_once(
             name,
             Totals,
             lambda: evaluate(
@@ -101,26 +101,26 @@ class Evaluation:
         lengths = needle_lengths(spec, instruct=instruct, context_length=context)
         runs = find_spec("lm_eval") is not None or spec.needle_lengths is not None
         needles = needle_tasks(lengths, spec.needle_samples, tokenizer, chat=instruct) if runs else []
-        answered = run_tasks(student, tokenizer, [*tasks, *needles], spec, workers=self._workers, parts=self._parts)
+        results = run_tasks(student, tokenizer, [*tasks, *needles], spec, workers=self._workers, parts=self._parts)
         if not runs:
             unmeasured = tuple(f"{NEEDLE_PREFIX}{length}" for length in lengths)
-            answered = replace(answered, left_out=answered.left_out + unmeasured)
+            results = replace(results, left_out=results.left_out + unmeasured)
         return Report.build(
             spec,
             rewired=rewired,
             calibrated=calibrated,
             distilled=self.compare("distilled"),
-            continuations=self._measured(
-                "continuations", ContinuationQuality | None, partial(self._continuations, tokenizer)
+            continuations=self._measure_once(
+                "continuations", ContinuationQuality | None, partial(self._measure_continuations, tokenizer)
             ),
-            tasks=answered,
-            cost=self._measured("prefill", PrefillCost, self._prefill),
+            tasks=results,
+            cost=self._measure_once("prefill", PrefillCost, self._measure_prefill),
             tokens_trained=tokens_trained,
             training=training,
             instruct=instruct,
         )
 
-    def _continuations(self, tokenizer: PreTrainedTokenizerBase) -> ContinuationQuality | None:
+    def _measure_continuations(self, tokenizer: PreTrainedTokenizerBase) -> ContinuationQuality | None:
         return compare_continuations(
             self._student,
             self._rows,
@@ -131,7 +131,7 @@ class Evaluation:
             decode=lambda tokens: str(tokenizer.decode(tokens)),
         )
 
-    def _prefill(self) -> PrefillCost | None:
+    def _measure_prefill(self) -> PrefillCost | None:
         """Measure prefill on the first worker only, unless a forward pass needs all workers."""
         if not self._workers.is_first and not self._workers.in_step:
             return self._workers.broadcast_from_first(None)
@@ -140,7 +140,7 @@ class Evaluation:
             measure_prefill(self._student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS)
         )
 
-    def _measured(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
+    def _measure_once(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
         return measured(self._parts, self._workers, name, kind, measure)
 
 
@@ -167,29 +167,29 @@ def evaluate_directory(
 
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    lineage = _lineage(path)
+    lineage = _read_lineage(path)
     job = JobSpec.model_validate(lineage["spec"], context=STORED_CONTEXT) if "spec" in lineage else None
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
-    student, tokenizer = _load(path)
+    student, tokenizer = _load_student(path)
     named = None if teacher is None else ModelSpec(name_or_path=teacher)
     if named is None and not student.config.swiftkv_teacher_weights:
-        named = _teacher_of(path, lineage)
+        named = _find_teacher(path, lineage)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
         workspace = Path(directory)
         if named is not None:
-            _attach_teacher(student, teacher_path(named, workspace), named)
+            _attach_teacher(student, resolve_teacher(named, workspace), named)
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
-        rows = _rows(student, tokenizer, job, data, workspace)
+        rows = _prepare_rows(student, tokenizer, job, data, workspace)
         return Evaluation(student, rows, spec).report(tokenizer, tasks), lineage
 
 
-def _lineage(path: Path) -> dict[str, Any]:
+def _read_lineage(path: Path) -> dict[str, Any]:
     manifest = path / MANIFEST
     return Manifest.model_validate_json(manifest.read_bytes()).lineage if manifest.is_file() else {}
 
 
-def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+def _load_student(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     config: Any = read_config(path, field="path")
     vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):
@@ -200,7 +200,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def _teacher_of(path: Path, lineage: dict[str, Any]) -> ModelSpec:
+def _find_teacher(path: Path, lineage: dict[str, Any]) -> ModelSpec:
     if name := lineage.get("teacher"):
         return ModelSpec(name_or_path=name, revision=lineage.get("revision"))
     raise ModelError(
@@ -225,12 +225,12 @@ def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
     config.swiftkv_teacher_weights = True
 
 
-def _rows(
+def _prepare_rows(
     student: Any, tokenizer: PreTrainedTokenizerBase, job: JobSpec | None, data: Sequence[str], workspace: Path
 ) -> PackedRows:
     if data:
         sources = tuple(DataSourceSpec(name_or_path=name) for name in data)
-        max_length = min(_LONGEST_ROW, student.config.max_position_embeddings)
+        max_length = min(_MAX_ROW_LENGTH, student.config.max_position_embeddings)
         spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
     elif job is not None:
         config = student.config

@@ -1,7 +1,7 @@
-"""Phases before training. First the teacher answers the prompts of sources with `complete`, each worker a share of
-them. Then one Ray task checks the model, without reading weights, and prepares the data.
+"""Phases before training. First all workers generate the teacher's answers to the prompts of sources with `complete`.
+Then one Ray task checks the model, without reading weights, and prepares the data.
 
-Errors in a spec, a model or a data set are found here, before any worker starts. Uses no Ray itself.
+Errors in the spec, the model and the data are raised here, before training workers start. Does not use Ray.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
-from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
-from swiftkv_platform.jobs.attempt.stored import newest_bytes
-from swiftkv_platform.jobs.values import Plan
+from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
+from swiftkv_platform.jobs.attempt.stored import read_newest_object
+from swiftkv_platform.jobs.values import RunPlan
 from swiftkv_platform.jobs.worker.setup import (
     StoreFiles,
-    access_of,
     fetch_data,
-    free_bytes,
+    get_access,
+    get_free_bytes,
+    get_task_device,
     load_tokenizer,
     open_lazy,
+    resolve_teacher,
     set_up_process,
-    task_device,
-    teacher_path,
 )
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.weights.adapters import check_can_be_base
@@ -70,40 +70,42 @@ def prepare(
     answers: CompletionStore | None = None,
     access: Access = UNRESTRICTED,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> tuple[Plan, PreparedData]:
+) -> tuple[RunPlan, PreparedData]:
     """Check the spec and the model, without reading weights, and prepare the rows.
 
     Args:
         rows: directory of the prepared rows; if it does not exist, they are prepared.
-        answers: the teacher's answers, for a spec that asks for them.
+        answers: the teacher's answers, for sources with `complete`.
         access: the job's read permissions.
-        progress: called with the sources read so far and their total.
+        progress: called with (finished sources, total).
 
     Raises:
         InvalidInputError: l, g or a layer is out of range, or the harness cannot run a task.
         ModelError: the teacher or tokenizer cannot be read.
-        DataError: nothing to train on, or to evaluate on.
+        DataError: no rows to train on, or none to evaluate on.
     """
-    import datasets  # takes a second, which training workers need not spend
+    import datasets  # takes a second, which training workers save
 
+    # 1. teacher and student, without weights
     set_up_process(spec)
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
-        path = teacher_path(spec.model, workspace, access=access)
+        path = resolve_teacher(spec.model, workspace, access=access)
         lazy = open_lazy(spec, path)
         student = lazy.model
         if spec.publish.adapter:
             check_can_be_base(lazy.base, "publish.adapter")
         context_length = getattr(student.config, "max_position_embeddings", None)
+        # 2. check what depends on the model
         spec = resolve_model_defaults(spec, context_length=context_length, hidden_size=student.config.hidden_size)
         check_head_counts(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
             find_hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)
-        # Fails now rather than after training.
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
+        # 3. prepare the rows
         if rows.is_dir():
             data = PreparedData.load(rows)
         else:
@@ -115,15 +117,16 @@ def prepare(
                 seed=spec.training.seed,
                 remote=StoreFiles(workspace / "objects"),
                 access=access,
-                completions=None if answers is None else TeacherCompletions(writer(spec, path), answers),
+                completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
                 mask_prompts=spec.swiftkv.request.has_deep_leaders,
                 with_steering=spec.training.validation is not None,
                 progress=progress,
             )
-        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # fails now rather than after training
+        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # raises `DataError` before training
+    # 4. plan the run
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
-    plan = Plan(
+    plan = RunPlan(
         spec=spec,
         total_steps=total_steps(
             len(data.train),
@@ -133,16 +136,16 @@ def prepare(
         ),
         num_trained_parameters=sum(p.numel() for p in select_trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
-        messages=(*data.statistics.format_messages(), *_slow_products(spec)),
-        flops_per_token=training_flops_per_token(spec, student.config, data.train),
+        messages=(*data.statistics.format_messages(), *_warn_slow_bfloat16(spec)),
+        flops_per_token=compute_flops_per_token(spec, student.config, data.train),
     )
     return plan, data
 
 
-def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
-    """Return the FLOPs of training on `rows` per position that the loss counts; each token attends to its own sample.
-    Recomputation by gradient checkpointing is excluded. None for a family unknown to the planner. `config`: the
-    student's configuration."""
+def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
+    """Return the FLOPs of training on `rows` per counted position, without recomputation by gradient checkpointing.
+    Each token attends to its own sample. None for a family unknown to the planner. `config`: the student's
+    configuration."""
     setup = replace(
         make_training_setup(spec),
         samples=rows.sample_length_histogram,
@@ -155,17 +158,17 @@ def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> fl
     return (flops.total - flops.recomputation) / setup.counted_share
 
 
-def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
-    """Warn about bfloat16 on CPUs without fast bfloat16 products, judging by this machine's."""
+def _warn_slow_bfloat16(spec: JobSpec) -> Iterator[tuple[str, bool]]:
+    """Warn about bfloat16 if this machine's CPU has no fast bfloat16 products."""
     if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not has_fast_bfloat16():
         yield (
-            "model.dtype bfloat16 is many times slower than float32 on this CPU, which has no AVX-512; use float32",
+            "model.dtype bfloat16 is many times slower than float32 on this CPU, which lacks AVX-512; use float32",
             True,
         )
 
 
-def writer(spec: JobSpec, path: str) -> TeacherIdentity:
-    """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
+def describe_teacher(spec: JobSpec, path: str) -> TeacherIdentity:
+    """Describe the teacher at `path` that generates data. Raises `ModelError`."""
     config = read_config(path, revision=spec.model.revision)
     return TeacherIdentity(
         spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings
@@ -173,31 +176,31 @@ def writer(spec: JobSpec, path: str) -> TeacherIdentity:
 
 
 class AttemptAnswers:
-    """The `CompletionStore` of an attempt: writes below its own prefix, and reads those of earlier attempts too."""
+    """The `CompletionStore` of an attempt: writes below its own prefix; also reads answers of earlier attempts."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
         self._attempt = request.attempt_id
 
     def get(self, key: str) -> bytes | None:
-        return newest_bytes(self._store, self._attempt, lambda attempt: attempt.answers_key(key))
+        return read_newest_object(self._store, self._attempt, lambda attempt: attempt.answers_key(key))
 
     def put(self, key: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.answers_key(key), data)
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Write the answers of worker `worker`; returns their number of tokens. Raises `ModelError` if the teacher or
-    tokenizer cannot be read, `DataError` if prompts cannot be read."""
+    """Generate and store the answers of worker `worker`; return their number of tokens. Raises `ModelError` if teacher
+    or tokenizer cannot be read, `DataError` if prompts cannot be read."""
     spec = request.spec
     set_up_process(spec)
     store = open_store(store_uri)
     answers, num_tokens = AttemptAnswers(store, request), 0
-    progress = PhaseProgress(Reporter(store, request.attempt_id, f"write-{worker}"), "write")
+    progress = PhaseProgressReporter(Reporter(store, request.attempt_id, f"write-{worker}"), "write")
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
-        path = teacher_path(spec.model, workspace, access=access_of(request))
-        teacher = writer(spec, path)
+        path = resolve_teacher(spec.model, workspace, access=get_access(request))
+        teacher = describe_teacher(spec, path)
         max_length = min(spec.data.max_length, teacher.max_model_len)
         encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
         load_engine = cache(partial(_load_engine, spec, path))
@@ -210,7 +213,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     teacher=teacher,
                     seed=spec.training.seed,
                     remote=StoreFiles(workspace / "data"),
-                    access=access_of(request),
+                    access=get_access(request),
                 )
                 num_tokens += write_answers(
                     prompts,
@@ -218,19 +221,22 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     load_engine,
                     worker=worker,
                     num_workers=spec.resources.max_workers,
-                    progress=partial(progress.tell, f"data.sources[{index}], worker {worker}"),
+                    progress=partial(progress.report, f"data.sources[{index}], worker {worker}"),
                 )
     return num_tokens
 
 
 def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
-    """Raises `InvalidInputError` if this worker cannot hold the teacher."""
+    """Load the teacher into an engine. Raises `InvalidInputError` if it does not fit into this worker's memory."""
     from swiftkv_platform.engine import EngineConfig, LLMEngine
 
     path = str(fetch_model_directory(path, spec.model.revision, field="model.name_or_path"))
-    needed, given = compute_teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
-    if needed >= given:
-        refuse_row_generation(spec, needed, given, "free")
+    needed, available = (
+        compute_teacher_bytes(path, spec.model.dtype),
+        get_free_bytes(get_task_device(spec), num_local=1),
+    )
+    if needed >= available:
+        refuse_row_generation(spec, needed, available, "free")
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))
 
 
@@ -243,12 +249,11 @@ def write_answers(
     num_workers: int = 1,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
-    """Write this worker's share of the shards that have not been written yet; returns the number of tokens written.
+    """Generate this worker's share of the missing answers, shard by shard; return their number of tokens.
 
     Args:
-        load_engine: called only if there is something to write.
-        progress: called at the start and after each written shard, with the answered prompts of the share and their
-            total.
+        load_engine: called if there are missing answers.
+        progress: called at the start and after each shard with (answered prompts, total).
     """
     engine, num_tokens, num_done = None, 0, 0
     num_prompts = sum(len(shard.prompts) for shard in islice(source.plan_shards(), worker, None, num_workers))
@@ -258,7 +263,7 @@ def write_answers(
         if store.get(shard.key) is not None:
             continue
         engine = engine or load_engine()
-        answers = _answer(engine, shard, source)
+        answers = _generate_answers(engine, shard, source)
         num_tokens += sum(len(answer.token_ids) for answer in answers)
         lines = [
             json.dumps({"prompt_token_ids": a.prompt_token_ids, "token_ids": a.token_ids, "text": a.text})
@@ -269,24 +274,24 @@ def write_answers(
     return num_tokens
 
 
-def _answer(engine: LLMEngine, shard: CompletionShard, source: PromptSource) -> list[Completion]:
-    """Return the answers to each prompt in turn; empty for prompts that leave no room for one."""
+def _generate_answers(engine: LLMEngine, shard: CompletionShard, source: PromptSource) -> list[Completion]:
+    """Return the answers to the prompts in order; empty for prompts that fill the context."""
     from swiftkv_platform.engine import SamplingParams
 
     settings = source.settings
-    room = min(source.encoder.max_length, source.teacher.max_model_len)
+    max_length = min(source.encoder.max_length, source.teacher.max_model_len)
     answers = [prompt for prompt in shard.prompts for _ in range(settings.num_completions)]
-    asked = [i for i, answer in enumerate(answers) if 0 < len(answer.prompt_token_ids) < room]
+    indices = [i for i, answer in enumerate(answers) if 0 < len(answer.prompt_token_ids) < max_length]
     parameters = [
         SamplingParams(
-            max_tokens=min(settings.max_tokens, room - len(answers[i].prompt_token_ids)),
+            max_tokens=min(settings.max_tokens, max_length - len(answers[i].prompt_token_ids)),
             temperature=settings.temperature,
             top_p=settings.top_p,
             seed=shard.seeds[i],
         )
-        for i in asked
+        for i in indices
     ]
-    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in asked], parameters) if asked else []
-    for i, output in zip(asked, outputs, strict=True):
+    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in indices], parameters) if indices else []
+    for i, output in zip(indices, outputs, strict=True):
         answers[i] = replace(answers[i], token_ids=tuple(output.token_ids), text=output.text)
     return answers

@@ -1,5 +1,5 @@
-"""Setup of every phase on a worker: its process and memory, the group and directory it shares with others, teacher and
-data sets (as far as the attempt may read them) on its machine, and the student with its calibrated start. Uses no Ray.
+"""Setup of a worker in any phase: its process, process group and shared directory, the downloads of teacher and data,
+and the student with its calibrated start. Does not use Ray.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from swiftkv_platform.distillation.model import DistillationModel, compile_layer
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.jobs.attempt.stored import StoredPreparation
-from swiftkv_platform.jobs.values import Member
+from swiftkv_platform.jobs.attempt.stored import StoredInputs
+from swiftkv_platform.jobs.values import GroupMember
 from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.calibration import calibrate_streamed
 from swiftkv_platform.model.configuration import read_config
@@ -50,55 +50,54 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_model, list_prefix, open_source_bucket
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
-_MAPPED_BYTES = 8 << 20
-"""Least bytes of a tensor that gets its own mapping. glibc raises its threshold to 32 MiB as soon as a tensor of that
-size is freed; gathered layers then stay in its heap, and a worker holds twice what it uses."""
-_PATIENCE = timedelta(hours=24)
-"""Longest wait of a worker for another one, such as for a download; a lost one is noticed at once."""
+_MIN_MAPPED_BYTES = 8 << 20
+"""Minimum bytes of a tensor with its own memory mapping. By default glibc raises this threshold to 32 MiB when a tensor
+of that size is freed; gathered layers then stay in its heap, and a worker holds twice the memory it uses."""
+_GROUP_TIMEOUT = timedelta(hours=24)
+"""Maximum time that a worker waits for another one, e.g. for a download. A lost worker is detected at once."""
 _MODEL = "model.name_or_path"
 _DATA = "data.sources"
 
 
 def set_up_process(spec: JobSpec) -> None:
-    """Use only the cores given to this process (processes with threads on the same core slow each other down
-    fiftyfold), return unused memory, and keep progress bars out of its log."""
-    give_back_freed_tensors()
+    """Limit the threads to the cores of this process (processes that share cores are fifty times slower), return unused
+    memory, and keep progress bars out of the log."""
+    return_freed_memory()
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
-    compute_deterministically(spec.training.deterministic)
+    set_deterministic_algorithms(spec.training.deterministic)
     transformers.utils.logging.disable_progress_bar()
 
 
-def compute_deterministically(wanted: bool) -> None:
-    """Make PyTorch prefer operators with bitwise reproducible results."""
-    if wanted:
+def set_deterministic_algorithms(enabled: bool) -> None:
+    """Make PyTorch use operators with bitwise reproducible results."""
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the process's first product on a GPU
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it takes time
 
 
-def give_back_freed_tensors() -> None:
-    """Make glibc return a large tensor's memory to the system as soon as it is freed; no effect with other C
-    libraries."""
+def return_freed_memory() -> None:
+    """Make glibc return the memory of a freed large tensor to the system at once. No effect with other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
-def free_bytes(device: torch.device, num_local: int) -> float:
-    """Return the bytes that one of `num_local` workers of this machine may use on `device`."""
+def get_free_bytes(device: torch.device, num_local: int) -> float:
+    """Return the free bytes on `device` for each of the `num_local` workers on this machine."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available) / num_local
 
 
-def task_device(spec: JobSpec) -> torch.device:
-    """Device on which a task with a worker's resources computes."""
+def get_task_device(spec: JobSpec) -> torch.device:
+    """Return the device of a task with a worker's resources."""
     return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
 
 
 @contextmanager
-def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
-    """Set up the default process group of a group's workers; none for a single worker."""
+def join_process_group(member: GroupMember, resources: ResourcesSpec) -> Iterator[None]:
+    """Create the default process group of the workers; none for a single worker."""
     if member.size == 1:
         yield
         return
@@ -107,7 +106,7 @@ def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
         init_method=f"tcp://{member.address}",
         rank=member.rank,
         world_size=member.size,
-        timeout=_PATIENCE,
+        timeout=_GROUP_TIMEOUT,
     )
     try:
         yield
@@ -120,45 +119,44 @@ class Workspace:
     """Directory shared by the workers of a machine."""
 
     path: Path
-    fetches: bool
-    """Whether this worker is the first of its machine, which downloads for the others."""
+    is_downloader: bool
+    """Whether this worker downloads for all workers of its machine."""
     num_local: int
-    """Workers of the machine."""
+    """Number of workers on the machine."""
 
 
 @contextmanager
 def shared_workspace(name: str) -> Iterator[Workspace]:
-    """Create a directory for all workers of a machine; the first of them removes it on exit. Collective."""
+    """Create a directory for all workers of a machine, and remove it on exit. Collective."""
     workers = Workers()
     hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
     path = Path(tempfile.gettempdir()) / workers.broadcast_from_first(f"{name}-{uuid4().hex}")
     path.mkdir(mode=0o700, exist_ok=True)
-    fetches = workers.rank == hosts.index(host)
+    is_downloader = workers.rank == hosts.index(host)
     try:
-        yield Workspace(path, fetches, hosts.count(host))
+        yield Workspace(path, is_downloader, hosts.count(host))
     finally:
-        if fetches:
+        if is_downloader:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def access_of(request: AttemptRequest) -> Access:
-    """Return what an attempt may read, and whether its tasks may run code."""
+def get_access(request: AttemptRequest) -> Access:
+    """Return the read permissions of an attempt, and whether its evaluation tasks may run code."""
     return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
 
 
-def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRICTED, fetch: bool = True) -> str:
-    """Return a name that transformers can load: a directory, or an unchanged hub id if sources are unrestricted. A GGUF
-    file is converted to a directory in this machine's cache.
+def resolve_teacher(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRICTED, fetch: bool = True) -> str:
+    """Return a teacher that transformers can load: a directory, or an unchanged hub id if sources are unrestricted. A
+    GGUF file is converted to a directory in this machine's cache.
 
     Args:
         workspace: destination of an `s3://` teacher.
-        access: read permissions; a directory is checked with everything in it.
-        fetch: download an `s3://` teacher; otherwise only return its path, for further processes on a machine.
+        access: read permissions; they apply to all files of a directory.
+        fetch: download an `s3://` teacher; False: only return its path, because another process downloads it.
 
     Raises:
-        ModelError: an unknown built-in teacher, an empty address, or a model that requires code or files that may not
-            be read.
-        InvalidInputError: a forbidden name, or a hub id shadowed by a path in the working directory.
+        ModelError: an unknown built-in teacher, an empty address, or a model that requires code or forbidden files.
+        InvalidInputError: a forbidden name, or a hub id that is also a path in the working directory.
     """
 
     def download(uri: str) -> Path:
@@ -169,7 +167,7 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRI
 
 
 class StoreFiles:
-    """Objects of stores as files below `workspace`: the `RemoteFiles` of data sources."""
+    """The `RemoteFiles` of data sources: objects of stores, downloaded to `workspace`."""
 
     def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
@@ -182,30 +180,30 @@ class StoreFiles:
             return [RemoteFile(source.store, each.key) for each in list_prefix(store, source, DataError, field=_DATA)]
 
     def fetch(self, file: RemoteFile) -> Path:
-        """Download one object, unless it is there."""
-        path = self.path(file)
+        """Download an object, unless it exists already."""
+        path = self.get_path(file)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             open_store(file.store).download_file(file.key, path)
         return path
 
-    def path(self, file: RemoteFile) -> Path:
-        """Return the local path of an object, or of the objects below its key."""
+    def get_path(self, file: RemoteFile) -> Path:
+        """Return the local path of an object, or of all objects below its key."""
         return self._workspace / file.store.removeprefix("s3://").strip("/") / file.key
 
 
 def fetch_data(uri: str, workspace: Path) -> Path:
-    """Download the object or prefix at an `s3://` address and return its path below `workspace`. Raises `DataError` if
-    there is nothing."""
+    """Download the object or prefix at an `s3://` address, and return its path below `workspace`. Raises `DataError` if
+    there is no object."""
     files, source = StoreFiles(workspace), S3Source(uri)
     for file in files.list(source):
         files.fetch(file)
-    return files.path(RemoteFile(source.store, source.key))
+    return files.get_path(RemoteFile(source.store, source.key))
 
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
-    """Load the teacher's tokenizer. Raises `ModelError` if it cannot be read, or makes ids that the teacher does not
-    embed."""
+    """Load the teacher's tokenizer. Raises `ModelError` if it is unreadable or has ids outside the teacher's
+    vocabulary."""
     revision = spec.model.revision
     vocab_size = read_config(path, revision=revision).vocab_size
     tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
@@ -218,7 +216,7 @@ def get_compute_dtype(spec: JobSpec) -> torch.dtype:
 
 
 def load_student(spec: JobSpec, path: str) -> Any:
-    """The student with copied projections, in the spec's dtype."""
+    """Load the student with copied projections, in the spec's dtype."""
     return make_student(path, spec.swiftkv.request, dtype=get_compute_dtype(spec), revision=spec.model.revision)
 
 
@@ -228,8 +226,8 @@ def open_lazy(
     """Open the student in the spec's dtype without reading weights.
 
     Args:
-        start: initial values of its own tensors; missing ones are copied from the teacher.
-        device: device of the weights once they are read.
+        start: initial values of the student's own tensors; missing ones are copied from the teacher.
+        device: device of the weights after reading.
     """
     return LazyStudent.open(
         path,
@@ -241,31 +239,32 @@ def open_lazy(
     )
 
 
-def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Strategy:
-    """Spread the fork over the workers of the default process group. If parameters are sharded, a worker reads only its
-    shards, module by module. `start`: initial values of the student's own tensors; None: copied from the teacher."""
+def distribute_model(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Strategy:
+    """Load teacher and student, and distribute them over the workers of the default process group. If parameters are
+    sharded, a worker reads only its shards, module by module. `start`: initial values of the student's own tensors;
+    None: copied from the teacher."""
     lazy = open_lazy(spec, path, start) if spec.sharding.shards_parameters else None
     student = lazy.model if lazy else load_student(spec, path)
-    fork = DistillationModel.from_spec(student, spec, device=device)
+    model = DistillationModel.from_spec(student, spec, device=device)
     if lazy is not None:
-        lazy.attach(fork)
+        lazy.attach(model)
     elif start is not None:
         load_trained_tensors(student, start)
     if spec.training.compile:
-        compile_layers(fork)
-    return parallelize(fork, spec, dtype=get_compute_dtype(spec), device=device, weights=lazy)
+        compile_layers(model)
+    return parallelize(model, spec, dtype=get_compute_dtype(spec), device=device, weights=lazy)
 
 
-def find_start(
+def ensure_calibrated_start(
     spec: JobSpec,
-    stored: StoredPreparation,
+    stored: StoredInputs,
     path: str,
     rows: Path,
     *,
     device: torch.device | str,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Calibrate on the workers of the default process group and publish the start, unless that has been done.
+    """Calibrate on the workers of the default process group and publish the calibrated start, unless it exists already.
 
     Args:
         path: path of the teacher.
@@ -273,11 +272,11 @@ def find_start(
         progress: see `calibrate`.
     """
     workers = Workers()
-    if workers.broadcast_from_first(workers.is_first and stored.lacks_start):
+    if workers.broadcast_from_first(workers.is_first and stored.needs_calibration):
         with tempfile.TemporaryDirectory(prefix="start-") as directory:
             calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device, progress=progress)
             if workers.is_first:
-                stored.publish_start(Path(directory))
+                stored.publish_calibrated_start(Path(directory))
     workers.gather(None)  # the others wait
 
 
@@ -290,13 +289,13 @@ def calibrate(
     device: torch.device | str,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Write the calibrated start into `directory`, by the first of the workers of the default process group; each runs
-    the teacher over its share of the rows, layer by layer.
+    """Calibrate on the workers of the default process group: each runs the teacher layer by layer over its share of the
+    rows. The first worker writes the calibrated start to `directory`.
 
     Args:
         path: path of the teacher.
         rows: the training rows.
-        progress: called on the first worker with the finished layers and their total.
+        progress: called on the first worker with (finished layers, total).
     """
     workers = Workers()
     batches = iter_calibration_batches(
@@ -304,13 +303,13 @@ def calibrate(
     )
     source = open_lazy(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated")
-    found = calibrate_streamed(
+    tensors = calibrate_streamed(
         source,
         batches,
         workers=workers,
         device=device,
         progress=progress if workers.is_first else lambda _done, _total: None,
     )
-    for name, tensor in found:
+    for name, tensor in tensors:
         writer.add(name, tensor.to(source.model.dtype))
     writer.flush()

@@ -1,4 +1,4 @@
-"""Train loop of every Ray Train worker: connects the trainer with the attempt's storage, events and tracking. Only this
+"""Train loop of a Ray Train worker: connects the trainer to the attempt's storage, events and tracking. Only this
 module and `swiftkv_platform.jobs.ray_train` use `ray.train`.
 """
 
@@ -33,29 +33,29 @@ from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.jobs.attempt.events import (
-    ControlWatcher,
     MetricsBuffer,
     Reporter,
-    phase_progress,
-    say_placed,
-    told_to_leave,
+    StopRequestWatcher,
+    make_progress_callback,
+    report_placed,
+    sigterm_received,
 )
 from swiftkv_platform.jobs.attempt.stored import (
     AttemptCheckpoints,
-    StoredPreparation,
-    check_all_there,
+    StoredInputs,
+    check_no_missing_tensors,
     fetch_parent,
     open_parent,
-    trained_tensors,
+    open_trained_tensors,
 )
-from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
-from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
+from swiftkv_platform.jobs.attempt.tracking import LossCurve, TrackedRun
+from swiftkv_platform.jobs.values import STOP_REASONS, TrainingResult, WorkerConfig
 from swiftkv_platform.jobs.worker.setup import (
-    access_of,
-    find_start,
+    distribute_model,
+    ensure_calibrated_start,
+    get_access,
+    resolve_teacher,
     set_up_process,
-    spread_fork,
-    teacher_path,
 )
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.planning.machines import PEAK_FLOPS
@@ -66,19 +66,19 @@ from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import NO_SPANS, get_job_spans
 
 
-class LeftError(Exception):
-    """Ends the workers but not the run: Ray Train restarts them."""
+class WorkerLeavingError(Exception):
+    """Ends the workers, so that Ray Train restarts them; the run continues."""
 
 
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Train from the newest checkpoint, if any, to the end. The outcome of rank 0 is the run's."""
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
+    """Train from the newest checkpoint, if any, to the last step. Rank 0 returns the result of the run."""
     worker = config["worker"]
     request, spec = worker.request, worker.request.spec
     rank = ray.train.get_context().get_world_rank()
     configure_logging(job_id=request.job_id, attempt=request.attempt, rank=rank)
     store = open_store(worker.store_uri)
     if rank == 0:
-        say_placed(store, request, "train")
+        report_placed(store, request, "train")
     set_up_process(spec)
     listener: _Listener = _RankZero(store, worker) if rank == 0 else _Listener()
     checkpoints = AttemptCheckpoints(
@@ -88,26 +88,26 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     try:
         stop_request = _build_trainer(worker, checkpoints, listener).run()
     except TrainingError as error:  # raised on every worker
-        return Outcome(checkpoints.newest(), error)
+        return TrainingResult(checkpoints.find_newest(), error)
     finally:
         listener.close()
     if stop_request is StopRequest.LEAVE:
-        raise LeftError("a worker was told to stop; its checkpoint is complete")
-    stopped = STOPPED.get(stop_request)
-    return Outcome(checkpoints.model() if stopped is None else checkpoints.newest(), stopped=stopped)
+        raise WorkerLeavingError("a worker received SIGTERM; the checkpoint is complete")
+    stopped = STOP_REASONS.get(stop_request)
+    return TrainingResult(checkpoints.find_model() if stopped is None else checkpoints.find_newest(), stopped=stopped)
 
 
 def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listener: _Listener) -> Trainer:
     spec = worker.request.spec
-    stored: StoredPreparation = ray.get(worker.prepared)
+    stored: StoredInputs = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
     parent = worker.request.parent if broadcast_from_rank_0(lambda: not checkpoints.list_candidates()) else None
-    with _on_this_machine(worker, stored, local_rank) as (path, rows):
-        _fetch_start(worker, stored, path, rows, local_rank)
+    with _fetch_inputs(worker, stored, local_rank) as (path, rows):
+        _fetch_calibrated_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
-        strategy = spread_fork(spec, path, prepared.calibrated, device=ray.train.torch.get_device())
+        strategy = distribute_model(spec, path, prepared.calibrated, device=ray.train.torch.get_device())
         if parent is not None:
-            _start_from_parent(strategy, worker, parent, rows.with_name("parent"), local_rank)
+            _load_parent(strategy, worker, parent, rows.with_name("parent"), local_rank)
     return Trainer(
         strategy,
         prepared.data.train,
@@ -119,51 +119,51 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     )
 
 
-def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
-    """Fetch the calibrated start to this machine; if it does not exist yet, the workers calibrate first."""
+def _fetch_calibrated_start(worker: WorkerConfig, stored: StoredInputs, path: str, rows: Path, local_rank: int) -> None:
+    """Download the calibrated start to this machine, after the workers have calibrated if necessary."""
     request = worker.request
     spans = get_job_spans() if dist.get_rank() == 0 else NO_SPANS
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
-        told = phase_progress(open_store(worker.store_uri), request, "calibrate", "layers")
-        find_start(request.spec, stored, path, rows, device=ray.train.torch.get_device(), progress=told)
+        progress = make_progress_callback(open_store(worker.store_uri), request, "calibrate", "layers")
+        ensure_calibrated_start(
+            request.spec, stored, path, rows, device=ray.train.torch.get_device(), progress=progress
+        )
     if local_rank == 0:
-        stored.fetch_start(rows)
+        stored.fetch_calibrated_start(rows)
     dist.barrier()
 
 
-def _start_from_parent(
-    strategy: Strategy, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
-) -> None:
-    """Start from the job's parent: load its values, and its optimizer state if the spec asks for it. Workers that need
-    all of it read a copy on their machine, others read their parts from the store."""
-    store, first = open_store(worker.store_uri), local_rank == 0
+def _load_parent(strategy: Strategy, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int) -> None:
+    """Load the weights of the job's parent and, if the spec says so, its optimizer state. Workers read their shards
+    from the store, or the whole parent from a copy on their machine."""
+    store, is_downloader = open_store(worker.store_uri), local_rank == 0
 
-    def bring() -> StoredDirectory | None:
+    def fetch() -> StoredDirectory | None:
         if strategy.reads_own_shards:
-            return open_parent(store, parent, directory, fetches=first)
-        if first:
+            return open_parent(store, parent, directory, is_downloader=is_downloader)
+        if is_downloader:
             fetch_parent(store, parent, directory)
         return None
 
-    files = run_on_all_workers(bring)
+    files = run_on_all_workers(fetch)
     if worker.request.spec.training.load_optimizer_state:
         load_training_state(strategy, directory, None if files is None else files.read)
     else:
-        check_all_there(parent, strategy.load_trained_tensors(trained_tensors(parent, directory, files)))
+        check_no_missing_tensors(parent, strategy.load_trained_tensors(open_trained_tensors(parent, directory, files)))
 
 
 @contextmanager
-def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank: int) -> Iterator[tuple[str, Path]]:
-    """Yield the paths of the teacher and the prepared rows; one worker of each machine downloads them for all."""
+def _fetch_inputs(worker: WorkerConfig, stored: StoredInputs, local_rank: int) -> Iterator[tuple[str, Path]]:
+    """Yield the paths of teacher and prepared rows. Rank 0 of each machine downloads them for all its workers."""
     workspace = Path(tempfile.gettempdir()) / broadcast_from_rank_0(lambda: f"train-{uuid4().hex}")
     if local_rank == 0:
         workspace.mkdir(mode=0o700)
     try:
-        path = teacher_path(
-            worker.request.spec.model, workspace, access=access_of(worker.request), fetch=local_rank == 0
+        path = resolve_teacher(
+            worker.request.spec.model, workspace, access=get_access(worker.request), fetch=local_rank == 0
         )
         if local_rank == 0:
-            stored.fetch(workspace / "rows")
+            stored.fetch_rows(workspace / "rows")
         dist.barrier()
         yield path, workspace / "rows"
         dist.barrier()
@@ -173,18 +173,18 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
 
 
 class _Listener:
-    """Listener to the trainer and its checkpoints on the workers other than rank 0, which reports for all."""
+    """Listener of trainer and checkpoints on all workers but rank 0, which alone writes reports."""
 
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
     def poll_stop_request(self) -> StopRequest:
-        """Tell if this worker got SIGTERM, and once if Ray Train knows that a machine of the workers is about to go.
+        """Return `LEAVE` after SIGTERM, and `SAVE` once if Ray Train announces the preemption of a worker's node.
         Collective."""
-        own = StopRequest.LEAVE if told_to_leave.is_set() else StopRequest.NONE
+        own = StopRequest.LEAVE if sigterm_received.is_set() else StopRequest.NONE
         if not self._watched or ray.train.get_preemption_info() is None:
             return own
-        self._watched = False  # Ray Train restarts the workers when the machine is gone
+        self._watched = False  # Ray Train restarts the workers when the node is lost
         return max(own, StopRequest.SAVE)
 
     def on_start(self, progress: Progress) -> None: ...
@@ -201,18 +201,18 @@ class _Listener:
 
 
 class _RankZero(_Listener):
-    """Reports steps and checkpoints as events, tracked metrics and log lines. A step waits neither for the store nor
-    for the checkpoint thread."""
+    """Reports steps and checkpoints as events, tracked metrics and log lines. Steps do not wait for the store or the
+    checkpoint thread."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         super().__init__()
         request = worker.request
         self._reporter = Reporter(store, request.attempt_id, "rank0")
-        self._run = TrackedRun(store, request, self._reporter.tracking)
+        self._run = TrackedRun(store, request, self._reporter.send_tracking)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
-        self._curve = Curve(store, request.attempt_id)
-        self._control = ControlWatcher(store, request)
+        self._curve = LossCurve(store, request.attempt_id)
+        self._control = StopRequestWatcher(store, request)
         self._request = request
         self._training_since: float | None = None
 
@@ -220,42 +220,42 @@ class _RankZero(_Listener):
         return max(super().poll_stop_request(), self._control.stop_request)
 
     def on_start(self, progress: Progress) -> None:
-        self._telemetry.begin(progress.tokens)
-        self._curve.begin(progress.step)
-        self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
-        get_logger().info("training_begins", step=progress.step)
+        self._telemetry.start(progress.tokens)
+        self._curve.resume(progress.step)
+        self._reporter.send_message(f"training starts at step {progress.step}", step=progress.step)
+        get_logger().info("training_started", step=progress.step)
         self._training_since = time.time()
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._training_since is not None:
             self._trace_first_step(self._training_since)
             self._training_since = None
-        point = metrics.to_point() | self._telemetry.point(metrics)
+        point = metrics.to_point() | self._telemetry.compute_point(metrics)
         self._metrics.add(point)
         self._curve.add(point)
         self._run.log(point, metrics.step)
 
     def on_steering(self, note: SteeringNote) -> None:
-        get_logger().info("course", told=note.message)
-        with suppress(StorageError):  # like metrics: training goes on while the store is away
-            self._reporter.course(note.message, note.data)
+        get_logger().info("steering", note=note.message)
+        with suppress(StorageError):  # training continues while the store is unavailable
+            self._reporter.send_course(note.message, note.data)
 
-    def _trace_first_step(self, began: float) -> None:
-        named = {"job_id": self._request.job_id, "attempt": self._request.attempt}
-        get_job_spans().record("first step", self._request.traceparent, began, time.time(), **named)
+    def _trace_first_step(self, started: float) -> None:
+        labels = {"job_id": self._request.job_id, "attempt": self._request.attempt}
+        get_job_spans().record("first step", self._request.traceparent, started, time.time(), **labels)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         self._metrics.flush()
         self._curve.save()
         self._run.save()
-        self._reporter.checkpoint(key, manifest, progress.step)
+        self._reporter.send_checkpoint(key, manifest, progress.step)
         get_logger().info("checkpoint_saved", key=key, step=progress.step, size=manifest.size)
 
     def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
         get_logger().error("checkpoint_lost", key=key, step=progress.step, error=error.message)
-        message = f"checkpoint of step {progress.step} could not be stored; training goes on: {error.message}"
-        with suppress(StorageError):  # the same store may be away
-            self._reporter.message(message, level="warn", step=progress.step)
+        message = f"checkpoint of step {progress.step} could not be stored; training continues: {error.message}"
+        with suppress(StorageError):  # the event store may be unavailable too
+            self._reporter.send_message(message, level="warn", step=progress.step)
 
     def close(self) -> None:
         self._control.close()
@@ -266,41 +266,40 @@ class _RankZero(_Listener):
 
 
 class Telemetry:
-    """Performance figures of one worker, for each step.
+    """Performance metrics of one worker.
 
     Args:
-        flops_per_token: FLOPs of training per position that the loss counts; None if unknown.
-        device: device of the worker.
+        flops_per_token: FLOPs of training per counted position; None if unknown.
     """
 
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
         self._device = device
         self._tokens = 0
         self._flops_per_token = flops_per_token
-        self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
+        self._peak = spec.resources.peak_flops_per_second or _look_up_peak_flops(spec, device)
 
-    def point(self, metrics: StepMetrics) -> dict[str, float]:
-        """Return `memory_bytes` (peak of the device; of the process on a CPU) and, if known, `flops_per_second` and
-        `mfu` (model FLOPs utilisation) of this worker."""
+    def compute_point(self, metrics: StepMetrics) -> dict[str, float]:
+        """Return the peak `memory_bytes` of the device, or of the process on a CPU, and if known `flops_per_second` and
+        `mfu` (model FLOPs utilization) of this worker."""
         counted, self._tokens = metrics.tokens - self._tokens, metrics.tokens
-        figures = {"memory_bytes": float(self._memory())}
+        figures = {"memory_bytes": float(self._measure_memory())}
         if self._flops_per_token is not None and counted and metrics.tokens_per_second:
             figures["flops_per_second"] = self._flops_per_token * metrics.tokens_per_second / metrics.world_size
             if self._peak is not None:
                 figures["mfu"] = figures["flops_per_second"] / self._peak
         return figures
 
-    def begin(self, tokens: int) -> None:
+    def start(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def _memory(self) -> int:
+    def _measure_memory(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak << 10
 
 
-def _known_peak(spec: JobSpec, device: torch.device) -> float | None:
+def _look_up_peak_flops(spec: JobSpec, device: torch.device) -> float | None:
     if device.type != "cuda" or spec.model.dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

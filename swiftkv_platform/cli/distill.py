@@ -117,7 +117,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
         # Imported only when the command runs: torch and Ray take seconds to import.
         from swiftkv_platform.jobs.distill import run_local
-        from swiftkv_platform.jobs.failures import explain
+        from swiftkv_platform.jobs.failures import explain_failure
     configure_logging()
     try:
         with JobDisplay(get_error_console()) as display:
@@ -125,7 +125,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     except SwiftKVError:
         raise
     except Exception as error:
-        failure = explain(error)
+        failure = explain_failure(error)
         if failure.code == SwiftKVError.code:
             # An unforeseen error: show its traceback.
             raise

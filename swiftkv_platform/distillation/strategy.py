@@ -248,7 +248,7 @@ class _TorchStrategy(Strategy):
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
         state = get_model_state_dict(self.module, options=_TRAINED_ONLY)
-        return {name: state[name] for name in state if name not in frozen and not name.startswith("kept_teacher.")}
+        return {name: state[name] for name in state if name not in frozen and not name.startswith("teacher_copy.")}
 
 
 class DDPStrategy(_TorchStrategy):

@@ -227,7 +227,7 @@ def sweep(server: Server) -> str:
     server.tick()
     measured = [{**row, "perplexity_ratio": 1.1, "within_budget": "kl" in row and row["kl"] < 0.2} for row in TRIALS]
     server.worker(job_id).say("status", status="running")
-    server.worker(job_id).say("message", "5 trials have ended", time=1003, sweep=measured, recommended="l6-g1")
+    server.worker(job_id).say("message", "5 trials finished", time=1003, sweep=measured, recommended="l6-g1")
     server.tick()
     return job_id
 

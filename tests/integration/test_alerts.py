@@ -49,11 +49,11 @@ from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
 reporter = Reporter(store, request.attempt_id, "rank0")
 if "tracked" in request.spec.metadata:
-    run = TrackedRun(store, request, reporter.tracking)
+    run = TrackedRun(store, request, reporter.send_tracking)
     while run.info is None:
         time.sleep(0.1)
     run.close()
-reporter.error("no rows", code="data_error", field=None, value=None, retryable=False)
+reporter.send_error("no rows", code="data_error", field=None, value=None, retryable=False)
 sys.exit(1)
 """
 )

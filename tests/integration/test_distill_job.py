@@ -90,7 +90,7 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
     assert done.returncode == 0, done.stderr
     said = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
     kinds = [kind for kind, _ in said]
-    wrote = next(message.split()[3] for _, message in said if message.startswith("the teacher wrote "))
+    wrote = next(message.split()[3] for _, message in said if message.startswith("the teacher generated "))
     assert 3 <= int(wrote) <= 12
     assert any(message.startswith("data.sources[1] ") and f"{wrote} tokens written" in message for _, message in said)
     assert kinds[0] == "status"

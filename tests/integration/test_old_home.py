@@ -94,7 +94,7 @@ def test_the_paused_job_goes_on_where_it_was(client: Client, version: str) -> No
 
     def begun() -> list[int]:
         events = client.jobs.events(paused.id, follow=False)
-        return [event.data["step"] for event in events if event.message.startswith("training begins at step")]
+        return [event.data["step"] for event in events if event.message.startswith("training starts at step")]
 
     eventually(
         lambda: PAUSED_AT_STEP[version] in begun(), "the second attempt begins at the checkpoint's step", seconds=240

@@ -116,7 +116,7 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
     assert max(done) > 0
     second = AttemptRequest(job_id=JOB, attempt=2, spec=asking_for(max(done) + STEPS), run_id="run")
     assert run_attempt(store, second) is None
-    begun = [int(said.split()[-1]) for said in _messages(attempts, 2) if "training begins at step" in said]
+    begun = [int(said.split()[-1]) for said in _messages(attempts, 2) if "training starts at step" in said]
     assert sorted(begun) == sorted(done)
     assert attempts.read_artifact_manifest(SECOND) is not None
 

@@ -30,7 +30,7 @@ from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, Prepared, StoredParts
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, PreparedInputs, StoredResults
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
@@ -187,22 +187,24 @@ def run_evaluation(case: Case) -> Outcome:
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
-    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), Checkpoint.from_directory(directory / "start"))  # type: ignore[arg-type]
-    newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
+    prepared = PreparedInputs(
+        PreparedData(rows, rows, rows, None, "rows"), Checkpoint.from_directory(directory / "start")
+    )  # type: ignore[arg-type]
+    newest = AttemptCheckpoints(store, request, keep=1).find_newest() if workers.is_first else None
     checkpoint = workers.broadcast_from_first(newest)
-    keep = StoredParts.put
+    keep = StoredResults.put
 
-    def put(self: StoredParts, name: str, data: bytes) -> None:
+    def put(self: StoredResults, name: str, data: bytes) -> None:
         keep(self, name, data)
         if name == case.killed_after:
             os._exit(9)
 
-    StoredParts.put = put  # type: ignore[method-assign]
+    StoredResults.put = put  # type: ignore[method-assign]
     try:
         with memory.watched("evaluate"):
             manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
     finally:
-        StoredParts.put = keep  # type: ignore[method-assign]
+        StoredResults.put = keep  # type: ignore[method-assign]
     return Outcome([], workers.broadcast_from_first(manifest), workers.gather(memory.grown))
 
 
@@ -228,7 +230,7 @@ def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
     workers = Workers()
     with shared_workspace("shared") as workspace:
         assert workspace.path.is_dir()
-        found = workers.gather((str(workspace.path), workspace.fetches, workspace.num_local))
+        found = workers.gather((str(workspace.path), workspace.is_downloader, workspace.num_local))
     workers.gather(None)
     return found
 

@@ -65,7 +65,7 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     student = tiny_student(group_size=group_size, early_exit=True)
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     distillation_model = DistillationModel(student, spec, dtype=torch.float32)
-    batch = to_tensors(tiny_rows().batch([0, 1, 2]))
+    batch = to_tensors(tiny_rows().make_padded_batch([0, 1, 2]))
     sums = distillation_model(**batch)
     sum(weight * sums[name] for name, weight in distillation_model.loss_weights.items()).backward()
     actual = _gradients(distillation_model)
@@ -88,7 +88,7 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
     distillation_model = DistillationModel(student, DistillationSpec(), dtype=torch.float32)
     outputs: list[torch.Tensor] = []
     student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    distillation_model(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
+    distillation_model(**to_tensors(tiny_rows().make_padded_batch([0])))["logits_loss"].backward()
     assert len(outputs) == 1
     assert not outputs[0].requires_grad
     assert all(p.grad is None for layer in student.model.layers[:NUM_KEY_VALUE_LAYERS] for p in layer.parameters())
@@ -98,7 +98,7 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
 def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     student = tiny_student()
     spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
-    batch = to_tensors(tiny_rows().batch([0, 1]))
+    batch = to_tensors(tiny_rows().make_padded_batch([0, 1]))
     actual = DistillationModel(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
     states = []
     for enabled in (True, False):
@@ -116,7 +116,7 @@ def test_a_hidden_layer_below_the_fork_is_refused() -> None:
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
-    batch = to_tensors(tiny_rows().batch([0, 1]))
+    batch = to_tensors(tiny_rows().make_padded_batch([0, 1]))
     gradients = []
     for checkpointing in (False, True):
         distillation_model = DistillationModel(
@@ -138,7 +138,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     """The layers >= l are trained, or all layers, while the teacher that they are compared with stays unchanged."""
     student = tiny_student()
     distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
-    batch = to_tensors(tiny_rows().batch([0, 1]))
+    batch = to_tensors(tiny_rows().make_padded_batch([0, 1]))
     with torch.no_grad():
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         teacher = student.swiftkv(False)(**inputs, use_cache=False).logits

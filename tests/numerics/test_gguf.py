@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.jobs.worker.setup import teacher_path
+from swiftkv_platform.jobs.worker.setup import resolve_teacher
 from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.weights.bases import convert_gguf
 from swiftkv_platform.sources import Access, Boundary
@@ -92,11 +92,11 @@ def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path) -> N
     (tmp_path / "own").mkdir()
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
     spec = ModelSpec(name_or_path=str(file))
-    directory = Path(teacher_path(spec, tmp_path, access=Access(roots=(str(tmp_path / "own"),))))
+    directory = Path(resolve_teacher(spec, tmp_path, access=Access(roots=(str(tmp_path / "own"),))))
     assert directory.parent == tmp_path / "cache"
     assert (directory / "model.safetensors").is_file()
     with pytest.raises(InvalidInputError, match="may not read"):
-        teacher_path(spec, tmp_path, access=Access(roots=(str(tmp_path / "elsewhere"),)))
+        resolve_teacher(spec, tmp_path, access=Access(roots=(str(tmp_path / "elsewhere"),)))
 
 
 def test_a_conversion_holds_what_its_digest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

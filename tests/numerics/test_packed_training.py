@@ -122,7 +122,7 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
 def test_no_token_sees_another_sample(name: str, backend: str) -> None:
     """Changing all tokens of one sample changes no logit of another, in either mode, with and without windows."""
     assert max(LENGTHS) > WINDOW
-    student, row = make_student(name, backend), to_tensors(make_rows(packing=True).batch([0]))
+    student, row = make_student(name, backend), to_tensors(make_rows(packing=True).make_padded_batch([0]))
     begins = (row["position_ids"][0] == 0).nonzero().flatten().tolist()
     assert len(begins) >= 2
     for swiftkv in (True, False):
@@ -185,7 +185,7 @@ def test_nothing_is_as_large_as_a_row_by_a_row(name: str) -> None:
         squares = {shape for shape in shapes.seen if shape[-2:] == (MAX_LENGTH, MAX_LENGTH)}
         assert not squares - {tuple(parameter.shape) for parameter in student.parameters()}
     if name != "qwen2-mixed":
-        batch = to_tensors(make_rows(packing=False).batch(range(len(LENGTHS))))
+        batch = to_tensors(make_rows(packing=False).make_padded_batch(range(len(LENGTHS))))
         context = student.model.make_context(batch["input_ids"], position_ids=batch["position_ids"])
         assert context.masks.by_layer == (None,) * len(context.masks.by_layer)
 
@@ -220,5 +220,5 @@ def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
         student.model.make_context(batch["input_ids"], position_ids=batch["position_ids"])
     assert error.value.field == "attn_implementation"
     student.model.make_context(batch["input_ids"][:1], position_ids=batch["position_ids"][:1])
-    alone = to_tensors(make_rows(packing=False).batch([0, 1]))
+    alone = to_tensors(make_rows(packing=False).make_padded_batch([0, 1]))
     student.model.make_context(alone["input_ids"], position_ids=alone["position_ids"])

@@ -22,7 +22,7 @@ from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, open_parent, trained_tensors
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, open_parent, open_trained_tensors
 from swiftkv_platform.model import convert
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
@@ -140,12 +140,12 @@ def start_from_parent(case: Case) -> Restored:
     """Start from a parent, as the train loop does when workers load parts."""
     strategy, store, _ = _build(case)
     directory = Path(case.directory) / str(dist.get_world_size())
-    files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
+    files = open_parent(store, case.parent, directory, is_downloader=dist.get_rank() == 0)  # type: ignore[arg-type]
     dist.barrier()
     if case.with_optimizer:
         load_training_state(strategy, directory, files.read)
     else:
-        assert strategy.load_trained_tensors(trained_tensors(case.parent, directory, files)) == []
+        assert strategy.load_trained_tensors(open_trained_tensors(case.parent, directory, files)) == []
     return Restored(_digests(strategy), _gathered(store))
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.engine.loading import describe_model
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.jobs.worker.measure import _load as load_for_evaluation
+from swiftkv_platform.jobs.worker.measure import _load_student as load_for_evaluation
 from swiftkv_platform.model import convert_checkpoint, load_dense
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer

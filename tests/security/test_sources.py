@@ -61,11 +61,11 @@ def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
 
 def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
     """Return what the tenant's job keeps of a model, once its spec is accepted: the text of its tokenizer's files."""
-    from swiftkv_platform.jobs.worker.setup import load_student, load_tokenizer, teacher_path
+    from swiftkv_platform.jobs.worker.setup import load_student, load_tokenizer, resolve_teacher
 
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(name), "dtype": "float32"}})
     access(stage).check_spec(spec)
-    path = teacher_path(spec.model, workspace, access=access(stage))
+    path = resolve_teacher(spec.model, workspace, access=access(stage))
     load_student(spec, path)
     load_tokenizer(spec, path).save_pretrained(workspace / "kept")
     return "".join(file.read_text(errors="replace") for file in sorted((workspace / "kept").iterdir()))

@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
 from swiftkv_platform.data.source_rows import open_source
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs.worker.setup import access_of
+from swiftkv_platform.jobs.worker.setup import get_access
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
@@ -147,7 +147,7 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
     )
     with pytest.raises(InvalidInputError, match="may not read"):
         open_source(
-            DataSourceSpec(name_or_path="secret/rows"), source_field="d", remote=None, access=access_of(request)
+            DataSourceSpec(name_or_path="secret/rows"), source_field="d", remote=None, access=get_access(request)
         )
 
 

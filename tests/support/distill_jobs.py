@@ -59,7 +59,7 @@ def events(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[A
 def starts(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[int]:
     """Return the step at which the attempt's workers began, for each of their starts."""
     said = events(store, attempt=attempt, job_id=job_id)
-    return [event.data["step"] for event in said if event.message.startswith("training begins")]
+    return [event.data["step"] for event in said if event.message.startswith("training starts")]
 
 
 def wait_for_checkpoint(store: ObjectStore, process: subprocess.Popen[bytes]) -> None:

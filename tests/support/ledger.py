@@ -29,9 +29,9 @@ from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs import distill, driver, ray_train
-from swiftkv_platform.jobs.attempt.stored import StoredPreparation
+from swiftkv_platform.jobs.attempt.stored import StoredInputs
 from swiftkv_platform.jobs.driver import prepare as prepare_job
-from swiftkv_platform.jobs.values import Outcome, Plan, WorkerConfig
+from swiftkv_platform.jobs.values import RunPlan, TrainingResult, WorkerConfig
 from swiftkv_platform.jobs.worker import train
 from swiftkv_platform.specs import JobSpec
 
@@ -101,13 +101,13 @@ class Ledger:
         return self.directory / f"hold-{world_size}-{step}.released"
 
 
-def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
+def prepare(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
     """Call `prepare` of `swiftkv_platform.jobs.driver`, and record the node that it runs on."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return prepare_job(request, store_uri)
 
 
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
     """Call the train loop of `swiftkv_platform.jobs.worker.train`, and write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()

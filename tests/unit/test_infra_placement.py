@@ -17,7 +17,7 @@ from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest
 from swiftkv_platform.control_plane.ray.places import fit
-from swiftkv_platform.jobs.driver import task_options
+from swiftkv_platform.jobs.driver import build_task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.settings import Settings
@@ -98,7 +98,7 @@ def schedule() -> Schedule:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule, recipe: Path) -> None:
     spec = load_spec(recipe)
-    task = resources_from_ray_options(task_options(spec.resources))
+    task = resources_from_ray_options(build_task_options(spec.resources))
     # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
     assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
     assert infeasible(schedule(workers(spec), [driver()])) == []

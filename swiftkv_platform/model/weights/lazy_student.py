@@ -32,7 +32,7 @@ from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta,
 from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.student_shape import ShapeRequest
 
-_TEACHER_PREFIX = "kept_teacher."
+_TEACHER_PREFIX = "teacher_copy."
 _ParameterSlot = tuple[int, str]
 """Identity of a module, and the name of one of its parameters."""
 
@@ -115,10 +115,10 @@ class LazyStudent:
         """Read the student's own tensors from `start` from now on."""
         self._start = start
 
-    def attach(self, fork: nn.Module) -> None:
-        """Map the parameters of a fork, or another module with the student as `student` and optionally a
-        `kept_teacher`, to their names in the student."""
-        self._map_parameters(fork, _student_name)
+    def attach(self, module: nn.Module) -> None:
+        """Map the parameters of a module with the student as `student` and optionally a
+        `teacher_copy`, to their names in the student."""
+        self._map_parameters(module, _student_name)
 
     def _map_parameters(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
         self._root = root
@@ -206,7 +206,7 @@ def get_local_rows(parameter: DTensor) -> slice:
 
 
 def _student_name(name: str) -> str:
-    """Return the name in the student of a fork's parameter."""
+    """Return the name in the student of a parameter of `DistillationModel`."""
     return (
         f"model.{name.removeprefix(_TEACHER_PREFIX)}"
         if name.startswith(_TEACHER_PREFIX)

@@ -30,11 +30,11 @@ from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
-    compute_deterministically,
+    distribute_model,
     get_compute_dtype,
     load_student,
     open_lazy,
-    spread_fork,
+    set_deterministic_algorithms,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec
@@ -257,7 +257,7 @@ def run(name: str, which: str, *, deterministic: bool = False) -> Recorder:
     sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
     sections["optimizer"] = {"learning_rate": 5e-3, "warmup_ratio": 0.0} | sections["optimizer"]
     spec, path = job_spec("bfloat16", **sections), teacher("llama")[1]
-    strategy = spread_fork(spec, path, None, device=DEVICE)
+    strategy = distribute_model(spec, path, None, device=DEVICE)
     assert {buffer.device for buffer in strategy.module.buffers()} == {DEVICE}
     job_id = f"{name}-{deterministic}-{which.replace('resumed', 'killed')}"
     request = AttemptRequest(job_id=job_id, attempt=1, spec=spec, run_id="r")
@@ -265,10 +265,10 @@ def run(name: str, which: str, *, deterministic: bool = False) -> Recorder:
     recorder = Recorder(strategy, KILLED_AFTER if which == "killed" else 0)
     options: Any = {"total_steps": NUM_STEPS, "listener": recorder}
     options["held_out"] = rows(5, seed=1) if name.endswith("steered") else None
-    compute_deterministically(deterministic)
+    set_deterministic_algorithms(deterministic)
     with suppress(Killed):
         Trainer(strategy, rows(), Checkpointer(strategy, checkpoints, local_rank=0), spec, **options).run()
-    compute_deterministically(False)
+    set_deterministic_algorithms(False)
     return recorder
 
 
@@ -327,7 +327,7 @@ def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
         student, start = disturbed(spec, path), Checkpoint.from_directory(tmp_path / directory)
         assert set(start) == student.swiftkv_parameters().keys()
         load_trained_tensors(student, start)
-        ids = torch.from_numpy(rows().batch([0])["input_ids"])
+        ids = torch.from_numpy(rows().make_padded_batch([0])["input_ids"])
         return {"logits": student(ids).logits, "exit head": student.exit_head.weight}
 
     assert_near(said("device", DEVICE), said("cpu", CPU), 1e-3 if dtype == "float32" else 5e-2)

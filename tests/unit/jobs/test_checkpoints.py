@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId, Manifest
 from swiftkv_platform.distillation.steering import Progress, SteeringState
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, finished_before
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, find_finished_checkpoint
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
@@ -56,13 +56,13 @@ def shard(tmp_path: Path) -> Path:
 def test_an_attempt_goes_on_from_the_newest_and_never_from_a_newer_one_than_told(
     store: ObjectStore, shard: Path
 ) -> None:
-    assert Checkpoints(store, shard).newest() is None
+    assert Checkpoints(store, shard).find_newest() is None
     before = Checkpoints(store, shard, 1, keep=9)
     three, six, _nine = (before.save(step) for step in (3, 6, 9))
     checkpoints = Checkpoints(store, shard, resume_from=six)
-    assert (checkpoints.newest(), checkpoints.list_candidates()) == (six, [six, three])
+    assert (checkpoints.find_newest(), checkpoints.list_candidates()) == (six, [six, three])
     eight = checkpoints.save(8)
-    assert (checkpoints.newest(), checkpoints.list_candidates()) == (eight, [eight, six, three])
+    assert (checkpoints.find_newest(), checkpoints.list_candidates()) == (eight, [eight, six, three])
 
 
 def test_an_attempt_that_another_has_superseded_deletes_nothing(store: ObjectStore, shard: Path) -> None:
@@ -77,7 +77,7 @@ def test_old_checkpoints_and_unfinished_ones_before_them_go(store: ObjectStore, 
     checkpoints = Checkpoints(store, shard, keep=2)
     three = checkpoints.save(3)
     checkpoints.upload(shard, "step-00000006-w2-lost")
-    assert checkpoints.newest() == three, "an unfinished checkpoint is ignored"
+    assert checkpoints.find_newest() == three, "an unfinished checkpoint is ignored"
     for step in (6, 9, 12):
         checkpoints.save(step)
     assert checkpoints.kept() == [9, 12]
@@ -105,16 +105,16 @@ def test_a_checkpoint_tells_the_held_out_kl_of_its_state(
 def test_the_model_is_made_of_the_best_state_that_was_stored(store: ObjectStore, shard: Path) -> None:
     checkpoints = Checkpoints(store, shard)
     best, last = (checkpoints.save(step, best_step=3) for step in (3, 9))
-    assert (checkpoints.newest(), checkpoints.model()) == (last, best)
-    assert Checkpoints(store, shard, 3, resume_from=last).model() == best
-    assert checkpoints.save(12, best_step=10) == checkpoints.model(), "the best one was not stored"
+    assert (checkpoints.find_newest(), checkpoints.find_model()) == (last, best)
+    assert Checkpoints(store, shard, 3, resume_from=last).find_model() == best
+    assert checkpoints.save(12, best_step=10) == checkpoints.find_model(), "the best one was not stored"
 
 
 def test_the_model_is_made_of_the_last_state_where_that_is_asked_for(store: ObjectStore, shard: Path) -> None:
     spec = JobSpec.model_validate({"name": "n", "training": {"keep_best": False}})
     checkpoints = Checkpoints(store, shard, spec=spec)
     _, last = (checkpoints.save(step, best_step=3) for step in (3, 9))
-    assert checkpoints.model() == last
+    assert checkpoints.find_model() == last
 
 
 def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard
     ended = checkpoints.save(8, best_step=3, ended=1)
     finished = [(running, 9, None), (running, 6, best), (ended, 9, best)]
     for key, total_steps, model in finished:
-        assert finished_before(store, request(3, resume_from=key), total_steps=total_steps) == model
+        assert find_finished_checkpoint(store, request(3, resume_from=key), total_steps=total_steps) == model
 
 
 def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, shard: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, sh
     checkpoints = Checkpoints(store, shard)
     for world_size in (2, 1):
         checkpoints.save(6, world_size=world_size)
-    assert checkpoints.newest() is not None
+    assert checkpoints.find_newest() is not None
     assert checkpoints.kept()
 
 

@@ -16,7 +16,7 @@ from swiftkv_platform.contract.attempts import (
 )
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.jobs.worker.setup import StoreFiles, access_of, teacher_path
+from swiftkv_platform.jobs.worker.setup import StoreFiles, get_access, resolve_teacher
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.specs import JobSpec, ModelSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -28,20 +28,22 @@ FILE = new_file_id()
 
 
 def test_a_built_in_teacher_lies_in_the_package(tmp_path: Path) -> None:
-    path = Path(teacher_path(ModelSpec(), tmp_path))
+    path = Path(resolve_teacher(ModelSpec(), tmp_path))
     assert {"config.json", "model.safetensors"} <= {file.name for file in path.iterdir()}
     with pytest.raises(ModelError, match="builtin:python-5m") as raised:
-        teacher_path(ModelSpec(name_or_path="builtin:gpt"), tmp_path)
+        resolve_teacher(ModelSpec(name_or_path="builtin:gpt"), tmp_path)
     assert (raised.value.field, raised.value.value) == ("model.name_or_path", "builtin:gpt")
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "models/mine", "/models/mine"])
 def test_hub_ids_and_directories_stay_what_they_are(name: str, tmp_path: Path) -> None:
-    assert teacher_path(ModelSpec(name_or_path=name), tmp_path) == name
+    assert resolve_teacher(ModelSpec(name_or_path=name), tmp_path) == name
 
 
 def test_a_machine_that_is_not_to_fetch_knows_where_the_teacher_will_be(tmp_path: Path) -> None:
-    assert Path(teacher_path(ModelSpec(name_or_path="s3://bucket/teacher"), tmp_path, fetch=False)).parent == tmp_path
+    assert (
+        Path(resolve_teacher(ModelSpec(name_or_path="s3://bucket/teacher"), tmp_path, fetch=False)).parent == tmp_path
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -59,7 +61,7 @@ def of_a_file(tmp_path: Path) -> AttemptRequest:
 
 def prepare(request: AttemptRequest, directory: Path) -> int:
     (directory / "rows").mkdir()
-    sources = {"remote": StoreFiles(directory / "objects"), "access": access_of(request)}
+    sources = {"remote": StoreFiles(directory / "objects"), "access": get_access(request)}
     data = prepare_data(request.spec.data, byte_tokenizer(), directory / "rows", seed=0, **sources)
     return data.statistics.sources[0].rows
 

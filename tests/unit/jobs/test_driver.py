@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs import distill, driver
 from swiftkv_platform.jobs.distill import main
-from swiftkv_platform.jobs.driver import refuse_unshared_store
+from swiftkv_platform.jobs.driver import check_store_is_shared
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -51,10 +51,10 @@ def test_a_group_waits_for_no_place_that_another_holds(
 ) -> None:
     """The cluster has four CPUs. A group that waits for what another job holds could wait for ever."""
     told = iter(free)
-    monkeypatch.setattr(driver, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(driver, "STOP_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": float(next(told))})
-    assert driver.group_size(JobSpec(name="test", resources={"num_workers": num_workers}).resources) == size
+    assert driver.choose_group_size(JobSpec(name="test", resources={"num_workers": num_workers}).resources) == size
 
 
 @pytest.mark.parametrize("protocol", [None, *range(1, PROTOCOL + 1)])
@@ -100,7 +100,7 @@ def test_a_request_of_another_version_is_refused_in_one_sentence(
 def test_a_directory_is_no_store_for_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(uri: str, *alive: bool) -> None:
         monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": is_alive} for is_alive in alive])
-        refuse_unshared_store(open_store(uri))
+        check_store_is_shared(open_store(uri))
 
     with pytest.raises(InvalidInputError, match="the cluster has 2 nodes") as raised:
         check(str(tmp_path), True, False, True)
@@ -204,7 +204,7 @@ def test_a_job_here_that_is_told_to_end_leaves_nothing(
         os.kill(os.getpid(), told)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(distill, "_local_ray", lambda spec: nullcontext())
+    monkeypatch.setattr(distill, "_start_local_ray", lambda spec: nullcontext())
     monkeypatch.setattr(distill, "distill", work)
     before = signal.getsignal(told)
     with pytest.raises(SystemExit, match="143"):

@@ -14,8 +14,8 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.jobs.attempt import tracking
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, following
-from swiftkv_platform.jobs.attempt.tracking import Curve, read_curve
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, follow_events
+from swiftkv_platform.jobs.attempt.tracking import LossCurve, read_loss_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.support.fakes.attempt_store import FakeWorker
@@ -44,7 +44,7 @@ def metrics_buffer(store: ObjectStore, *, interval_s: float = 3600.0) -> Iterato
 
 def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
     for _ in range(2):
-        Reporter(store, FIRST, "rank0").message("hello")
+        Reporter(store, FIRST, "rank0").send_message("hello")
     stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == [1, 1]
     writers = {event.writer for event in stored}
@@ -55,7 +55,7 @@ def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
 def test_threads_of_a_process_never_share_a_number(store: HangingStore) -> None:
     reporter = Reporter(store, FIRST, "rank0")
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(reporter.message, (str(number) for number in range(40))))
+        list(threads.map(reporter.send_message, (str(number) for number in range(40))))
     stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == list(range(1, 41))
     assert sorted(int(event.event.message) for event in stored) == list(range(40))
@@ -116,8 +116,8 @@ class Listener:
 @contextmanager
 def tailing(store: HangingStore, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Hand the first attempt's events on until the block ends; yields what is logged."""
-    monkeypatch.setattr("swiftkv_platform.jobs.attempt.events._FOLLOW_INTERVAL_S", 0.01)
-    with capture_logs() as lines, following(AttemptStore(store), request(), listener):
+    monkeypatch.setattr("swiftkv_platform.jobs.attempt.events._EVENT_POLL_INTERVAL_S", 0.01)
+    with capture_logs() as lines, follow_events(AttemptStore(store), request(), listener):
         yield lines
 
 
@@ -169,34 +169,34 @@ def test_the_last_events_are_looked_for_more_than_once_and_nothing_holds_up_the_
         assert [(line["message"], line["exc_info"]) for line in lines] == [("one", True)]
 
 
-def draw(drawn: Curve, *steps: int, loss: float = 1.0) -> None:
+def draw(drawn: LossCurve, *steps: int, loss: float = 1.0) -> None:
     for step in steps:
         drawn.add({"step": step, "tokens": 10 * step, "loss": loss, "logits_loss": loss, "lr": 0.1, "mfu": 0.4})
     drawn.save()
 
 
 def test_losses_are_kept_and_nothing_else(store: HangingStore) -> None:
-    drawn = Curve(store, FIRST)
-    drawn.begin(0)
+    drawn = LossCurve(store, FIRST)
+    drawn.resume(0)
     draw(drawn, 1)
     kept = {"step": 1, "tokens": 10, "loss": 1.0, "logits_loss": 1.0}
-    assert read_curve(store, [FIRST, SECOND]) == [kept]
+    assert read_loss_curve(store, [FIRST, SECOND]) == [kept]
 
 
 def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_MOST_POINTS", 8)
-    draw(Curve(store, FIRST), *range(1, 42))
-    assert [each["step"] for each in read_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
+    monkeypatch.setattr(tracking, "_MAX_POINTS", 8)
+    draw(LossCurve(store, FIRST), *range(1, 42))
+    assert [each["step"] for each in read_loss_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
 
 
 def test_steps_that_are_made_again_are_the_later_ones(store: HangingStore) -> None:
     """A step repeated by restarted workers or by a later attempt has its last loss in the curve."""
-    draw(Curve(store, FIRST), *range(1, 8), loss=1.0)
-    again = Curve(store, FIRST)
-    again.begin(4)
+    draw(LossCurve(store, FIRST), *range(1, 8), loss=1.0)
+    again = LossCurve(store, FIRST)
+    again.resume(4)
     draw(again, 5, 6, loss=2.0)
-    draw(Curve(store, SECOND), 6, 7, loss=3.0)
-    losses = [(each["step"], each["loss"]) for each in read_curve(store, SECOND.list_until_this())]
+    draw(LossCurve(store, SECOND), 6, 7, loss=3.0)
+    losses = [(each["step"], each["loss"]) for each in read_loss_curve(store, SECOND.list_until_this())]
     assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 3.0), (7, 3.0)]
 
 
@@ -208,6 +208,6 @@ def test_training_begins_and_goes_on_while_the_store_is_away(
 
     for method in ("get_bytes", "put_bytes"):
         monkeypatch.setattr(store, method, away)
-    drawn = Curve(store, FIRST)
-    drawn.begin(4)
+    drawn = LossCurve(store, FIRST)
+    drawn.resume(4)
     draw(drawn, 5)

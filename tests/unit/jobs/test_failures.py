@@ -16,7 +16,7 @@ from swiftkv_platform import errors
 from swiftkv_platform.contract.cures import CURES, advise_on_failure, find_cure
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import DataError, LossNotFiniteError, QualityGateError, StorageError, SwiftKVError
-from swiftkv_platform.jobs.failures import Failure, explain, root_cause
+from swiftkv_platform.jobs.failures import Failure, explain_failure, find_root_cause
 from swiftkv_platform.specs import JobSpec
 
 NO_MEMORY = "Task was killed due to the node running low on memory."
@@ -58,15 +58,17 @@ PEER = raised(RuntimeError("Connection closed by peer"))
 )
 def test_our_own_errors_keep_their_words_through_a_task(error: SwiftKVError, retryable: bool) -> None:
     expected = Failure(error.code, error.message, error.field, error.value, retryable)
-    assert explain(error) == expected
-    assert explain(from_task(pickle.loads(pickle.dumps(error)))) == expected
-    assert explain(ControllerError(from_task(error))) == expected, "also from a controller that cannot start workers"
+    assert explain_failure(error) == expected
+    assert explain_failure(from_task(pickle.loads(pickle.dumps(error)))) == expected
+    assert explain_failure(ControllerError(from_task(error))) == expected, (
+        "also from a controller that cannot start workers"
+    )
 
 
 def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections() -> None:
     ours = StorageError("the store is away")
     failed = WorkerGroupError("workers failed", {0: RuntimeError("connection closed by peer"), 1: ours})
-    assert (explain(failed).code, root_cause(failed)) == ("storage_error", ours)
+    assert (explain_failure(failed).code, find_root_cause(failed)) == ("storage_error", ours)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections() -
     ],
 )
 def test_a_lost_worker_is_worth_another_try(failures: dict[int, Exception], code: str, retryable: bool) -> None:
-    failure = explain(WorkerGroupError("workers failed", failures))
+    failure = explain_failure(WorkerGroupError("workers failed", failures))
     assert (failure.code, failure.retryable) == (code, retryable)
 
 
@@ -100,14 +102,14 @@ def too_large() -> RuntimeError:
     ],
 )
 def test_a_batch_that_does_not_fit_the_device_is_not(error: Exception, line: str) -> None:
-    failure = explain(group(raised(error)))
+    failure = explain_failure(group(raised(error)))
     assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
     assert failure.message.startswith("a worker ran out of memory: ")
     assert failure.message.endswith(line)
 
 
 def test_ray_s_killing_of_a_worker_for_memory_is_seen_through_the_failed_health_check() -> None:
-    failure = explain(group(PEER, died(OutOfMemoryError(NO_MEMORY))))
+    failure = explain_failure(group(PEER, died(OutOfMemoryError(NO_MEMORY))))
     assert (failure.code, failure.retryable) == ("out_of_memory", True)
     assert failure.message.endswith(NO_MEMORY)
 
@@ -121,7 +123,9 @@ def test_a_lost_worker_is_told_by_how_it_died_or_by_the_first_error() -> None:
         (group(PEER, died(ActorDiedError())), "The actor died unexpectedly before finishing this task."),
         (group(nccl), "NCCL error in: init.cpp"),
     ]
-    assert [explain(error) for error, _ in told] == [Failure("worker_lost", f"{LOST}: {how}") for _, how in told]
+    assert [explain_failure(error) for error, _ in told] == [
+        Failure("worker_lost", f"{LOST}: {how}") for _, how in told
+    ]
 
 
 def test_a_full_disk_is_named_wherever_it_was_met() -> None:
@@ -132,18 +136,22 @@ def test_a_full_disk_is_named_wherever_it_was_met() -> None:
         group(raised(CheckpointException("save", {0: (full, None)}))),  # as torch.distributed.checkpoint wraps it
         group(raised(RuntimeError("writing failed"), traceback=f"OSError: {full}\nRuntimeError: writing failed")),
     ):
-        failure = explain(error)
+        failure = explain_failure(error)
         assert (failure.code, failure.retryable) == ("disk_full", True)
         assert failure.message.endswith("No space left on device: '/tmp/checkpoint-x/__0_0.distcp'")
 
 
 def test_anything_else_is_named_by_its_type() -> None:
-    failure = explain(ZeroDivisionError("division by zero"))
+    failure = explain_failure(ZeroDivisionError("division by zero"))
     assert failure == Failure("internal_error", "ZeroDivisionError: division by zero", retryable=False)
-    assert explain(from_task(KeyError("lm_head"))) == Failure("internal_error", "KeyError: 'lm_head'", retryable=False)
-    assert explain(from_task(OSError("disk full"))) == Failure("internal_error", "OSError: disk full")
-    assert root_cause(ZeroDivisionError()) is None
-    assert explain(DataError("bad", value=("a", 1))).value == "('a', 1)", "a value that JSON does not know is text"
+    assert explain_failure(from_task(KeyError("lm_head"))) == Failure(
+        "internal_error", "KeyError: 'lm_head'", retryable=False
+    )
+    assert explain_failure(from_task(OSError("disk full"))) == Failure("internal_error", "OSError: disk full")
+    assert find_root_cause(ZeroDivisionError()) is None
+    assert explain_failure(DataError("bad", value=("a", 1))).value == "('a', 1)", (
+        "a value that JSON does not know is text"
+    )
 
 
 LIVE = {"waiting_for_resources", "waiting_for_turn", "cost_cap", "paused", "resumed", "cancelled"}
@@ -168,37 +176,37 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
     ("failure", "changes", "told"),
     [
         (
-            explain(too_large()),
+            explain_failure(too_large()),
             {"training": {"micro_batch_size": 6, "batch_size": 12}},
             "training.micro_batch_size is 6: use 3; or data.max_length is 8192: use 4096; or "
             "training.gradient_checkpointing is false: use true. More workers",
         ),
-        (explain(too_large()), {}, "data.max_length is 8192: use 4096; or"),
+        (explain_failure(too_large()), {}, "data.max_length is 8192: use 4096; or"),
         (
-            explain(LossNotFiniteError("step 3", field="optimizer.learning_rate", value=0.03)),
+            explain_failure(LossNotFiniteError("step 3", field="optimizer.learning_rate", value=0.03)),
             {"optimizer": {"learning_rate": 0.03}, "model": {"dtype": "float32"}},
             "optimizer.learning_rate is 0.03: use 0.003. If",
         ),
         (
-            explain(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
+            explain_failure(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
             {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}},
             "evaluation.max_kl is 0.2: relax the limit to accept this student; or training.num_epochs is 2: use 4; or "
             "swiftkv.num_key_value_layers is 6: use 7 or more. ",
         ),
         (
-            explain(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
+            explain_failure(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
             {"data": {"sources": [{"name_or_path": "org/x"}]}},
             'data.sources[0].name_or_path is "org/x": use a valid value. Clone',
         ),
-        (explain(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
-        (explain(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. Check"),
-        (explain(group(died(ActorDiedError()))), {}, "fault_tolerance.max_retries is 3: use 6. The job's log"),
-        (explain(OSError(errno.ENOSPC, "No space left on device")), {}, "Checkpoints and data pass"),
+        (explain_failure(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
+        (explain_failure(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. Check"),
+        (explain_failure(group(died(ActorDiedError()))), {}, "fault_tolerance.max_retries is 3: use 6. The job's log"),
+        (explain_failure(OSError(errno.ENOSPC, "No space left on device")), {}, "Checkpoints and data pass"),
         (Failure("not_placed", ""), {"resources": {"num_workers": 4}}, "resources.num_workers is 4: use 2. Or"),
         (Failure("not_placed", "", "resources"), {"resources": {"num_workers": {"min": 1, "max": 2}}}, "Or add nodes"),
         (Failure("quota_exceeded", "", "resources.num_workers"), {}, "resources.num_workers is 2: use 1. Clone"),
         (Failure("protocol_mismatch", "", "spec.training.momentum"), {}, "Update the Ray cluster's image"),
-        (explain(KeyError("lm_head")), {}, "This is a bug in the program"),
+        (explain_failure(KeyError("lm_head")), {}, "This is a bug in the program"),
     ],
 )  # fmt: skip
 def test_a_cure_names_field_value_and_what_to_use_instead(failure: Failure, changes: dict[str, Any], told: str) -> None:

@@ -11,7 +11,7 @@ from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.jobs.attempt.stored import find_rows
+from swiftkv_platform.jobs.attempt.stored import find_prepared_rows
 from swiftkv_platform.jobs.driver import prepare, write
 from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -30,16 +30,16 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Pat
     first, later = (request(attempt, job.spec(**COPIED)) for attempt in (1, 2))
     store = job.store
     plan, stored = prepare(first, store.uri)
-    assert stored.rows == AttemptId("job", 1).data_prefix == find_rows(store, later)
+    assert stored.rows == AttemptId("job", 1).data_prefix == find_prepared_rows(store, later)
     job.write([{"text": "something else altogether"}])
     assert prepare(later, store.uri) == (plan, stored)
-    stored.fetch(tmp_path / "rows")
+    stored.fetch_rows(tmp_path / "rows")
     data = stored.open(tmp_path / "rows").data
     assert isinstance(data.train.samples.tokens, np.memmap)
     assert len(data.train) == plan.statistics["train"]["rows"]
     assert data.train[0]["input_ids"].max() <= 257
     assert is_discarded(job)
-    assert find_rows(store, later) is None
+    assert find_prepared_rows(store, later) is None
 
 
 def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, tmp_path: Path) -> None:
@@ -47,15 +47,15 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
     first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
     _, stored = prepare(first, store.uri)
     assert stored.start == AttemptId("job", 1).start_prefix("tiny")
-    assert stored.lacks_start
+    assert stored.needs_calibration
     assert prepare(later, store.uri)[1].start == AttemptId("job", 2).start_prefix("tiny")
-    stored.fetch(tmp_path / "rows")
+    stored.fetch_rows(tmp_path / "rows")
     (tmp_path / "found").mkdir()
     calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")
-    stored.publish_start(tmp_path / "found")
-    assert not stored.lacks_start
+    stored.publish_calibrated_start(tmp_path / "found")
+    assert not stored.needs_calibration
     assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
-    stored.fetch_start(tmp_path / "rows")
+    stored.fetch_calibrated_start(tmp_path / "rows")
     calibrated, found = stored.open(tmp_path / "rows").calibrated, Checkpoint.from_directory(tmp_path / "found")
     assert calibrated.keys() == found.keys()
     assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
@@ -137,7 +137,7 @@ def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> No
 def test_a_worker_without_room_for_the_teacher_refuses(
     asking: Any, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.jobs.worker.prepare.free_bytes", lambda *_, **__: 1e5)
+    monkeypatch.setattr("swiftkv_platform.jobs.worker.prepare.get_free_bytes", lambda *_, **__: 1e5)
     with pytest.raises(InvalidInputError, match=r"a worker has 0\.0 GB free") as refused:
         write(asking(), store.uri, 0)
     assert refused.value.field == "data.sources.0.complete"

@@ -16,9 +16,9 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId
 from swiftkv_platform.distillation.model import select_trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.jobs.attempt.stored import Prepared
-from swiftkv_platform.jobs.attempt.tracking import Curve
-from swiftkv_platform.jobs.values import Plan
+from swiftkv_platform.jobs.attempt.stored import PreparedInputs
+from swiftkv_platform.jobs.attempt.tracking import LossCurve
+from swiftkv_platform.jobs.values import RunPlan
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.jobs.worker.setup import calibrate, load_student
@@ -39,15 +39,15 @@ ARTIFACT = AttemptId("job", 1).artifact_prefix
 WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
 
 
-def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
+def prepare(job: Job, spec: JobSpec) -> tuple[RunPlan, PreparedInputs]:
     """Prepare the rows and, unless the start is copied, calibrate it in this process."""
     place = job.directory / f"prepared-{len(list(job.directory.iterdir()))}"
     place.mkdir()
     plan, data = prepare_in(spec, place / "rows")
     if spec.swiftkv.initialization == "copied":
-        return plan, Prepared(data, None)
+        return plan, PreparedInputs(data, None)
     calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
-    return plan, Prepared(data, dict(Checkpoint.from_directory(place)))
+    return plan, PreparedInputs(data, dict(Checkpoint.from_directory(place)))
 
 
 def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:
@@ -70,7 +70,7 @@ def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, 
     return "ck"
 
 
-def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: Prepared, place: str = "artifact") -> Any:
+def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: PreparedInputs, place: str = "artifact") -> Any:
     """Evaluate and publish the checkpoint; fetch the artifact to `place` and return its manifest."""
     manifest = evaluate_and_publish(request(spec=spec), job.store.uri, checkpoint, prepared)
     fetch_directory(job.store, ARTIFACT, job.directory / place)
@@ -131,7 +131,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
     spec = job.spec(**COPIED)
     _, prepared = prepare(job, spec)
     checkpoint = checkpoint_of(job, spec, state={"moments": torch.zeros(1 << 20)})
-    drawn = Curve(job.store, AttemptId("job", 1))
+    drawn = LossCurve(job.store, AttemptId("job", 1))
     drawn.add({"step": 4, "tokens": 77, "loss": 0.125})
     drawn.save()
     read: Counter[str] = Counter()
@@ -161,7 +161,7 @@ def test_a_piece_that_was_damaged_is_not_measured(job: Job) -> None:
     data = bytearray(job.store.get_bytes(info.key))
     data[len(data) // 2] ^= 1
     job.store.put_bytes(info.key, bytes(data))
-    with pytest.raises(ArtifactCorruptError, match="no longer holds"):
+    with pytest.raises(ArtifactCorruptError, match="is damaged: "):
         evaluate_job(job, spec, checkpoint, prepare(job, spec)[1])
 
 

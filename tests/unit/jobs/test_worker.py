@@ -17,7 +17,7 @@ from swiftkv_platform.contract.events import SteeringReason
 from swiftkv_platform.distillation.steering import Progress, SteeringNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
-from swiftkv_platform.jobs.worker.prepare import training_flops_per_token
+from swiftkv_platform.jobs.worker.prepare import compute_flops_per_token
 from swiftkv_platform.jobs.worker.train import Telemetry, _RankZero
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
@@ -101,15 +101,17 @@ def test_a_step_back_is_a_warning_with_its_reason(monkeypatch: pytest.MonkeyPatc
 def test_work_follows_the_positions_that_count() -> None:
     """Each of two workers does half of the work for 200 positions, in half a second."""
     telemetry = Telemetry(spec(peak_flops_per_second=3.2e6), 4000.0, CPU)
-    telemetry.begin(1000)
-    point = telemetry.point(step(1, tokens=1200, rate=400.0))
+    telemetry.start(1000)
+    point = telemetry.compute_point(step(1, tokens=1200, rate=400.0))
     assert point["flops_per_second"] == pytest.approx(200 * 4000.0 / 2 / 0.5)
     assert point["mfu"] == pytest.approx(0.25)
     held = torch.ones(1 << 26)
-    assert telemetry.point(step(1, tokens=1200, rate=400.0))["memory_bytes"] > max(held.nbytes, point["memory_bytes"])
+    assert telemetry.compute_point(step(1, tokens=1200, rate=400.0))["memory_bytes"] > max(
+        held.nbytes, point["memory_bytes"]
+    )
     assert point["memory_bytes"] > 1 << 20
-    assert telemetry.point(step(1, tokens=1600, rate=200.0))["mfu"] == pytest.approx(0.125)
-    unknown = (Telemetry(spec(), flops, CPU).point(step(1)).keys() for flops in (1000.0, None))
+    assert telemetry.compute_point(step(1, tokens=1600, rate=200.0))["mfu"] == pytest.approx(0.125)
+    unknown = (Telemetry(spec(), flops, CPU).compute_point(step(1)).keys() for flops in (1000.0, None))
     assert list(unknown) == [{"memory_bytes", "flops_per_second"}, {"memory_bytes"}]
 
 
@@ -119,7 +121,7 @@ def test_the_arithmetic_is_the_students_own() -> None:
     rows = tiny_rows()
     all_count = replace(rows, samples=replace(rows.samples, loss_mask=np.ones_like(rows.samples.loss_mask)))
     of_short, of_long, of_all = (
-        training_flops_per_token(spec(), config, some)
+        compute_flops_per_token(spec(), config, some)
         for config, some in ((short, rows), (long, rows), (long, all_count))
     )
     assert 1.3 < of_long / of_short < 3

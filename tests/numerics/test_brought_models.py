@@ -157,12 +157,12 @@ BAD: dict[str, tuple[Write, str]] = {
     ),
     "RoPE that lacks a factor": (
         brought(config={"rope_parameters": ..., "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
-        "config.json has rope_scaling.rope_type 'llama3'; with it rope_scaling.low_freq_factor is needed",
+        "config.json has rope_scaling.rope_type 'llama3'; it requires rope_scaling.low_freq_factor",
     ),
     **{
         f"a student's {key}": (
             brought(config={key: value}),
-            f"config.json has {key} .*; model_type 'llama' does not have it",
+            f"config.json has {key} .*; model_type 'llama' has no such key",
         )
         for key, value in (
             ("num_key_value_layers", 2),
@@ -171,8 +171,8 @@ BAD: dict[str, tuple[Write, str]] = {
         )
     },
     "a quantization without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
-    "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', and no SwiftKV family"),
-    "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
+    "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', which is not supported"),
+    "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', which is not supported"),
     "weights that are no numbers": (
         brought(lambda t: t["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
         r"its model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite",

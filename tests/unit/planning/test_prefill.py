@@ -189,17 +189,17 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         (
             {"model_type": "gpt2"},
             "model.name_or_path",
-            "model_type 'gpt2', and no SwiftKV .* supported are deepseek_v2, g",
+            "model_type 'gpt2', which is not supported; supported types are deepseek_v2, g",
         ),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "softcapping 30.0; null is accepted"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True; false is accepted"),
-        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window", "sliding_window null, and layers of that"),
-        ({"model_type": None}, "model.name_or_path", "model_type None, and no SwiftKV family"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window", "sliding_window null, but sliding-window layers"),
+        ({"model_type": None}, "model.name_or_path", "model_type None, which is not supported"),
         ({"hidden_size": None}, "hidden_size", "a positive integer is accepted"),
         ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),
         ({"num_key_value_heads": 7}, "num_key_value_heads", "7; a divisor of num_attention_heads 32 is accepted"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers", "1 no_rope_layers for 32 layers"),
-        ({"num_key_value_layers": 33}, "num_key_value_layers", "33; model_type 'llama' does not have it"),
+        ({"num_key_value_layers": 33}, "num_key_value_layers", "33; model_type 'llama' has no such key"),
         (STUDENT | {"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
         *(
             (STUDENT | {"swiftkv_prefill_layers": layers, **others}, "swiftkv.prefill_layers", message)

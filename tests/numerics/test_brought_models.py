@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Write, str]] = {
     },
     "a quantization without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
     "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', which is not supported"),
-    "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', which is not supported"),
+    "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', which is not"),
     "weights that are no numbers": (
         brought(lambda t: t["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
         r"its model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite",

@@ -193,7 +193,7 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         ),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "softcapping 30.0; null is accepted"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True; false is accepted"),
-        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window", "sliding_window null, but sliding-window layers"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window", "null, but sliding-window layers"),
         ({"model_type": None}, "model.name_or_path", "model_type None, which is not supported"),
         ({"hidden_size": None}, "hidden_size", "a positive integer is accepted"),
         ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),

@@ -125,7 +125,7 @@ def native_kernels() -> None:
 
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in kernels.VECTOR_FLAGS:
-        pytest.skip(f"the processor offers {capability}; {' or '.join(kernels.VECTOR_FLAGS)} is needed")
+        pytest.skip(f"the processor has {capability}; the kernels need {' or '.join(kernels.VECTOR_FLAGS)}")
     if not kernels.is_available():
         missing("native kernels cannot be built or loaded; the log says why (Debian: apt-get install g++)")
 

@@ -22,7 +22,7 @@ __all__ = ["CONFIGS", "SwiftKVConfigMixin", "get_layer_windows", "register"]
 
 
 class SwiftKVConfigMixin:
-    """Fields that a student's configuration adds to its teacher's: those of its `StudentShape`, and what follows."""
+    """Fields that a student's configuration adds to its teacher's, besides those of its `StudentShape`."""
 
     swiftkv: bool = True
     """Always True: a loaded model is the student. Teacher mode is a state of a model in memory and is never stored."""
@@ -35,7 +35,7 @@ class SwiftKVConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration
         self.swiftkv = True
-        if self.family.windows is None:  # transformers' layers of such a family ignore both, so masks must too
+        if self.family.windows is None:  # transformers' layers of this family ignore both, so masks must too
             for name in ("sliding_window", "layer_types"):
                 if getattr(self, name, None) is not None:
                     setattr(self, name, None)
@@ -78,7 +78,7 @@ class SwiftKVConfigMixin:
 
     @property
     def shape(self) -> StudentShape:
-        """What makes the student; assign another to change the configuration's fields."""
+        """Shape of the student. Assigning a shape changes the configuration's fields."""
         return StudentShape.from_config(self)
 
     @shape.setter

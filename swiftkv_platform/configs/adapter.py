@@ -100,24 +100,23 @@ class AdapterConfig(FrozenModel):
                 )
 
     def check_adapter_tensor_names(self, names: Iterable[str], source: str) -> None:
-        """Raise `ModelError` unless `names`, those in the adapter's files, are the added and replaced tensors."""
-        differ = _describe_difference({*self.added, *self.replaced}, names, "has no place for")
-        if differ:
+        """Raise `ModelError` unless `names`, the tensors of the adapter's files, are the added and replaced ones."""
+        if difference := _describe_difference({*self.added, *self.replaced}, names):
             advice = "use its files as `swiftkv export --adapter` wrote them"
-            raise ModelError(f"the adapter {source!r} {differ}; {advice}", field="adapter", value=source)
+            raise ModelError(f"the adapter {source!r} {difference}; {advice}", field="adapter", value=source)
 
     def check_base_tensor_names(self, names: Iterable[str], found_at: str) -> None:
-        """Raise `ModelError` unless `names`, those of the base at `found_at`, are the tensors of the adapter's base."""
-        if differ := _describe_difference(self.base.tensors, names, "also holds"):
-            raise self.make_base_error(f"{found_at!r} {differ}", found_at)
+        """Raise `ModelError` unless the base at `found_at` has the tensor `names` of the adapter's base."""
+        if difference := _describe_difference(self.base.tensors, names):
+            raise self.make_base_error(f"{found_at!r} {difference}", found_at)
 
     def check_base_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype or shape than the adapter's base."""
         expected = self.base.tensors[name]
         for found, wanted in ((list(shape), list(expected.shape)), (dtype, expected.dtype)):
             if found != wanted:
-                what = f"{name} of {found_at!r} is {found}, and the adapter was made of {wanted}"
-                raise self.make_base_error(what, found_at)
+                problem = f"{name} of {found_at!r} is {found}, but the adapter was made for {wanted}"
+                raise self.make_base_error(problem, found_at)
 
     def check_base_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype, shape or content than the adapter's base."""
@@ -125,11 +124,11 @@ class AdapterConfig(FrozenModel):
         found, expected = _compute_sha256(tensor), self.base.tensors[name].sha256
         if found != expected:
             raise self.make_base_error(
-                f"{name} of {found_at!r} has the SHA-256 {found}, and the adapter was made of {expected}", found_at
+                f"{name} of {found_at!r} has the SHA-256 {found}, but the adapter was made for {expected}", found_at
             )
 
     def keeps_base_tensor(self, name: str) -> bool:
-        """Whether the student takes a tensor from the base."""
+        """Whether the student has the base's tensor."""
         return name not in self.replaced and name not in self.dropped
 
     def cast_base_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +138,7 @@ class AdapterConfig(FrozenModel):
     def apply(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the student's tensors, given the adapter's and, with `base_prefix` before their names, the base's.
+        """Yield the student's tensors from the adapter's and the base's; the base's names begin with `base_prefix`.
         Raises `ModelError` at the first tensor that differs from the adapter's base, or at the end for missing ones."""
         own, base, name_of_base = set(), set(), self.base.name_or_path
         for full_name, tensor in tensors:
@@ -157,12 +156,12 @@ class AdapterConfig(FrozenModel):
         self.check_adapter_tensor_names(own, source)
         self.check_base_tensor_names(base, name_of_base)
 
-    def make_base_error(self, what: str, found_at: str) -> ModelError:
+    def make_base_error(self, problem: str, found_at: str) -> ModelError:
         """Return the error for a base that is not the adapter's."""
         revision = "" if self.base.revision is None else f" at revision {self.base.revision!r}"
         return ModelError(
-            f"base.name_or_path: {what}; the adapter fits {self.base.name_or_path!r}{revision} with digest "
-            f"{self.base.digest} and no other base",
+            f"base.name_or_path: {problem}; the adapter only fits {self.base.name_or_path!r}{revision} "
+            f"with digest {self.base.digest}",
             field="base.name_or_path",
             value=found_at,
         )
@@ -191,14 +190,14 @@ def _compute_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _describe_difference(expected: Iterable[str], names: Iterable[str], has_more: str) -> str:
-    """Return which tensors lack, or are too many (`has_more`); empty if the names are equal."""
+def _describe_difference(expected: Iterable[str], names: Iterable[str]) -> str:
+    """Name the missing tensors, or else the unexpected ones; empty if the names are equal."""
     wanted, found = set(expected), set(names)
     if wanted == found:
         return ""
     ordered = sorted(wanted - found or found - wanted)
-    what = "lacks" if wanted - found else has_more
+    problem = "lacks" if wanted - found else "has unexpected"
     count = f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''}"
-    return f"{what} {count}: {', '.join(ordered[:_MAX_SHOWN_NAMES])}" + (
+    return f"{problem} {count}: {', '.join(ordered[:_MAX_SHOWN_NAMES])}" + (
         ", ..." if len(ordered) > _MAX_SHOWN_NAMES else ""
     )

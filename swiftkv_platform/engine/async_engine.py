@@ -12,13 +12,13 @@ from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.specs.engine import Backend
 
-R = TypeVar("R")
+ResultT = TypeVar("ResultT")
 
 
 class AsyncLLMEngine(EngineFrontend):
     """An `LLMEngine` for coroutines of one event loop.
 
-    All calls that touch the engine run one after another in one worker thread, so nothing needs a lock: a request,
+    All calls to the engine run one after another in one worker thread, so no locks are needed: a request,
     tokenized elsewhere (`tokenizer_threads`), is added or aborted between two steps. While there is work, each step
     queues the next one behind such calls and posts its outputs to the event loop, so the model never waits for the
     event loop."""
@@ -31,7 +31,7 @@ class AsyncLLMEngine(EngineFrontend):
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stepping = False
-        """Whether a step is queued or running. Only the worker thread uses this, and `_is_stopped`."""
+        """Whether a step is queued or running. Only the worker thread uses this and `_is_stopped`."""
         self._is_stopped = False
 
     @property
@@ -42,7 +42,7 @@ class AsyncLLMEngine(EngineFrontend):
         await self.run_between_steps(lambda: self._add_request(admitted))
 
     def _abort_request(self, request_id: str) -> None:
-        self._worker.submit(self.engine.abort, request_id)  # behind whatever the worker is doing
+        self._worker.submit(self.engine.abort, request_id)  # runs after the current step
 
     async def _stop_engine(self) -> None:
         if not self._is_stopped:
@@ -51,7 +51,7 @@ class AsyncLLMEngine(EngineFrontend):
         await asyncio.to_thread(self.engine.close)
 
     def _run_step(self) -> None:
-        """Run a step in the worker, and queue the next one behind all other waiting calls."""
+        """Run a step in the worker, and queue the next step after all waiting calls."""
         assert self._loop is not None
         if self._is_stopped:
             return
@@ -74,7 +74,7 @@ class AsyncLLMEngine(EngineFrontend):
         super()._handle_failure(error)
 
     def _add_request(self, admitted: AdmittedRequest) -> None:
-        """Add a request, in the worker. Check waiting tokens again, as other requests may have been added meanwhile."""
+        """Add a request, in the worker. Check waiting tokens again, because other requests may have been added."""
         self._check_waiting_tokens(admitted.sender)
         self.engine.add_tokenized_request(
             admitted.request,
@@ -83,16 +83,16 @@ class AsyncLLMEngine(EngineFrontend):
             sender=admitted.sender,
             constraint=admitted.constraint,
         )
-        # Queued behind `_deliver_outputs`, so late outputs of an aborted request with the same id do not reach this
-        # stream.
+        # It runs after `_deliver_outputs` of earlier steps, so outputs of an aborted request with the same id do not
+        # reach this stream.
         assert self._loop is not None
         self._loop.call_soon_threadsafe(admitted.stream.start_delivery)
         if not self._is_stepping:
             self._is_stepping = True
             self._worker.submit(self._run_step)
 
-    async def run_between_steps(self, call: Callable[[], R]) -> R:
-        """Run `call` in the worker thread between two steps, which wait for it. Raises `EngineDeadError`."""
+    async def run_between_steps(self, call: Callable[[], ResultT]) -> ResultT:
+        """Run `call` in the worker thread between two steps. Raises `EngineDeadError`."""
         self.check_health()
         self._loop = asyncio.get_running_loop()
         return await self._loop.run_in_executor(self._worker, call)

@@ -1,8 +1,9 @@
-"""A step's schedule as the model's input tensors on its device: all sequences' tokens in one row, and metadata on what
-each of them attends to; and how the step's rows leave K and V in layers >= l, or bypass layers below l.
+"""Converts a step's schedule to the model's input tensors: all sequences' tokens in one row, and attention metadata.
+Also writes K and V of layers >= l, and lets rows bypass layers < l.
 
-A blocking copy to a GPU waits until the GPU has finished all queued work. Copies of `copy_to_device` do not: CUDA
-stages small copies from pageable memory before the call returns."""
+A blocking copy to a GPU waits for all queued work of the GPU. `copy_to_device` does not block: CUDA stages small copies
+from pageable memory before the call returns.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +36,22 @@ class SequenceSpan:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Spans of several sequences, concatenated in one row."""
+    """Input tensors of a pass: the spans of several sequences, concatenated in one row."""
 
     input_ids: torch.Tensor
     """Token ids [1, num_tokens]; empty if the spans have none."""
     position_ids: torch.Tensor
     """Positions [1, num_tokens]."""
     slot_mapping: torch.Tensor
-    """Slot of each token's KV, [num_tokens]."""
+    """KV-cache slot of each token, [num_tokens]."""
     attention: PagedAttentionMetadata
     contexts: Sequence[SlotRun] | torch.Tensor
-    """All sequences' contexts (runs of slots, or blocks), for a cache whose contents the model expands."""
+    """All sequences' contexts as runs of slots or as blocks; used if the model expands cached latents (MLA)."""
     selection: TokenSelection | None = None
-    """Selection of rows for layers >= l that was prepared on the device; None: all rows, or none was prepared."""
+    """Selection of rows for layers >= l, prepared on the device; None: all rows, or not prepared."""
 
     def select_rows(self, rows: Sequence[int]) -> TokenSelection | None:
-        """Return the selection of `rows`, which are ascending; None if they are all rows."""
+        """Return the selection of ascending `rows`; None if they are all rows."""
         if len(rows) == self.position_ids.shape[1]:
             return None
         if self.selection is not None and self.selection.indices == tuple(rows):
@@ -64,25 +65,25 @@ class Batch:
 
     inputs: ModelInputs
     next_token_rows: dict[int, range]
-    """Rows, by index into the schedule, whose logits choose the sequence's next token and verify drafts found in the
-    text."""
+    """By index into the schedule: rows whose logits choose the next token and verify drafts found in the text."""
     prompt_rows: dict[int, range]
-    """Rows, by index into the schedule, whose logits are needed for prompt log-probabilities."""
+    """By index into the schedule: rows whose logits give prompt log-probabilities."""
     first_rows: tuple[int, ...]
     """First row of each sequence, and the number of all rows."""
     written_rows: tuple[int, ...]
-    """Rows of tokens from a prompt's last one on, which run through every layer below l."""
+    """Rows of deep tokens (a prompt's last token and later ones), which run through all layers < l."""
     recomputed_rows: dict[int, list[int]]
-    """Rows, by index into the schedule, of tokens that run through layers >= l again to recompute their own K and V
-    there; without those of `next_token_rows`."""
+    """By index into the schedule: rows that run through layers >= l again to recompute their own K and V, without
+    `next_token_rows`."""
 
     def find_upper_rows(self, exits: Container[int]) -> list[int]:
-        """Return the rows that run through layers >= l, ascending. `exits`: sequences that already have their token."""
+        """Return the ascending rows that run through layers >= l. `exits`: sequences whose token the exit head
+        chose."""
         rows = _collect_rows(self.next_token_rows, exits) | _collect_rows(self.recomputed_rows)
         return sorted(rows.union(*self.prompt_rows.values()))
 
     def find_deep_rows(self, exits: Container[int]) -> set[int]:
-        """Return those of the upper rows that keep their own K and V, for a student whose deep tokens do."""
+        """Return the upper rows with their own K and V, for a student whose deep tokens have their own."""
         return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.recomputed_rows)
 
 
@@ -91,7 +92,7 @@ def _collect_rows(by_index: Mapping[int, Iterable[int]], exits: Container[int] =
 
 
 def make_pass_context(decoder: Any, inputs: ModelInputs, cache: KVCache, hidden: torch.Tensor) -> DecoderContext:
-    """Make the context of a pass of `decoder` over the layout's tokens. `hidden`: their embeddings or hidden states."""
+    """Make the decoder's context of a pass over `inputs`. `hidden`: embeddings or hidden states of its tokens."""
     return DecoderContext(
         hidden=hidden,
         position_ids=inputs.position_ids,
@@ -103,8 +104,8 @@ def make_pass_context(decoder: Any, inputs: ModelInputs, cache: KVCache, hidden:
 
 
 def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_own_deep_kv: bool = False) -> Batch:
-    """Make the batch of the scheduled tokens and the drafts that are already known. `has_own_deep_kv`: deep tokens keep
-    their own K and V, which have to be recomputed after a preemption."""
+    """Make the batch of the scheduled tokens and the drafts found in the text. `has_own_deep_kv`: deep tokens have
+    their own K and V, which must be recomputed after a preemption."""
     spans: list[SequenceSpan] = []
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
@@ -112,12 +113,14 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
     written_rows: list[int] = []
     first_rows = [0]
     for index, item in enumerate(scheduled):
+        # 1. append the sequence's tokens to the flat batch
         sequence, row = item.sequence, first_rows[-1]
         first = sequence.num_computed_tokens
         end = first + item.num_scheduled_tokens
         token_ids = [*sequence.token_ids[first:end], *item.draft.token_ids]
         spans.append(SequenceSpan(range(first, first + len(token_ids)), sequence.block_table, token_ids))
         first_rows.append(row + len(token_ids))
+        # 2. find its rows for the next token, for recomputation, and for prompt log-probabilities
         if item.reaches_last_token:
             next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
         if sequence.can_generate:
@@ -125,10 +128,10 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
         if has_own_deep_kv and sequence.can_generate:
             stop = first_rows[-1] if index not in next_token_rows else next_token_rows[index].start
             deep = range(max(sequence.num_prompt_tokens - 1, first), first + stop - row)
-            again = [row + at - first for at in deep if at not in sequence.exited_positions]
-            recomputed_rows |= {index: again} if again else {}
+            recomputed = [row + at - first for at in deep if at not in sequence.exited_positions]
+            recomputed_rows |= {index: recomputed} if recomputed else {}
         if sequence.is_missing_prompt_logprobs:
-            known = len(sequence.prompt_logprobs)  # position of the token whose log-probability comes next
+            known = len(sequence.prompt_logprobs)  # position of the next token without a log-probability
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
     rows = _collect_rows(next_token_rows) | _collect_rows(recomputed_rows)
@@ -137,8 +140,8 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
 
 
 def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequence[int] = ()) -> ModelInputs:
-    """Lay out spans, each of which reads its context up to its own last token. `selected`: rows that will probably go
-    on to layers >= l, whose metadata is prepared in the same copy."""
+    """Make the inputs of spans. Each span attends to its context up to its last token. `selected`: rows that will
+    probably run through layers >= l; their metadata is copied to the device together with the rest."""
     slots: list[int] = []
     queries: list[SequenceQueries] = []
     block_size, context_start = cache.block_size, 0
@@ -159,33 +162,33 @@ def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequenc
 def move_inputs_to_device(
     attention: PagedAttentionMetadata, token_ids: Sequence[int], cache: KVCache, selected: Sequence[int] = ()
 ) -> ModelInputs:
-    """Put the layout on the cache's device; everything goes to a GPU in one copy."""
+    """Make the inputs on the cache's device, with one copy."""
     if len(selected) == len(attention.slots):
         selected = ()
     own = [np.array(numbers, dtype=np.int64) for numbers in (token_ids, attention.positions, attention.slots, selected)]
     contexts: Sequence[SlotRun] | torch.Tensor = attention.contexts if cache.expands_contexts else ()
     if cache.pages is None:
-        there = copy_to_device(own, cache.device)
+        tensors = copy_to_device(own, cache.device)
     else:
         if cache.expands_contexts:
             own.append(np.array([block for one in attention.sequences for block in one.blocks], dtype=np.int64))
         metadata = [attention, attention.select_rows(selected)] if selected else [attention]
-        (attention, *prepared), there = add_block_tables(metadata, cache.pages, own)
+        (attention, *prepared), tensors = add_block_tables(metadata, cache.pages, own)
         for one in prepared:
             attention.cache_selection(selected, one)
-        contexts = there[4] if cache.expands_contexts else ()
+        contexts = tensors[4] if cache.expands_contexts else ()
     return ModelInputs(
-        input_ids=there[0][None],
-        position_ids=there[1][None],
-        slot_mapping=there[2],
+        input_ids=tensors[0][None],
+        position_ids=tensors[1][None],
+        slot_mapping=tensors[2],
         attention=attention,
         contexts=contexts,
-        selection=TokenSelection(there[3], indices=tuple(selected)) if selected else None,
+        selection=TokenSelection(tensors[3], indices=tuple(selected)) if selected else None,
     )
 
 
 def _convert_to_slot_runs(blocks: Sequence[tuple[int, int]], block_size: int, num_tokens: int) -> tuple[SlotRun, ...]:
-    """Convert runs of blocks to the runs of slots that hold the first `num_tokens` tokens."""
+    """Convert runs of blocks to runs of slots, for the first `num_tokens` tokens."""
     runs: list[SlotRun] = []
     for first, end in blocks:
         size = min((end - first) * block_size, num_tokens)
@@ -199,14 +202,14 @@ def _convert_to_slot_runs(blocks: Sequence[tuple[int, int]], block_size: int, nu
 
 @dataclass(frozen=True)
 class SequenceQueries:
-    """A sequence's part of a flat batch: the positions of its queries, and the slots of its context."""
+    """Attention metadata of one sequence in a flat batch: positions of its queries, and slots of its context."""
 
     positions: Sequence[int]
-    """Positions of its queries, ascending; their rows are consecutive in the batch."""
+    """Ascending positions of its queries, whose rows are consecutive in the batch."""
     runs: tuple[SlotRun, ...]
-    """Slots of its context in the order of its tokens, including those of the queries."""
+    """Slots of its context in the order of its tokens, including the queries' slots."""
     context_start: int
-    """Start of its context among the concatenated contexts of the batch."""
+    """Start of its context in the concatenation of all contexts."""
     blocks: Sequence[int] = ()
     """Blocks of its context, if attention reads block tables."""
 
@@ -236,16 +239,16 @@ class VarlenCall:
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """Metadata on the tokens that the queries of a flat batch read. A `SelectsTokens`."""
+    """Metadata for attention of a flat batch to its paged contexts. Implements `SelectsTokens`."""
 
     sequences: tuple[SequenceQueries, ...]
     slots: tuple[int, ...] = ()
-    """Slot of each query's own token."""
+    """Slot of each query's token."""
     varlen: VarlenCall | None = None
-    """Call over block tables; None if contexts are read in runs."""
+    """Call with block tables; None if contexts are read as runs of slots."""
     _selections: dict[tuple[int, ...], PagedAttentionMetadata] = field(default_factory=dict, compare=False)
     _decode_spans: dict[int | None, list[SlotRun] | None] = field(default_factory=dict, compare=False)
-    """Cache of spans by window, shared by all layers."""
+    """Cache of `get_decode_spans`, by window."""
 
     @property
     def positions(self) -> list[int]:
@@ -258,7 +261,7 @@ class PagedAttentionMetadata:
 
     @cached_property
     def kernel_tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequences, positions and runs, as `kernels.attend` takes them."""
+        """Sequences, positions and runs, as arguments of `kernels.attend`."""
         sequences: list[tuple[int, int, int, int]] = []
         positions: list[int] = []
         runs: list[SlotRun] = []
@@ -269,7 +272,7 @@ class PagedAttentionMetadata:
         return torch.tensor(sequences), torch.tensor(positions), torch.tensor(runs)
 
     def make_varlen_arrays(self, pages: VarlenSettings) -> tuple[list[np.ndarray], int, int]:
-        """Return the tensors of `VarlenArguments`, as host arrays in its order, and its `max_q` and `max_k`."""
+        """Return the tensors of `VarlenArguments` as host arrays in its order, and `max_q` and `max_k`."""
         runs = [(sequence, *run) for sequence in self.sequences for run in split_consecutive_runs(sequence.positions)]
         used = np.array([end for _, _, end in runs], dtype=np.int32)
         lengths = [length for _, length, _ in runs]
@@ -287,11 +290,12 @@ class PagedAttentionMetadata:
 
     @property
     def contexts(self) -> list[SlotRun]:
-        """All sequences' contexts, one after another."""
+        """Concatenated contexts of all sequences."""
         return [run for sequence in self.sequences for run in sequence.runs]
 
     def get_decode_spans(self, window: int | None) -> list[SlotRun] | None:
-        """Return the first slot and the length that each query sees; None unless all are decodes with one run each."""
+        """Return the first slot and the number of slots that each query attends to; None unless all sequences decode
+        and have one run."""
         if window not in self._decode_spans:
             self._decode_spans[window] = self._find_decode_spans(window)
         return self._decode_spans[window]
@@ -307,7 +311,7 @@ class PagedAttentionMetadata:
         return spans
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttentionMetadata:
-        """Return metadata for the selected queries, which still read whole contexts."""
+        """Return metadata for the selected queries. They still attend to whole contexts."""
         kept = selection.indices
         if kept is None:
             device = torch.device("cpu") if self.varlen is None else self.varlen.pages.device
@@ -324,7 +328,7 @@ class PagedAttentionMetadata:
         self._selections[tuple(kept)] = selected
 
     def select_rows(self, kept: Sequence[int]) -> PagedAttentionMetadata:
-        """Return metadata for the queries `kept`, ascending, without tensors on a device."""
+        """Return metadata for the ascending queries `kept`, without tensors on a device."""
         selected: list[SequenceQueries] = []
         row, at = 0, 0
         for sequence in self.sequences:
@@ -343,21 +347,21 @@ class PagedAttentionMetadata:
 def add_block_tables(
     metadata: Sequence[PagedAttentionMetadata], pages: VarlenSettings, others: Sequence[np.ndarray] = ()
 ) -> tuple[list[PagedAttentionMetadata], list[torch.Tensor]]:
-    """Return the metadata with block tables on the device, and `others` on the device too, all in one copy."""
+    """Return the metadata with block tables on the device, and `others` as tensors on the device, with one copy."""
     parts = [one.make_varlen_arrays(pages) for one in metadata]
     arrays = [array for one, _, _ in parts for array in one]
     tensors = iter(copy_to_device([*others, *arrays], pages.device))
-    there = [next(tensors) for _ in others]
+    copied = [next(tensors) for _ in others]
     placed = []
     for one, (own, max_q, max_k) in zip(metadata, parts, strict=True):
         cu_seq_q, cu_seq_k, used, *table = [next(tensors) for _ in own]
         arguments = VarlenArguments(cu_seq_q, cu_seq_k, used, table[0] if table else None, max_q, max_k)
         placed.append(replace(one, varlen=VarlenCall(pages, arguments)))
-    return placed, there
+    return placed, copied
 
 
 ARRAY_ALIGNMENT = 8
-"""Alignment of each array's start in bytes, which fits all types."""
+"""Alignment of each array's start in bytes, sufficient for all types."""
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -367,7 +371,7 @@ _TORCH_DTYPES = {
 
 
 def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Return the arrays as tensors on `device`, with one copy; on a CPU without a copy."""
+    """Return the arrays as tensors on `device`, with one copy. On a CPU nothing is copied."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts = [0]
@@ -376,9 +380,9 @@ def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
     packed = np.empty(max(starts[-1], ARRAY_ALIGNMENT), dtype=np.uint8)  # an empty tensor has no view of another type
     for array, start in zip(arrays, starts, strict=False):
         packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    there = torch.from_numpy(packed).to(device, non_blocking=True)
+    copied = torch.from_numpy(packed).to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        copied[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
 
@@ -389,21 +393,21 @@ def make_index_tensor(indices: Sequence[int], device: torch.device) -> torch.Ten
 
 
 def select_entries(x: torch.Tensor, indices: Sequence[int], dim: int = 0) -> torch.Tensor:
-    """Return the entries of `x` at `indices` along `dim`; `x` itself if they are all entries in order."""
+    """Return the entries of `x` at `indices` along `dim`, or `x` itself if these are all entries in order."""
     if len(indices) == x.shape[dim] and all(at == index for at, index in enumerate(indices)):
         return x
     return x.index_select(dim, make_index_tensor(indices, x.device))
 
 
 def write_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
-    """Write K and V from x of some rows, ascending, to the cache layers of all groups."""
+    """Compute K and V of all layers >= l from x of some ascending rows, and write them to the cache."""
     cache: Any = context.past_key_values
     rotation, first = context.rotation, decoder.layer_map.num_key_value_layers
     if len(rows) < x.shape[1]:
         kept = TokenSelection(make_index_tensor(rows, x.device))
         x, cache = kept.select(x), replace(cache, slots=select_entries(cache.slots, rows))
         rotation = tuple(map(kept.select, rotation)) if isinstance(rotation, tuple) else kept.select(rotation)
-    writer = getattr(decoder, "shared_writer", None)  # on the engine's kernels alone
+    writer = getattr(decoder, "shared_writer", None)  # only with native kernels
     if writer is not None and writer.write(x, rotation, cache):
         return
     for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
@@ -411,25 +415,25 @@ def write_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderConte
 
 
 def update_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
-    """`compute_shared_key_values` of a step: write K and V from x of all rows, and return what the cache holds by
-    group."""
+    """Write K and V of layers >= l from x of all rows, and return the cache's contents by group. Replaces the model's
+    `compute_shared_key_values`."""
     write_shared_key_values(decoder, x, context, range(x.shape[1]))
     return read_shared_key_values(decoder, context)
 
 
 def read_shared_key_values(decoder: Any, context: DecoderContext) -> list[Any]:
-    """Return what the cache holds of each group of layers >= l."""
+    """Return the cache's contents for each group of layers >= l."""
     cache: Any = context.past_key_values
     layer_map = decoder.layer_map
     return [cache.read(layer_map.num_key_value_layers + group) for group in range(len(layer_map.leaders))]
 
 
 class BypassRows:
-    """The `Bypass` of a step: rows that are not deep leave K and V alone in a layer."""
+    """Implements `Bypass` for a step: rows that are not deep bypass a layer, which only writes their K and V."""
 
     def __init__(self, deep_rows: Sequence[int]) -> None:
         self.deep_rows = tuple(deep_rows)
-        """Rows, ascending, that run through every layer."""
+        """Ascending rows that run through every layer."""
         self._parts: tuple[_RowSubset | None, _RowSubset | None] | None = None
 
     @classmethod
@@ -444,7 +448,7 @@ class BypassRows:
             self._parts = _RowSubset.select(nothing_attends, rest), _RowSubset.select(context, self.deep_rows)
         others, deep = self._parts
         assert others is not None, "some rows are not deep"
-        decoder.write_key_values(i, others.selection.select(hidden), others.context)  # which deep rows read
+        decoder.write_key_values(i, others.selection.select(hidden), others.context)  # deep rows attend to them
         if deep is None:
             return hidden
         assert isinstance(deep.selection.tokens, torch.Tensor), "rows are selected one by one"
@@ -455,7 +459,7 @@ class BypassRows:
 
 @dataclass(frozen=True)
 class _RowSubset:
-    """Some rows of a step, and the context that they are computed in by themselves."""
+    """Some rows of a step, and the decoder context for these rows alone."""
 
     selection: TokenSelection
     context: DecoderContext
@@ -473,10 +477,10 @@ class _RowSubset:
 
 @dataclass(frozen=True)
 class DeepRowsWriter:
-    """Rows of a step that run through layers >= l. A `DeepWriter`: the deep ones write before any of them attends."""
+    """Implements `DeepWriter` for the rows that run through layers >= l: deep rows write before any row attends."""
 
     cache: StepCache
-    """The cache at the slots of the deep rows."""
+    """Cache with the slots of the deep rows."""
     first_cache_layer: int
     deep_indices: Sequence[int] | None
     """Indices of the deep rows among the rows of the pass; None: all rows are deep."""
@@ -495,7 +499,7 @@ class DeepRowsWriter:
         return cls(cache, decoder.layer_map.num_key_value_layers, indices, tuple(writing))
 
     def get_write_target(self, group: int) -> tuple[Any, torch.Tensor]:
-        """Return what the cache holds of a group, and the slots that its deep rows write to."""
+        """Return a group's contents of the cache, and the slots that its deep rows write to."""
         return self.cache.read(self.first_cache_layer + group), self.cache.slots
 
     def write(self, group: int, own: KeyValue) -> Any:

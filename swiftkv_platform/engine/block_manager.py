@@ -1,8 +1,8 @@
 """Blocks of the KV cache and the tokens that they hold: paging, reference counts, prefix caching. Knows no tensors.
 
-A block is full, and can be cached, once the KV of all its tokens is committed. Its name is the SHA-256 of the preceding
-block's name and its own tokens. For the first block the preceding name is made of model, KV dtype, block size and
-tenant, so that a request never reads a block written for another of these.
+A block is cached once it is full and the KV of all its tokens is committed. Its hash is the SHA-256 of the preceding
+block's hash and its own tokens. The first block's parent hash covers model, KV dtype, block size and tenant. So a
+request never reads a block of another model, dtype, block size or tenant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MIN_EVICTED_BLOCKS = 8
-"""Number of cached blocks evicted at a time, so that a growing sequence finds adjacent blocks."""
+"""Min number of cached blocks evicted at once. A growing sequence then finds adjacent blocks."""
 
 
 @dataclass
@@ -23,11 +23,12 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Names of the full blocks computed so far; they stay valid after blocks are freed, as tokens never change."""
+    """Hashes of the first full blocks, computed on demand. They stay valid when blocks are freed: tokens never
+    change."""
     num_committed_blocks: int = 0
-    """Number of leading blocks that have been offered to the prefix cache."""
+    """Number of leading blocks that were added to the prefix cache, or found in it."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """The same blocks as runs of adjacent ones: the first block and the one after the last."""
+    """The blocks as runs [first, end) of adjacent blocks."""
 
     def append(self, block: int) -> None:
         self.blocks.append(block)
@@ -61,7 +62,7 @@ class BlockManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._fingerprint = fingerprint
         self._reference_counts = [0] * num_blocks
-        self._free_map = bytearray(b"\x01" * num_blocks)  # 1: holds nothing
+        self._free_map = bytearray(b"\x01" * num_blocks)  # 1: empty
         self._num_empty = num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
         self._hash_by_block: dict[int, bytes] = {}
@@ -69,14 +70,14 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that a sequence could get, including unused ones of the prefix cache."""
+        """Number of blocks available to sequences: empty ones and evictable ones of the prefix cache."""
         return self._num_empty + len(self._evictable)
 
     def count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, table: BlockTable, token_ids: list[int], tenant: str) -> list[int]:
-        """Return the cached blocks that hold the beginning of `token_ids`, leaving at least one token to run."""
+        """Return the cached blocks of the longest prefix of `token_ids`, leaving at least one token to run."""
         if not self._enable_prefix_caching:
             return []
         matched: list[int] = []
@@ -94,7 +95,7 @@ class BlockManager:
         return wanted + revived + num_spare <= self.num_free_blocks
 
     def allocate(self, table: BlockTable, matched: list[int], num_tokens: int) -> None:
-        """Fill an empty table with `matched` and new blocks for the rest of `num_tokens` tokens."""
+        """Fill an empty table with the `matched` blocks and new blocks, for `num_tokens` tokens in total."""
         assert not table.blocks, "the table holds blocks already"
         for block in matched:
             self._evictable.pop(block, None)
@@ -118,8 +119,8 @@ class BlockManager:
             self._mark_empty(block)
 
     def commit(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
-        """Add the blocks that `num_committed_tokens` tokens fill to the prefix cache. Tokens that may still be rejected
-        (drafts) must not be counted."""
+        """Add the full blocks of the first `num_committed_tokens` tokens to the prefix cache. Do not count drafts,
+        which may still be rejected."""
         if not self._enable_prefix_caching:
             return
         for index in range(table.num_committed_blocks, num_committed_tokens // self.block_size):
@@ -130,9 +131,9 @@ class BlockManager:
             table.num_committed_blocks += 1
 
     def free(self, table: BlockTable, *, discard: bool = False) -> None:
-        """Free all blocks; cached ones stay in the prefix cache until they are evicted, last blocks first.
+        """Free all blocks. Cached blocks stay in the prefix cache until eviction, a table's last blocks first.
 
-        `discard` removes them from the prefix cache, because their contents cannot be trusted.
+        `discard`: remove them from the prefix cache too, because their contents are wrong.
         """
         for block in reversed(table.blocks):
             if discard and block in self._hash_by_block:
@@ -154,18 +155,18 @@ class BlockManager:
         for block in range(self.num_blocks):
             states = (references[block] > 0, block in self._evictable, self._free_map[block] == 1)
             assert sum(states) == 1, f"block {block} is {states} (used, evictable, empty)"
-            assert not (states[2] and block in self._hash_by_block), f"empty block {block} has a name"
+            assert not (states[2] and block in self._hash_by_block), f"empty block {block} has a hash"
         assert all(block in self._hash_by_block for block in self._evictable)
         assert self._num_empty == sum(self._free_map)
 
     def _compute_hash(self, table: BlockTable, index: int, token_ids: list[int], tenant: str) -> bytes:
-        """Return the name of the sequence's block `index`, computing missing names before it too."""
+        """Return the hash of the sequence's block `index`. Missing hashes before it are computed too."""
         while len(table.hashes) <= index:
             at = len(table.hashes)
             root = hashlib.sha256(f"{self._fingerprint}\n{self.block_size}\n{tenant}".encode()).digest()
             parent = table.hashes[-1] if at else root
             tokens = array("q", token_ids[at * self.block_size : (at + 1) * self.block_size])
-            assert len(tokens) == self.block_size, "only full blocks have names"
+            assert len(tokens) == self.block_size, "only full blocks have hashes"
             table.hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return table.hashes[index]
 
@@ -183,8 +184,8 @@ class BlockManager:
             table.append(block)
 
     def _find_longest_free_run(self, wanted: int) -> int:
-        """Choose the first of `wanted` new blocks in the longest run of empty ones. They are placed so that half of the
-        space left over is before them, where the sequence on the left can grow, and half after them."""
+        """Choose the first of `wanted` new blocks in the longest run of empty blocks. Half of the run's other blocks
+        stay empty on each side, so that the sequence before it can grow too."""
         start, size, at = -1, 0, self._free_map.find(1)
         while at >= 0:
             end = self._free_map.find(0, at)

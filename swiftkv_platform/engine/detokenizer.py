@@ -1,4 +1,4 @@
-"""Incremental detokenization with stop strings; texts and bytes of single tokens."""
+"""Incremental detokenization with stop strings, and texts and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from swiftkv_platform.model.tokenizers import list_steps
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
-"""Maximum bytes of a UTF-8 character, so that at most three bytes wait for a character's last one."""
+"""Max bytes of a UTF-8 character."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class StopString:
-    """A stop string, prepared so that the cost per character does not depend on its length (Knuth, Morris, Pratt). It
-    is immutable, so answers can share it."""
+    """A stop string with the failure function of Knuth, Morris and Pratt: the search costs O(1) per character.
+    Immutable, so sequences can share it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._fallback_lengths = [0] * len(text)
-        """Length of the longest proper prefix that is also a suffix, for each prefix of the string, by length - 1."""
+        """At index k - 1: length of the longest proper prefix of `text[:k]` that is also its suffix."""
         size = 0
         for at in range(1, len(text)):
             size = self.advance(size, text[at])
             self._fallback_lengths[at] = size
 
     def advance(self, size: int, character: str) -> int:
-        """Return the length of the string's longest prefix that a text ends with after one more character. `size`: that
-        length before it, less than the whole string's."""
+        """Return the length of the longest prefix of the stop string with which a text ends after one more character.
+        `size`: that length before the character, less than the whole stop string's."""
         while size and self.text[size] != character:
             size = self._fallback_lengths[size - 1]
         return size + (self.text[size] == character)
 
 
 class IncrementalDetokenizer:
-    """Converter of tokens to text that never ends within a character, and that stops before a stop string.
+    """Converts tokens to text, token by token, and stops before a stop string.
 
-    A decoder's output depends on adjacent tokens (it drops the first token's leading space and joins bytes to
-    characters), so each token is decoded after those of the last complete text. `text` only grows; a possible beginning
-    of a character or a stop string is held back until it is decided. The cost per token is constant.
+    A tokenizer's decoder joins bytes to characters and drops the first token's leading space. So each token is decoded
+    together with the tokens before it, back to the last complete character. `text` only grows. The start of a possible
+    stop string or an incomplete character is held back until it is decided. The cost per token is constant.
 
     Args:
         silent: token ids that `decode` leaves out, such as special ones.
@@ -68,11 +68,11 @@ class IncrementalDetokenizer:
         self._matched = [0] * len(self._stop)  # characters at the end of `_decoded_text` that begin each stop string
         self._skipped_token_ids = skipped_token_ids
         self._skipped_stop_texts = skipped_stop_texts or {}
-        self._hidden: list[tuple[int, int]] = []  # places in `_decoded_text` of special tokens, which are not shown
+        self._hidden: list[tuple[int, int]] = []  # spans of special tokens in `_decoded_text`, which are not shown
         self._num_hidden = 0  # characters in them
         self._get_text = get_text
         self.offsets: list[int] = []
-        """Index in the text at which each token's text begins; a token that continues a character has that one's."""
+        """Start index of each token's text. A token that continues a character has the character's index."""
         self._num_unsearched = min_tokens
         self._include_stop_string = include_stop_string
         self._window: list[int] = []  # context and the tokens after it
@@ -81,16 +81,16 @@ class IncrementalDetokenizer:
         self._decoded_text = ""
         self._num_released = 0  # characters of `_decoded_text` that cannot belong to a stop string
         self.stop_string: str | None = None
-        """The stop string that has been found, or None."""
+        """Stop string that was found, or None."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has been found; further tokens are ignored."""
+        """Whether a stop string was found. Further tokens are ignored."""
         return self.stop_string is not None
 
     @property
     def text(self) -> str:
-        """Text that may be shown."""
+        """Text without special tokens and text that is held back."""
         shown, start = "", 0
         for begin, end in self._hidden:
             shown += self._decoded_text[start : min(begin, self._num_released)]
@@ -98,18 +98,18 @@ class IncrementalDetokenizer:
         return shown + self._decoded_text[start : self._num_released]
 
     def append(self, token_id: int) -> None:
-        """Take the next token of the answer."""
+        """Add the next token."""
         if self._get_text is None:
             self._append_token(token_id)
             return
         before = self._num_shown
         self._append_token(token_id)
-        # Text that was held back is released before this token's, so its place is counted from the end.
+        # Text that was held back is released before this token's text, so the token's start is counted from the end.
         whole = not self._has_partial_character and not self.is_stopped and token_id not in self._skipped_token_ids
         self.offsets.append(max(before, self._num_shown - len(self._get_text(token_id))) if whole else before)
 
     def append_end(self, token_id: int) -> None:
-        """Take the token that ended the answer, which is not part of its text unless a stop string names it."""
+        """Add the stop token. It is not part of the text unless a stop string contains it."""
         if token_id in self._skipped_stop_texts or self._include_stop_string:
             self.append(token_id)
         elif self._get_text is not None:
@@ -117,7 +117,7 @@ class IncrementalDetokenizer:
 
     @property
     def _num_shown(self) -> int:
-        """Number of characters of the text, including those held back."""
+        """Number of characters of the text, including text that is held back."""
         return len(self._decoded_text) - self._num_hidden
 
     @property
@@ -148,7 +148,7 @@ class IncrementalDetokenizer:
             self._slide_window()
 
     def finish(self) -> None:
-        """Release held back text, as no token follows. An incomplete character becomes U+FFFD, as in `decode`."""
+        """Release text that was held back, as no token follows. An incomplete character becomes U+FFFD."""
         if self.is_stopped:
             return
         self._append_text(self._decode(self._window)[self._num_emitted :])
@@ -156,23 +156,23 @@ class IncrementalDetokenizer:
             self._num_released = len(self._decoded_text)
 
     def _count_pending_characters(self, window_text: str) -> int:
-        """Return the number of characters at the window's end that the next byte may change.
+        """Return the number of characters at the window's end that the next token may change.
 
-        SentencePiece decodes a whole run of bytes to U+FFFD while its last character is incomplete, so all of them
-        count until there are more tokens than a character has bytes.
+        SentencePiece decodes a run of bytes to U+FFFD while the run's last character is incomplete. So all trailing
+        U+FFFD are pending while there are fewer tokens than `MAX_CHARACTER_BYTES`.
         """
         trailing = len(window_text) - len(window_text.rstrip(REPLACEMENT_CHARACTER))
         num_tokens = len(self._window) - self._context_size
         return trailing if num_tokens < MAX_CHARACTER_BYTES else min(trailing, MAX_CHARACTER_BYTES - 1)
 
     def _slide_window(self) -> None:
-        """Make the tokens after the context, which are now whole characters, the new context."""
+        """Make the tokens after the context, now whole characters, the new context."""
         self._window = self._window[self._context_size :]
         self._context_size = len(self._window)
         self._num_emitted = len(self._decode(self._window))
 
     def _append_text(self, addition: str) -> None:
-        """Add text and search for the first stop string, which may begin in the text held back."""
+        """Add text, and search for the first stop string. It may begin in text that was held back."""
         start = self._num_released
         self._decoded_text += addition
         if self._num_unsearched >= 0:
@@ -184,7 +184,7 @@ class IncrementalDetokenizer:
             self.stop_string = stop.text
             self._decoded_text = self._decoded_text[: at + len(stop.text) * self._include_stop_string]
             self._num_released = len(self._decoded_text)
-            # Show the special tokens that are part of the included stop string.
+            # Show special tokens that are part of the included stop string.
             self._hidden = [(begin, end) for begin, end in self._hidden if end <= at]
             return
         for number, stop in enumerate(self._stop):
@@ -194,9 +194,9 @@ class IncrementalDetokenizer:
 
 
 class Vocabulary:
-    """Texts and bytes of a tokenizer's tokens, from its vocabulary; without a tokenizer, a token's text is its id.
+    """Texts and bytes of single tokens, from a tokenizer's vocabulary. Without a tokenizer, a token's text is its id.
 
-    Decoding a single token would turn a part of a character into U+FFFD, and drop a leading space.
+    `decode` of a single token would drop a leading space, and turn a part of a character into U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -213,7 +213,7 @@ class Vocabulary:
         self._byte_level = {character: bytes([byte]) for byte, character in characters.items()}
 
     def get_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that the token adds to a text, which may be part of a character. Empty for an unknown
+        """Return the UTF-8 bytes that the token adds to a text, possibly a part of a character. Empty for an unknown
         id."""
         found = self._known.get(token_id)
         if found is None:
@@ -221,7 +221,8 @@ class Vocabulary:
         return found
 
     def get_text(self, token_id: int) -> str:
-        r"""Return the token's text; in OpenAI's form, `bytes:\xe2\x82`, if its bytes are not text by themselves."""
+        r"""Return the token's text, or e.g. `bytes:\xe2\x82`, as OpenAI's API does, if its bytes are not valid
+        UTF-8."""
         data = self.get_bytes(token_id)
         try:
             return data.decode()

@@ -1,15 +1,15 @@
-"""The number of tokens worth drafting, and prompt lookup: drafts found in the text so far. Knows no tensors.
+"""How many tokens to draft, and prompt lookup: drafts found in the text so far. Knows no tensors.
 
-A draft costs a share of a pass, for which every sequence of the step waits, and gains its own sequence one token if it
-is accepted. So it pays if
+A draft costs a fraction of a pass, and every sequence of the step waits for it. If it is accepted, its sequence gains
+one token. So a draft is worthwhile if
 
-    probability that it is accepted > its cost in passes x sequences of the step that get a token
+    acceptance probability > cost in passes * number of sequences that get a token in the step
 
-For prompt lookup the probability is a running share, by sequence. For the exit head it is the head's own confidence,
-with its odds times a factor learned from the results of its drafts: a head that spreads its probability over several
-tokens still ranks the right one first far more often than it says. While drafting does not pay, nothing is observed,
-and what was learned fades, so that drafting is tried again, at most every few dozen tokens. The text does not change.
-"""
+For prompt lookup the probability is the sequence's recent acceptance rate. For the exit head it is the head's
+calibrated confidence: its odds times a factor learned from earlier drafts. (A head that spreads its probability over
+several tokens ranks the right token first more often than its confidence says.) While drafting is not worthwhile,
+nothing is observed, and the estimates decay to their priors. So drafting is tried again, at most every few dozen
+tokens. The generated text does not depend on any of this."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
-"""Length of the text's end that must have occurred before; the longest match is used."""
+"""Min and max length of the n-gram at the text's end that is looked up; the longest match is used."""
 DECAY, IDLE_DECAY = 0.9, 0.97
-"""Factor on older observations with each new one, and with each token without a draft."""
+"""Factor on older observations per new observation, and per token without a draft."""
 MAX_LOG_ODDS_SHIFT = 4.0
-"""Bound of the learned shift, in log-odds."""
+"""Max absolute value of the learned shift of the log-odds."""
 MAX_CONFIDENCE = 0.95
 """Upper bound of the exit head's confidence before the learned shift is applied."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens to verify after the last known one, from the text or the exit head but not both. Their KV slots are
+    """Tokens to verify after the last known token, either from the text or from the exit head. Their KV slots are
     allocated."""
 
     token_ids: tuple[int, ...] = ()
     """Tokens found in the text, which run together with the last known token."""
     num_exit_tokens: int = 0
-    """Maximum number of tokens that the exit head may draft, one after another."""
+    """Max number of tokens that the exit head drafts, one after another."""
 
     @property
     def size(self) -> int:
@@ -50,18 +50,20 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Costs in units of a pass that gives each sequence one token and is bound by reading weights."""
+    """Costs in units of a decode pass, which is bound by reading weights."""
 
     lower: float
-    """Cost of the layers below l, which run alone for a draft of the exit head."""
+    """Cost of layers < l, which run once per draft of the exit head."""
     exit_head: float
+    """Cost of the exit head's logits."""
     row: float
+    """Cost of one more token in a pass."""
     max_step_tokens: int
-    """A step with more tokens is bound by arithmetic, so that each token costs time and nothing is drafted."""
+    """Max tokens of a step with drafts. Larger steps are bound by arithmetic, where each token costs time."""
 
 
 class RunningRate:
-    """A running share, which drifts back to its prior while nothing is observed."""
+    """Running rate of hits per trial, which decays to its prior while nothing is observed."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
@@ -99,11 +101,11 @@ class ConfidenceCalibration:
         return self._own + (self.parent.log_odds_shift if self.parent else 0.0)
 
     def estimate_acceptance(self, confidence: float) -> float:
-        """Return the probability that a draft of this confidence is accepted; 0 stays 0."""
+        """Return the acceptance probability of a draft with this confidence; 0 stays 0."""
         if not confidence > 0.0:
             return 0.0
-        odds = 1.0 / min(confidence, MAX_CONFIDENCE) - 1.0
-        return 1.0 / (1.0 + odds * math.exp(-self.log_odds_shift))
+        odds_against = 1.0 / min(confidence, MAX_CONFIDENCE) - 1.0
+        return 1.0 / (1.0 + odds_against * math.exp(-self.log_odds_shift))  # sigmoid(logit(confidence) + shift)
 
     def observe(self, confidence: float, *, accepted: bool) -> None:
         expected = self.estimate_acceptance(confidence)
@@ -128,12 +130,14 @@ class PromptLookup:
         self._num_indexed = 0
 
     def propose_tokens(self, token_ids: Tokens[int], size: int) -> tuple[int, ...]:
-        """Return the `size` tokens that followed the last earlier occurrence of the longest n-gram at the text's end.
-        If the text ends before that, the tokens repeat. Empty without an earlier occurrence."""
+        """Return the `size` tokens that followed the last earlier occurrence of the text's final n-gram, the longest
+        that occurred before. If fewer tokens followed, they repeat. Empty without an earlier occurrence."""
+        # 1. index the n-grams that end before each new token
         for at in range(self._num_indexed, len(token_ids)):
             for length in range(MIN_NGRAM, min(MAX_NGRAM, at) + 1):
                 self._followers[tuple(token_ids[at - length : at])] = at
         self._num_indexed = len(token_ids)
+        # 2. look up the longest n-gram at the end, and copy the tokens after its earlier occurrence
         for length in range(min(MAX_NGRAM, len(token_ids)), MIN_NGRAM - 1, -1):
             start = self._followers.get(tuple(token_ids[-length:]))
             if start is not None:
@@ -146,19 +150,19 @@ class PromptLookup:
 
 
 class DraftHistory:
-    """Results of drafting in a sequence."""
+    """Results of a sequence's drafts."""
 
     def __init__(self) -> None:
         self.lookup = PromptLookup()
         self.lookup_acceptance = RunningRate(0.7)
         self.exit_calibration = ConfidenceCalibration(0.4, 0.99)
         self.exit_gain = RunningRate(0.2)
-        """Passes that an evaluation of the exit head saves, not counting its own cost."""
+        """Passes saved per evaluation of the exit head, without its own cost."""
         self.exit_confidences: list[float] = []
         """Confidences of the current step's drafts."""
 
     def use_parent_calibration(self, parent: ConfidenceCalibration) -> None:
-        """Use `parent`, the reliability of the engine's exit head, as the baseline."""
+        """Use `parent`, the calibration of the engine's exit head, as the baseline."""
         if self.exit_calibration.parent is not parent:
             self.exit_calibration = ConfidenceCalibration(0.4, 0.99, parent)
 
@@ -171,7 +175,7 @@ class DraftHistory:
                 self.exit_calibration.observe(confidence, accepted=at < num_accepted)
 
     def observe_exit_head(self, gain: float) -> None:
-        """Record an evaluation of the exit head whose draft is expected to save `gain` passes; 0: no draft."""
+        """Record an evaluation of the exit head, whose draft should save `gain` passes; 0: it drafted nothing."""
         self.exit_gain.observe(gain, 1.0)
         if not gain:
             self.exit_calibration.decay()
@@ -183,7 +187,7 @@ class DraftHistory:
 
 
 def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
-    """Return the number of tokens from the text that are worth a row each; the n-th needs all before it accepted."""
+    """Return how many tokens of a prompt lookup to draft. The n-th is accepted with probability (acceptance rate)^n."""
     accepted, probability, size = history.lookup_acceptance.value, 1.0, 0
     while size < limit and (probability := probability * accepted) > costs.row * num_sequences:
         size += 1
@@ -191,15 +195,15 @@ def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: 
 
 
 def should_evaluate_exit_head(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
-    """Whether to evaluate the exit head at all; sequences that draft together share the cost for the others."""
-    share = num_sequences / num_drafting
-    even_if_sure = 1.0 - costs.row * num_sequences - costs.lower * share
-    return min(even_if_sure, history.exit_gain.value) > costs.exit_head * share
+    """Whether evaluating the exit head is worthwhile. Sequences that draft in the same step share the cost."""
+    sequences_per_draft = num_sequences / num_drafting
+    max_gain = 1.0 - costs.row * num_sequences - costs.lower * sequences_per_draft  # if the draft is surely accepted
+    return min(max_gain, history.exit_gain.value) > costs.exit_head * sequences_per_draft
 
 
 def choose_worthwhile_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
-    """Choose the drafts to run together in one pass of the layers below l; returns the passes that each is expected to
-    save. `expected`: by draft, the probability that it and those before it are accepted."""
+    """Choose the drafts to run in one pass of layers < l. Returns the expected number of passes saved per chosen draft.
+    `expected`: for each draft, the probability that it and all drafts before it are accepted."""
     row = costs.row * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
     gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences

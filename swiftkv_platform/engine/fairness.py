@@ -1,11 +1,10 @@
-"""Fair shares and turns of senders (keys of tenants, or client addresses). Knows no model and no request.
+"""Fair sharing among senders (keys of tenants, or client addresses). Knows no model and no request.
 
-Shares: one sender may hold `max_amount` of a resource while it is alone, and otherwise less by half of what others
-hold. So something is always left for a sender that holds little. A tenant may hold twice as much in the same way.
+Shares: a sender that is alone may hold `max_amount` of a resource. Otherwise half of what others hold is subtracted, so
+that some of it is left for a new sender. A tenant may hold twice as much, by the same rule.
 
-Turns: the tenant that was served least goes next, and of its senders the one that was served least, as in "Fairness in
-Serving Large Language Models" (https://arxiv.org/abs/2401.00588). Those that come back after a while owe nothing, and
-have nothing saved.
+Order: the tenant that has received the least service is next, and within it the sender that has received the least
+("Fairness in Serving Large Language Models", https://arxiv.org/abs/2401.00588). A sender that was idle gains no credit.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from typing import TypeVar
 from swiftkv_platform.errors import QueueFullError, SwiftKVError
 from swiftkv_platform.web.limiters import Sender
 
-R = TypeVar("R")
+ResultT = TypeVar("ResultT")
 _MAX_REMEMBERED_NAMES = 1000
-"""Tenants, and keys of each, whose service is remembered; the least recent one is forgotten."""
+"""Max number of tenants, and of keys per tenant, whose service is remembered; the least recent is dropped."""
 
 
 @dataclass(frozen=True)
 class FairShare:
-    """A sender's or its tenant's share of a resource: the amount that it holds, and the most that it may hold now."""
+    """A sender's or tenant's share of a resource: the amount it holds, and its current limit."""
 
     name: str
     held: int
@@ -38,8 +37,13 @@ class FairShare:
 
 
 def find_exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], max_amount: int) -> FairShare | None:
-    """Return the share that a sender would exceed with `amount` more; None if it may have that. `held`: what all
-    senders hold; `max_amount`: what one sender may hold alone. A sender that holds nothing may always have one."""
+    """Return the share that a sender would exceed with `amount` more, or None. A sender that holds nothing always gets
+    one.
+
+    Args:
+        held: amount that each sender holds.
+        max_amount: limit of a sender that is alone.
+    """
     own = held.get(sender, 0)
     if own + amount <= 1:
         return None
@@ -55,21 +59,20 @@ def find_exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int],
 
 
 def _compute_limit(max_amount: int, held_by_others: int) -> int:
-    """Return what one may hold beside others."""
     return max(max_amount - -(-held_by_others // 2), 0)
 
 
 class FairLimit:
-    """A limit on calls under way, of which each sender may have `max_amount` alone, as in `find_exceeded_share`."""
+    """A limit on the concurrent calls of each sender, as in `find_exceeded_share`."""
 
     def __init__(self, max_amount: int, calls: str, state: str) -> None:
-        """Make a limit whose refusals say that a number of `calls` of a sender are in a `state`."""
+        """Make a limit. Its error says "queue full: 2 of 2 {calls} of caller 'x' {state}"."""
         self._most, self._calls, self._state = max_amount, calls, state
         self._held: Counter[Sender] = Counter()
 
     @contextmanager
     def hold(self, sender: Sender) -> Iterator[None]:
-        """Count a call until the block ends. Raises `QueueFullError`."""
+        """Count a call of the sender until the block ends. Raises `QueueFullError`."""
         share = find_exceeded_share(sender, 1, self._held, self._most)
         if share is not None:
             raise QueueFullError(
@@ -86,7 +89,7 @@ class FairLimit:
 
 
 class _ServedAmounts:
-    """Amounts of service by name. A name that has had less than the last chosen one counts as if it had had as much."""
+    """Amounts of service by name. A name counts at least as much as the last chosen one had: idle time is no credit."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, float] = {}
@@ -107,14 +110,14 @@ class _ServedAmounts:
 
 
 class FairOrder:
-    """Order of senders by the service that their tenants and they have had."""
+    """Order of senders: first by the service of their tenant, then by their own."""
 
     def __init__(self) -> None:
         self._tenants = _ServedAmounts()
         self._keys: dict[str, _ServedAmounts] = {}
 
     def get_rank(self, sender: Sender) -> tuple[float, float]:
-        """Return the place in the order; the lowest goes next."""
+        """Return the sender's rank; the lowest is next."""
         keys = self._keys.get(sender.tenant)
         return self._tenants[sender.tenant], 0.0 if keys is None else keys[sender.key]
 
@@ -139,13 +142,13 @@ class FairOrder:
 class _Waiter:
     sender: Sender
     priority: int
-    number: int
+    arrival: int
     granted: asyncio.Future[None]
 
 
 class FairSemaphore:
-    """At most `size` turns at a time, `max_per_sender` of a sender, granted in fair order of the time that they took.
-    For one event loop."""
+    """Semaphore with `size` slots, at most `max_per_sender` per sender. Waiting senders get slots in fair order of the
+    time that they have held slots. For one event loop."""
 
     def __init__(
         self, size: int, *, max_per_sender: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -156,7 +159,7 @@ class FairSemaphore:
         self._clock = clock
         self._order = FairOrder()
         self._waiting: list[_Waiter] = []
-        self._numbers = itertools.count()
+        self._arrivals = itertools.count()
         self._closed: SwiftKVError | None = None
 
     @property
@@ -165,7 +168,7 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def hold(self, sender: Sender, *, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. `priority`: lower goes first. Raises the error of `close`."""
+        """Wait for a slot and hold it. A lower `priority` is served first. Raises the error of `close`."""
         release = await self.acquire(sender, priority=priority)
         try:
             yield
@@ -173,13 +176,13 @@ class FairSemaphore:
             release()
 
     async def acquire(self, sender: Sender, *, priority: int = 0) -> Callable[[], None]:
-        """Wait for a turn and return the function that ends it. Raises the error of `close`."""
+        """Wait for a slot and return the function that releases it. Raises the error of `close`."""
         if self._closed is not None:
             raise self._closed
         if self._can_acquire(sender):
             self._grant(sender)
         else:
-            await self._wait(_Waiter(sender, priority, next(self._numbers), asyncio.Future()))
+            await self._wait(_Waiter(sender, priority, next(self._arrivals), asyncio.Future()))
         began = self._clock()
 
         def release() -> None:
@@ -189,7 +192,7 @@ class FairSemaphore:
         return release
 
     def close(self, error: SwiftKVError) -> None:
-        """Raise `error` for all who wait, and who come later."""
+        """Raise `error` for all waiting and later callers."""
         self._closed = error
         for waiter in self._waiting:
             if not waiter.granted.done():
@@ -204,7 +207,7 @@ class FairSemaphore:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                self._release(waiter.sender)  # it was granted in the moment when it was cancelled
+                self._release(waiter.sender)  # it was granted and canceled at the same moment
             raise
 
     def _can_acquire(self, sender: Sender) -> bool:
@@ -222,33 +225,33 @@ class FairSemaphore:
             del self._running[sender]
         able = [each for each in self._waiting if self._can_acquire(each.sender)]
         if able:
-            chosen = min(able, key=lambda each: (each.priority, *self._order.get_rank(each.sender), each.number))
+            chosen = min(able, key=lambda each: (each.priority, *self._order.get_rank(each.sender), each.arrival))
             self._waiting.remove(chosen)
             self._grant(chosen.sender)
             chosen.granted.set_result(None)
 
 
 class FairThreadPool:
-    """Threads that run calls in fair order of their senders, `max_per_sender` of a sender at a time."""
+    """Thread pool that runs calls in fair order of their senders, at most `max_per_sender` per sender at a time."""
 
-    def __init__(self, number: int, name: str, *, max_per_sender: int | None = None) -> None:
-        self._threads = ThreadPoolExecutor(number, thread_name_prefix=name)
-        self._semaphore = FairSemaphore(number, max_per_sender=max_per_sender)
+    def __init__(self, num_threads: int, name: str, *, max_per_sender: int | None = None) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._semaphore = FairSemaphore(num_threads, max_per_sender=max_per_sender)
 
-    async def run(self, sender: Sender, call: Callable[[], R]) -> R:
-        """Run `call` in a thread. A turn ends with the call, even if who waits for it is cancelled. Raises the error of
-        `close`."""
+    async def run(self, sender: Sender, call: Callable[[], ResultT]) -> ResultT:
+        """Run `call` in a thread. Its slot is released when it ends, even if the awaiting task was canceled. Raises the
+        error of `close`."""
         release, loop = await self._semaphore.acquire(sender), asyncio.get_running_loop()
         job = self._threads.submit(call)
 
         def release_when_done(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with suppress(RuntimeError):  # the loop has ended, and no task waits
                 loop.call_soon_threadsafe(release)
 
         job.add_done_callback(release_when_done)
         return await asyncio.wrap_future(job)
 
     def close(self, error: SwiftKVError) -> None:
-        """Refuse calls that have not begun with `error`, without waiting for running ones."""
+        """Raise `error` for waiting and later calls, without waiting for running calls."""
         self._semaphore.close(error)
         self._threads.shutdown(wait=False)

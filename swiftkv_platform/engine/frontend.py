@@ -1,4 +1,5 @@
-"""Admission of requests into either engine: checks, limits, tokenization, grammars, streams. Knows no model."""
+"""Admission of requests to the native engine or vLLM: checks, limits, tokenization, grammars, streams. Knows no
+model."""
 
 from __future__ import annotations
 
@@ -32,20 +33,20 @@ from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 from swiftkv_platform.web.limiters import Sender
 
 MAX_COMPILING_PER_CALLER = PENDING_GRAMMARS.default
-"""Maximum number of requests of a caller whose grammars are being compiled or wait for it; one more is refused."""
+"""Max number of a caller's requests whose grammars are being compiled or queued for it. More are refused."""
 FREE_COMPILE_S = 0.1
-"""Seconds of compiling a grammar that are not charged to the caller, as for ordinary grammars on a busy machine."""
+"""Seconds of compiling a grammar that are free: enough for ordinary grammars on a busy machine."""
 REFUSAL_DELAY_S = 1.0
-"""Seconds that a request waits, outside the queue, if its caller's time for grammars is spent, before it is refused:
-callers that retry at once would keep the event loop busy with refusals."""
+"""Seconds before a request is refused because its caller's grammar budget is exhausted. Callers that retry at once
+would otherwise keep the event loop busy."""
 ANONYMOUS_SENDER = Sender()
 _MAX_CALLERS = 10_000
-"""Number of callers whose grammar time is counted; the least recent one is dropped."""
+"""Max number of callers whose grammar budgets are kept; the least recent one is dropped."""
 
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A request that has been read and admitted."""
+    """A tokenized request that was admitted to the queue."""
 
     request: TokenizedRequest
     stream: RequestStream
@@ -83,7 +84,7 @@ class EngineFrontend(ABC):
 
     @abstractmethod
     async def _start_request(self, admitted: AdmittedRequest) -> None:
-        """Hand a request to the engine. Its outputs go to its stream from when the stream is open."""
+        """Pass a request to the engine. Its outputs go to its stream after `start_delivery`."""
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> None:
@@ -151,15 +152,14 @@ class EngineFrontend(ABC):
 
         Raises:
             InvalidInputError: as `InputProcessor.read`, or an id that is in use.
-            QueueFullError: running and waiting sequences leave the sender too little room, `max_waiting_prompt_tokens`
-                of its tokens wait, the wait would be longer than `max_queue_s`, or too many of its grammars are being
-                compiled.
-            RateLimitedError: the sender's grammars have used up their time.
+            QueueFullError: the sender has too many running and waiting sequences, waiting prompt tokens
+                (`max_waiting_prompt_tokens`) or compiling grammars, or would wait longer than `max_queue_s`.
+            RateLimitedError: the sender's grammar budget is exhausted.
             EngineDeadError: a step has failed; the engine answers no more requests.
         """
         if params.structured_outputs is not None and self._get_budget(sender).is_exhausted:
             await asyncio.sleep(REFUSAL_DELAY_S)
-        # 1. find room in the queue for all prompts, and hold it by their streams
+        # 1. check the queue's limits for all prompts, and reserve their places by adding their streams
         self.check_health()
         for request_id in prompts:
             check_request_id(request_id, self._streams)
@@ -170,7 +170,7 @@ class EngineFrontend(ABC):
             for request_id in prompts
         }
         self._streams |= streams
-        # 2. compile the grammar, tokenize, and hand each prompt to the engine
+        # 2. compile the grammar, tokenize, and pass each prompt to the engine
         try:
             for request_id, prompt in prompts.items():
                 constraint = await self._make_constraint(params, sender)
@@ -202,7 +202,7 @@ class EngineFrontend(ABC):
         await self._stop_engine()
 
     def drop_stream(self, request_id: str, *, abort: bool) -> None:
-        """Drop the request's stream, and with `abort` abort the request, without waiting for it."""
+        """Drop the request's stream. `abort`: also abort the request, without waiting for the end of its step."""
         self._streams.pop(request_id, None)
         if abort and self._failure is None:
             self._abort_request(request_id)
@@ -221,7 +221,7 @@ class EngineFrontend(ABC):
             self._handle_failure(error)
 
     def _handle_failure(self, error: Exception) -> None:
-        """End all streams after a failed step, so that no caller waits for an answer that cannot come."""
+        """End all streams after a failed step, so that no caller waits forever."""
         get_logger().error("engine_failed", exc_info=error)
         self._fail_streams(f"the engine failed and must be restarted: {error!r}")
 
@@ -241,7 +241,7 @@ class EngineFrontend(ABC):
 
     @property
     def _num_sequences(self) -> int:
-        """Number of sequences of all requests, including those still being read."""
+        """Number of sequences of all requests, including requests that are being tokenized."""
         return sum(stream.num_sequences for stream in self._streams.values())
 
     def _check_admission(self, num_sequences: int, sender: Sender) -> None:
@@ -256,7 +256,7 @@ class EngineFrontend(ABC):
                 retry_after_s=self._wait_estimator.estimate_wait_s(share.held + num_sequences - share.limit),
             )
         if config.max_queue_s is not None:
-            # Senders take turns, so others' queues count as if they were no longer than this one's.
+            # Senders are served in turn. So another sender's queue counts only up to the length of this sender's.
             num_ahead = (held[sender] + 1) * len(held.keys() | {sender})
             wait = self._wait_estimator.estimate_wait_s(min(self._count_queued(self._num_sequences), num_ahead))
             if wait > config.max_queue_s:
@@ -268,8 +268,8 @@ class EngineFrontend(ABC):
         self._check_waiting_tokens(sender)
 
     async def _make_constraint(self, params: SamplingParams, sender: Sender) -> Constraint | None:
-        """Compile the request's grammar, if any, while the engine steps. Raises as `GrammarCompiler.compile` and
-        `GrammarBudget.check`."""
+        """Compile the request's grammar, if any. Raises as `GrammarCompiler.compile` and
+        `GrammarBudget.raise_if_exhausted`."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
@@ -286,11 +286,11 @@ class EngineFrontend(ABC):
         return budget
 
     async def _compile_charged(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
-        """Compile a grammar, and charge the sender for a slow one, even if it is refused."""
+        """Compile a grammar. A slow one is charged to the sender's budget, even if it is refused."""
         budget = self._get_budget(sender)
 
         def compile_grammar() -> Constraint:
-            self.grammar_compiler.get_vocabulary(wanted)  # once for all grammars, and charged to nobody
+            self.grammar_compiler.get_vocabulary(wanted)  # made once, so not charged to a caller
             began = time.monotonic()
             try:
                 return self.grammar_compiler.compile(wanted)
@@ -301,7 +301,7 @@ class EngineFrontend(ABC):
             return await self._compilers.run(sender, compile_grammar)
 
     def _count_queued(self, num_sequences: int) -> int:
-        """Number of sequences that would wait if one more came to `num_sequences`, including that one."""
+        """Return how many sequences would wait if one more was added to `num_sequences`, including that one."""
         waiting = self.state.num_waiting
         beyond = num_sequences + 1 - self.config.max_num_seqs
         return max(beyond, waiting + 1 if waiting else 0)
@@ -311,32 +311,33 @@ class EngineFrontend(ABC):
         if limit is None:
             return
         waiting = self.state.waiting_tokens
-        if not waiting.get(sender):  # a caller's first prompt is accepted, however long
+        if not waiting.get(sender):  # a caller's first prompt is accepted at any length
             return
         share = find_exceeded_share(sender, 1, waiting, limit)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} prompt tokens are waiting, and {share.limit} are accepted of {share.name}; "
-                "try again later"
+                f"queue full: {share.held} prompt tokens of {share.name} are waiting; the limit is {share.limit}; try "
+                "again later"
             )
 
 
 _MAX_COMPLETIONS = 32
-"""Number of departures remembered: enough to smooth answers that end together, few enough to follow the load."""
+"""Max number of remembered completions. More would smooth better, but follow changes of the load later."""
 _MIN_COMPLETIONS = 4
+"""Min number of completions for an estimate."""
 
 
 class QueueWaitEstimator:
-    """Times at which requests have ended while the engine was full."""
+    """Estimates queue times from the times at which requests ended while the engine was full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=_MAX_COMPLETIONS)
 
     def record_completions(self, count: int, *, full: bool) -> None:
-        """Record that `count` requests have ended. `full`: others were waiting, or would have had to."""
+        """Record that `count` requests have ended. `full`: whether another request would have had to wait."""
         if not full:
-            self._times.clear()  # the rate at which idle places become free says nothing about a queue
+            self._times.clear()  # completions of an engine with idle capacity do not predict queue times
         else:
             self._times.extend([self._clock()] * count)
 
@@ -344,5 +345,5 @@ class QueueWaitEstimator:
         """Estimate the seconds until the last of `num_queued` requests starts; 0 while nothing is known."""
         if num_queued <= 0 or len(self._times) < _MIN_COMPLETIONS:
             return 0.0
-        # Include the time since the last departure, or a stalled engine would look fast.
+        # Include the time since the last completion: a stalled engine is slow.
         return num_queued * (self._clock() - self._times[0]) / len(self._times)

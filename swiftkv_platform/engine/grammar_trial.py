@@ -1,8 +1,8 @@
-"""Compilation of grammars by llguidance, and a process that tries it first. As a script it imports nothing of ours.
+"""Compilation of grammars by llguidance, and a trial process for it. Imports no other module of this project.
 
-Some grammars make llguidance's compiler run for minutes and take gigabytes, which none of its limits prevents: for
-example hundreds of expressions that must hold together. A thread that does so cannot be stopped, but a process can. So
-each grammar is first compiled in a process, over the vocabulary of bytes, before it is compiled for use.
+llguidance's compiler may run for minutes and take gigabytes (for example for the intersection of hundreds of
+expressions), and none of its limits prevents that. A thread cannot be killed, but a process can. So each grammar is
+first compiled in a trial process, with a vocabulary of bytes, and then for the model in this process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 INITIAL_LEXER_FUEL = 200_000
-"""A fifth of llguidance's default, with which one step of `b(a{1000}){1000}` takes seconds; with this, 0.25."""
+"""A fifth of llguidance's default. One step of `b(a{1000}){1000}` takes 0.25 s, and seconds with the default."""
 STEP_MAX_ITEMS = 20_000
-"""Parser items of a mask; llguidance's default is 50,000. An ambiguous grammar may use all in each step: 0.2 s."""
+"""Max parser items per mask; llguidance's default is 50,000. An ambiguous grammar may use all of them: 0.2 s per
+step."""
 MAX_LEXER_STATES = 30_000
-"""Lexer states of each answer, of 1 to 2 KB each; llguidance's default is 250,000."""
+"""Max lexer states per sequence, 1 to 2 KB each; llguidance's default is 250,000."""
 THREAD_STACK_BYTES = 256 << 20
-"""Stack of a compiling thread; address space, not memory. A chain of references takes up to 7 KB per link: see
-`max_grammar_bytes`."""
+"""Stack size of compiling threads (address space, not memory). A chain of references takes up to 7 KB per link; its
+length is bounded by `max_grammar_bytes`."""
 _MAX_MEMORY_BYTES = 2 << 30
 _START_TIMEOUT_S = 60.0
 _REGEX_SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
@@ -36,8 +37,12 @@ _stack_lock = threading.Lock()
 
 
 def make_matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
-    """Compile a grammar within this project's limits; returns its matcher and first mask. `whitespace`: pattern between
-    the tokens of JSON; None allows none. Raises `ValueError`: it cannot be compiled."""
+    """Compile a grammar within the limits above. Returns its matcher and first mask. Raises `ValueError`: it cannot be
+    compiled.
+
+    Args:
+        whitespace: pattern of white space between JSON tokens; None: no white space.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -55,7 +60,7 @@ def make_matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) 
 
 
 def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
-    """Return the grammar in llguidance's terms. Raises `ValueError`."""
+    """Convert the grammar to llguidance's format. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     if kind in ("json", "json_object"):
@@ -65,7 +70,7 @@ def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
-        # One regular expression: thousands of separate rules would exceed the parser's limit per step.
+        # One regular expression, because thousands of rules would exceed the parser's limit per step.
         return LLMatcher.grammar_from_regex(
             "|".join(_REGEX_SPECIAL_CHARACTERS.sub(r"\\\g<0>", one) for one in json.loads(text))
         )
@@ -73,8 +78,8 @@ def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
 
 
 def start_thread(work: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread with `THREAD_STACK_BYTES` of stack, a setting of the process that is read when a thread
-    starts."""
+    """Start a daemon thread with a stack of `THREAD_STACK_BYTES`. The size is a process-wide setting, hence the
+    lock."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
     with _stack_lock:
         before = threading.stack_size(THREAD_STACK_BYTES)
@@ -86,11 +91,11 @@ def start_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 class TrialCompilerError(Exception):
-    """A grammar was refused, for the reason in the message."""
+    """The grammar cannot be compiled, for the reason in the message."""
 
 
 class TrialCompiler:
-    """A process that tries to compile grammars. Only one thread at a time may use it."""
+    """A process that compiles grammars to find out whether that works. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -111,26 +116,26 @@ class TrialCompiler:
             answer = ""
         if not answer:  # out of memory, or of stack
             self.close()
-            raise TrialCompilerError("compiling it takes more memory than is allowed")
+            raise TrialCompilerError(f"compiling it takes more than {_MAX_MEMORY_BYTES >> 30} GiB of memory")
         problem = json.loads(answer)
         if problem is not None:
             raise TrialCompilerError(problem)
 
     def close(self) -> None:
-        """End the process, if there is one; the next check starts another."""
+        """Kill the process, if any. The next `check_grammar` starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
     def _start_process(self) -> subprocess.Popen[str]:
-        # -P: do not import modules from its own directory, whose names may hide others.
+        # -P: do not import modules from the script's directory, whose names may shadow others.
         command = [sys.executable, "-P", str(Path(__file__))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._process = process
         if not _read_line(process, _START_TIMEOUT_S):
             self.close()
-            raise TrialCompilerError("the process that compiles it first could not be started; its log says more")
+            raise TrialCompilerError("its trial process could not be started; see the replica's log")
         return process
 
 
@@ -143,7 +148,7 @@ def _read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 def main() -> None:
-    """Answer each line of standard input, a grammar, with null or its error as JSON."""
+    """Read one grammar per line of standard input, and write null or its error as JSON."""
     from llguidance import LLTokenizer
 
     with suppress(ValueError, OSError):  # macOS cannot limit address space; there only the time is limited

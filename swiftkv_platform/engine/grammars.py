@@ -1,15 +1,17 @@
-"""Constraints of answers: their compilation to grammars by llguidance, and the tokens that may come next, both within
+"""Structured outputs: compilation of grammars by llguidance, and the tokens that a grammar allows next. Both have
 limits of size and time.
 
-The state of a constraint depends only on the answer's tokens: for any continuation, the matcher rolls back to the
-tokens that agree with it and goes on from there. So drafts can be tried and dropped, and preempted sequences resumed,
-without any calls.
+The state of a constraint depends only on the generated tokens: for any continuation, the matcher rolls back to the
+common prefix and continues from there. So drafts can be tried and dropped, and preempted sequences resumed, without
+further calls.
 
-A grammar may be malicious. Its text is limited. It is tried in a process that is killed if it takes too long or too
-much memory (`grammar_trial.py`). Then it is compiled, and its first step taken, in a thread with a stack that the
-longest text cannot exhaust; the caller waits for a limited time, and at most `MAX_CONCURRENT_COMPILATIONS` compile at
-once. The cost of later steps is limited by llguidance's limits on lexer and parser, and that of all steps of a request
-by `GrammarCpuTime`."""
+A grammar may be malicious. These limits protect the engine:
+1. its text has at most `max_grammar_bytes`
+2. a trial process compiles it first, and is killed if that takes too long or too much memory (`grammar_trial.py`)
+3. then a thread with a large stack compiles it, and the caller waits at most `grammar_timeout_s`; at most
+   `MAX_CONCURRENT_COMPILATIONS` grammars are compiled at once
+4. llguidance's limits on lexer and parser bound each step, and `GrammarCpuTime` bounds all steps of a request
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,25 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.loading import ModelDescription
 
 BASE_S_PER_REQUEST = 0.1
-"""CPU seconds that a request's grammar may take, for all its answers together, in addition to `MAX_S_PER_TOKEN` a
-token."""
+"""CPU seconds that a request's grammar may take for all its samples, plus `MAX_S_PER_TOKEN` per token."""
 MAX_S_PER_TOKEN = 0.002
-"""CPU seconds that each token adds; ordinary grammars take a tenth of it."""
+"""CPU seconds that each token adds to the limit; ordinary grammars take a tenth of it."""
 CALLER_BURST_S = 1.0
-"""CPU seconds that a caller's grammars may take at once, beyond `FREE_S_PER_TOKEN` a token: enough for 64 schemas
-of some 10 ms at their first token."""
+"""CPU seconds that a caller's grammars may take in a burst, beyond `FREE_S_PER_TOKEN`: enough for the first tokens of
+64 schemas, about 10 ms each."""
 CALLER_S_PER_MINUTE = GRAMMAR_SECONDS_PER_MINUTE.default
-"""CPU seconds that a caller gets back per minute, which limits its long-term share of the engine's time to a tenth."""
+"""CPU seconds that a caller's budget regains per minute, which limits its long-term share of the engine's time to
+10%."""
 FREE_S_PER_TOKEN = 0.0005
-"""CPU seconds of each token that are not charged to the caller."""
+"""CPU seconds per token that are not charged to the caller."""
 SLOW_CALLER_S = 0.02
-"""CPU seconds charged to a caller after which its slow grammars take turns."""
+"""CPU seconds charged to a caller above which its slow grammars are throttled."""
 GRACE_S_PER_REQUEST = 0.05
-"""CPU seconds charged for a request up to which it goes on even if its caller's allowance is spent."""
+"""CPU seconds charged for a request up to which it continues although its caller's budget is exhausted."""
 
 
 class GrammarBudget:
-    """CPU time allowed to all grammars of a caller together: splitting work into many requests gains nothing."""
+    """CPU time of all grammars of a caller, so that many small requests get no more than a large one."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._bucket = TokenBucket(CALLER_S_PER_MINUTE, clock, capacity=CALLER_BURST_S)
@@ -62,7 +64,7 @@ class GrammarBudget:
 
     @property
     def spent_s(self) -> float:
-        """CPU seconds spent and not yet returned."""
+        """CPU seconds that were spent and not yet regained."""
         with self._lock:
             return CALLER_BURST_S - self._bucket.level
 
@@ -72,7 +74,7 @@ class GrammarBudget:
             self._bucket.consume(seconds)
 
     def raise_if_exhausted(self, name: str) -> None:
-        """Raise `RateLimitedError` if nothing is left. `name`: the request's field with a grammar."""
+        """Raise `RateLimitedError` if the budget is exhausted. `name`: the request's field with the grammar."""
         if self.is_exhausted:
             with self._lock:
                 wait = self._bucket.seconds_until(CALLER_BURST_S / 2)
@@ -86,21 +88,21 @@ class GrammarBudget:
 
 
 class GrammarCpuTime:
-    """CPU time that following the grammar of a request takes, during which all requests wait."""
+    """CPU time that a request's grammar takes in the engine's steps, during which all requests wait."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
         self.num_tokens = 0
-        self.last_turn_s = SLOW_CALLER_S
-        """CPU seconds of its last turn; before the first one, the most that a turn may take."""
+        self.last_step_s = SLOW_CALLER_S
+        """CPU seconds in its last step; before the first step, a high estimate."""
         self.budget: GrammarBudget | None = None
-        """Allowance of its caller; None if there is only one caller."""
+        """Budget of its caller; None if there is only one caller."""
         self._charged_s = 0.0
         self._is_exhausted = False
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it may take no more time. Once true it stays true, even if its caller gets time back."""
+        """Whether it may take no more time. It stays True even if the caller's budget regains time."""
         if not self._is_exhausted:
             too_much = self.spent_s > BASE_S_PER_REQUEST + MAX_S_PER_TOKEN * self.num_tokens
             budget = self.budget
@@ -110,7 +112,7 @@ class GrammarCpuTime:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes more time than ordinary grammars, and its caller's grammars together more than
+        """Whether it takes more time than ordinary grammars, and all grammars of its caller more than
         `SLOW_CALLER_S`."""
         return self._charged_s > 0.0 and (self.budget is None or self.budget.spent_s > SLOW_CALLER_S)
 
@@ -131,26 +133,26 @@ class GrammarCpuTime:
 
 
 class Constraint:
-    """A grammar and the position of an answer in it. `matcher`: an `llguidance.LLMatcher`."""
+    """A grammar and the state of a sequence in it. `matcher`: an `llguidance.LLMatcher`."""
 
     def __init__(self, matcher: Any, name: str, first: bytes, cpu_time: GrammarCpuTime | None = None) -> None:
         self._matcher = matcher
         self.name = name
         self._first = first
-        """Tokens that may begin an answer, in the format of `compute_allowed_mask`."""
+        """Mask of the tokens allowed first, as of `compute_allowed_mask`."""
         self.cpu_time = GrammarCpuTime() if cpu_time is None else cpu_time
-        """CPU time of following the grammar, shared by all answers of the request."""
+        """CPU time of the grammar, shared by all samples of the request."""
         self._consumed: list[int] = []
 
     def copy(self, name: str, cpu_time: GrammarCpuTime | None = None) -> Constraint:
         """Return an unused constraint with the same grammar, for the field `name`. `work`: that of other answers of the
         same request; None: it is for another request."""
-        assert not self._consumed, "a constraint in use is no template"
+        assert not self._consumed, "a constraint in use cannot be copied"
         return Constraint(self._matcher.deep_copy(), name, self._first, cpu_time)
 
     @property
     def failure(self) -> str | None:
-        """Error message if the grammar took more work than allowed, in a step or in total; else None."""
+        """Error message if the grammar exceeded a limit, in a step or in total; else None."""
         if self._matcher.is_error():
             return f"{self.name} is too complex to be enforced further: {self._matcher.get_error().splitlines()[0]}"
         if self.cpu_time.is_exhausted:
@@ -169,11 +171,11 @@ class Constraint:
             return self._first
         with self.cpu_time.measure():
             self._advance_to(output_token_ids)
-            # An exhausted constraint yields no token, so any mask is fine.
+            # The request ends when its CPU time is exhausted, so any mask will do.
             return self._first if self.cpu_time.is_exhausted else self._matcher.compute_bitmask()
 
     def count_allowed(self, output_token_ids: Sequence[int], drafted: Sequence[int]) -> int:
-        """Return how many of the first tokens of `drafted` may follow `output_token_ids` one after another."""
+        """Return how many tokens of `drafted`, from its start, the grammar allows after `output_token_ids`."""
         with self.cpu_time.measure():
             self._advance_to(output_token_ids)
             return 0 if self.cpu_time.is_exhausted else self._matcher.validate_tokens(list(drafted))
@@ -186,7 +188,7 @@ class Constraint:
             return () if self.cpu_time.is_exhausted else tuple(self._matcher.compute_ff_tokens())
 
     def is_complete(self, output_token_ids: Sequence[int]) -> bool:
-        """Whether nothing but the end of sequence may follow `output_token_ids`."""
+        """Whether only the end of sequence may follow `output_token_ids`."""
         with self.cpu_time.measure():
             self._advance_to(output_token_ids)
         return self._matcher.is_stopped() and self.failure is None
@@ -215,9 +217,9 @@ GrammarKey = tuple[str, str, bool]
 MAX_CONCURRENT_COMPILATIONS = 2
 _compile_slots = threading.Semaphore(MAX_CONCURRENT_COMPILATIONS)
 _idle_trials = [TrialCompiler() for _ in range(MAX_CONCURRENT_COMPILATIONS)]
-"""Idle trials, one for each place. Their processes start when they are needed, and end with this one."""
+"""Idle trial compilers, one per slot. Their processes start on demand and end with this process."""
 MAX_CACHED_GRAMMARS = 64
-"""Number of compiled grammars that are cached for later requests with the same grammar."""
+"""Max number of compiled grammars that are cached for later requests."""
 
 
 class GrammarCompiler:
@@ -235,7 +237,7 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
 
     def find_cached(self, wanted: StructuredOutputs) -> Constraint | None:
-        """Return a constraint for an answer if its grammar is cached, else None. Returns at once."""
+        """Return a new constraint if its grammar is cached, else None. Does not block."""
         with self._cache_lock:
             template = self._cache.get(_make_key(wanted))
             if template is None:
@@ -244,12 +246,12 @@ class GrammarCompiler:
             return template.copy(wanted.name)
 
     def compile(self, wanted: StructuredOutputs) -> Constraint:
-        """Compile a constraint for an answer. Blocks.
+        """Compile the grammar, and return a new constraint. Blocks.
 
         Raises:
             InvalidInputError: the grammar is too long, invalid, not supported or too slow to compile; the model lacks a
                 tokenizer or an end-of-sequence token.
-            QueueFullError: other grammars are still being compiled.
+            QueueFullError: no slot became free within `grammar_timeout_s`.
         """
         found = self.find_cached(wanted)
         if found is not None:
@@ -266,7 +268,7 @@ class GrammarCompiler:
             return template.copy(wanted.name)
 
     def _compile_in_thread(self, wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
-        """Compile in another thread, after a trial in a process, and wait for at most `grammar_timeout_s`."""
+        """Compile the grammar in a trial process, then in a thread. Wait at most `grammar_timeout_s` for each."""
         if not _compile_slots.acquire(timeout=self._timeout_s):
             raise QueueFullError(f"{MAX_CONCURRENT_COMPILATIONS} grammars are being compiled; try again later")
         outcome: list[Constraint | Exception] = []
@@ -308,7 +310,7 @@ class GrammarCompiler:
         return wanted.make_error(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
 
     def get_vocabulary(self, wanted: StructuredOutputs) -> Any:
-        """Return llguidance's tokenizer, made once: with a large vocabulary that takes a second. Raises
+        """Return llguidance's tokenizer. It is made once, since that takes a second with a large vocabulary. Raises
         `InvalidInputError`: the model lacks a tokenizer or an end-of-sequence token."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
@@ -323,7 +325,7 @@ class GrammarCompiler:
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError as error:
-            raise wanted.make_error("needs llguidance, of the extra `serve`, where the model is served") from error
+            raise wanted.make_error("needs llguidance; install the extra `serve` where the model is served") from error
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))
         except ValueError as error:

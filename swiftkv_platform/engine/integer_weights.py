@@ -1,4 +1,4 @@
-"""Projections in integers: those of a quantised checkpoint, and those that are rounded when a model is loaded.
+"""Projections in integers: those of a quantized checkpoint, and those that are rounded when a model is loaded.
 
 They are put beside the floats of their modules, as `integers`; `weights.py` lays them out for the kernels. Where no
 kernel multiplies integers the floats are used, which have the same values.
@@ -54,7 +54,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
                 raise ModelError.for_field(
                     "weights",
                     form,
-                    ", and the model is stored in int8; use auto, or export the unquantised model with --quantize int4",
+                    ", and the model is stored in int8; use auto, or export the unquantized model with --quantize int4",
                 )
             continue
         _round_linear(linear, "int4" if four and linear.in_features % packing.INT4_GROUP_SIZE == 0 else "int8")

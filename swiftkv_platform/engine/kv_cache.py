@@ -1,6 +1,6 @@
-"""The tensors of the paged KV cache: `num_kv_cache_layers` layers of two tensors each. Knows no sequences.
+"""The tensors of the paged KV cache: two tensors in each of `num_kv_cache_layers` layers. Knows no sequences.
 
-The model determines what the two hold: K and V, or, for multi-head latent attention, the latent and the RoPE key.
+The two tensors hold K and V or, for multi-head latent attention (MLA), the latent and the RoPE key.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from swiftkv_platform.model.cache import SCALE_DTYPE, pack, unpack
 from swiftkv_platform.model.packed_attention import VarlenOperator
 
 SlotRun = tuple[int, int]
-"""Adjacent slots: the first, and the one after the last. A slot holds one token."""
+"""Adjacent slots [first, end). A slot holds one token."""
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape of a token in a cached tensor."""
+    """Shape of one token in a cached tensor."""
 
     num_heads: int
     dim: int
@@ -32,32 +32,32 @@ LayerShape = tuple[TensorShape, TensorShape]
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """Dtypes in which cached numbers are stored and read."""
+    """Dtypes of a cache: the model's, the stored one, and the quantized one."""
 
     compute_dtype: torch.dtype
     storage_dtype: torch.dtype
-    """Dtype of the cache's tensors; uint8 if it is quantised."""
+    """Dtype of the cache's tensors; uint8 if it is quantized."""
     quantized_dtype: torch.dtype | None = None
-    """Dtype of quantised numbers: float8_e4m3fn or int8."""
+    """Dtype of quantized numbers: float8_e4m3fn or int8."""
 
     @property
     def has_other_dtype(self) -> bool:
-        """Whether numbers are stored unquantised, but in another dtype than the model's."""
+        """Whether numbers are stored unquantized, but not in the model's dtype."""
         return self.quantized_dtype is None and self.storage_dtype != self.compute_dtype
 
     def get_row_size(self, dim: int) -> int:
         return dim if self.quantized_dtype is None else dim * self.quantized_dtype.itemsize + SCALE_DTYPE.itemsize
 
     def get_row_bytes(self, dim: int) -> int:
-        """Return the bytes of `dim` numbers, including the scale."""
+        """Return the bytes of `dim` numbers and their scale."""
         return self.get_row_size(dim) * self.storage_dtype.itemsize
 
 
 class PagedTensor:
-    """One of a layer's two tensors, for all slots, unquantised or in 8 bits with a scale per token and head.
+    """One of a layer's two tensors, for all slots: unquantized, or 8 bits with a scale per token and head.
 
-    On a CPU the first dimension in memory is heads, so that a head's tokens are contiguous; on a GPU it is tokens, as
-    kernels with block tables expect.
+    On a CPU the outermost dimension in memory is heads, so that a head's tokens are contiguous. On a GPU it is tokens,
+    as kernels with block tables expect.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class PagedTensor:
             self.rows = torch.empty(heads, num_slots, size, dtype=dtype, device=device)
         else:
             self.rows = torch.empty(num_slots, heads, size, dtype=dtype, device=device).transpose(0, 1)
-        """Contents [num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
+        """Contents [num_heads, num_slots, dim], or [num_heads, num_slots, bytes of numbers and scale]."""
         self._format = format_
         self.uses_kernels = uses_kernels
-        """Whether the engine's kernels write and read it: on a CPU, in bfloat16."""
+        """Whether the native kernels write and read it: on a CPU, for a bfloat16 model."""
 
     @property
     def quantized_dtype(self) -> torch.dtype | None:
@@ -96,11 +96,11 @@ class PagedTensor:
         return self.rows.transpose(0, 1).view(-1, block_size, self.rows.shape[0], self.rows.shape[2])
 
     def read_blocks(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Read whole blocks, one after another: [num_heads, tokens of `blocks`, dim]."""
+        """Read whole blocks and concatenate them: [num_heads, tokens of `blocks`, dim]."""
         return self.view_blocks(block_size).index_select(0, blocks).flatten(0, 1).transpose(0, 1)
 
     def read(self, runs: Sequence[SlotRun]) -> torch.Tensor:
-        """Read runs: [num_heads, tokens of all runs, dim]; a view if it is one run, not quantised and not converted."""
+        """Read and concatenate runs: [num_heads, tokens of all runs, dim]. A view for one run in the model's dtype."""
         views = [self.rows[:, first:end] for first, end in runs]
         rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
         quantized_dtype, compute_dtype = self._format.quantized_dtype, self._format.compute_dtype
@@ -127,9 +127,9 @@ class KVCache:
         self.block_size = block_size
         self.format = format_
         self.expands_contexts = expands_contexts
-        """Whether the model expands cached tensors to keys and values, so that it gets contexts instead of storage."""
+        """Whether the model expands cached latents to keys and values (MLA). Then it gets copies of whole contexts."""
         self.pages = None if operator is None else VarlenSettings(operator, block_size, device, expands_contexts)
-        """Pages that attention reads by block tables; None if it reads runs."""
+        """Settings of attention with block tables; None if attention reads runs of slots."""
         num_slots = num_blocks * block_size
         self.layers = [
             (
@@ -142,24 +142,24 @@ class KVCache:
 
 @dataclass(frozen=True)
 class StepCache:
-    """Cache of a step, the model's `past_key_values`: it writes to the step's slots, and attention reads."""
+    """The model's `past_key_values` in a step: writes the step's tokens to their slots, and returns the contents."""
 
     cache: KVCache
     slots: torch.Tensor
     """Slots of the step's tokens, [num_tokens]."""
     contexts: Sequence[SlotRun] | torch.Tensor
-    """Runs or blocks of all sequences' contexts, only used if the model expands the cache's contents."""
+    """Runs or blocks of all sequences' contexts; used only with `KVCache.expands_contexts`."""
 
     def update(
         self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's storage; or, for a
-        model that expands its cache, all contexts concatenated, [1, num_heads, sum of context lengths, dim]."""
+        """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's tensors or, with
+        `KVCache.expands_contexts`, the concatenated contexts, [1, num_heads, sum of context lengths, dim]."""
         self.write(first, second, layer)
         return self.read(layer)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
-        """Write as `update`, without reading."""
+        """Write as `update` does, without reading."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])
@@ -178,5 +178,5 @@ class StepCache:
 
 
 def get_bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
-    """Return the bytes of a block in all layers, including scales."""
+    """Return the bytes of a block over all layers, including scales."""
     return block_size * sum(shape.num_heads * format_.get_row_bytes(shape.dim) for layer in shapes for shape in layer)

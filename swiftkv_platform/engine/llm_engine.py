@@ -36,8 +36,8 @@ from swiftkv_platform.web.limiters import Sender
 
 @contextmanager
 def show_progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """Yield a function that counts an answer. `shown`: draw a bar on stderr; None: only if that is a terminal."""
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """Yield a function that advances a progress bar. `shown`: show it on stderr; None: only if stderr is a terminal."""
+    columns = (TextColumn("outputs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
         task = progress.add_task("", total=total)
@@ -78,13 +78,13 @@ class LLMEngine:
             has_own_deep_kv=bool(loaded.config.layer_map.deep_leaders),
         )
         self.input_processor = InputProcessor(loaded, config, num_slots=self.num_blocks * self.block_size)
-        """Checks and tokenizes requests, in any thread."""
+        """Validates and tokenizes requests. Thread-safe."""
         self.grammar_compiler = GrammarCompiler(loaded, config)
-        """Compiles constraints of answers, in any thread."""
-        self._running: dict[str, list[Sequence]] = {}  # by request, its sequences in the scheduler
+        """Compiles grammars of structured outputs. Thread-safe."""
+        self._running: dict[str, list[Sequence]] = {}  # sequences in the scheduler, by request
         self._pending_samples: dict[
             str, list[Sequence]
-        ] = {}  # samples that wait until the first one has prefilled the prompt
+        ] = {}  # samples waiting for the first sample's prefill, by request
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
@@ -92,17 +92,15 @@ class LLMEngine:
         config = config or EngineConfig()
         if config.backend == "vllm":
             raise InvalidInputError(
-                "backend is 'vllm', and this is the native engine; native and auto are accepted",
+                "backend is 'vllm', but this is the native engine; native and auto are accepted",
                 field="backend",
                 value=config.backend,
             )
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_tensor_parallel_size(path, config)
-        with open_merged_model(fetch_model_directory(str(path), field="model")) as (
-            weights,
-            _,
-        ):  # an adapter's, for all ranks
+        model_directory = fetch_model_directory(str(path), field="model")
+        with open_merged_model(model_directory) as (weights, _):  # an adapter is merged once for all ranks
             leader = Leader.start(str(weights), config)
             try:
                 loaded = load_model(path, config, leader.ranks, weights=Path(weights))
@@ -120,13 +118,13 @@ class LLMEngine:
         return cache
 
     def _measure_num_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
-        """Return the number of blocks that fit on the GPU, by running the largest step and measuring its memory."""
+        """Run the largest step, measure its memory, and return the number of blocks that fit on the GPU."""
         cache = self._runner.cache
         memory = measure_memory(lambda: self._runner.run(make_largest_step(loaded, config, cache)), cache.device)
         return compute_num_blocks(loaded, config, cache, memory)
 
     def close(self) -> None:
-        """End the processes of the other ranks, if any; the engine cannot generate after that."""
+        """End the processes of the other ranks, if any. The engine cannot generate afterwards."""
         if self._leader is not None:
             self._leader.close()
 
@@ -137,8 +135,8 @@ class LLMEngine:
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
-        outside the vocabulary, a request id in use, parameters that this model cannot serve, a request that the KV
-        cache can never hold, or a constraint that cannot be compiled."""
+        outside the vocabulary, a request id in use, unsupported parameters, a request larger than the KV cache, or a
+        grammar that cannot be compiled."""
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
         check_request_id(request_id, self._running)
@@ -161,10 +159,10 @@ class LLMEngine:
         """Queue a request from `input_processor`. Raises `InvalidInputError`: the id is in use.
 
         Args:
-            priority: lower goes first; among equals, first come, first served.
-            sender: prefixes are reused only within its tenant; tenants, and the keys of each, get fair shares of the
-                time.
-            constraint: the request's `structured_outputs`, compiled by `grammars`.
+            priority: lower is served first; equal priorities, first come, first served.
+            sender: cached prefixes are reused only within its tenant. Tenants, and the keys of each tenant, get fair
+                shares of the time.
+            constraint: the request's `structured_outputs`, compiled by `grammar_compiler`.
         """
         check_request_id(request_id, self._running)
         sequences = self.input_processor.make_sequences(
@@ -177,14 +175,14 @@ class LLMEngine:
         self._scheduler.add(first)
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch; returns the outputs of sequences that got a token or ended. Empty without unfinished requests,
-        and while prompts are being prefilled."""
+        """Run one batch. Returns the outputs of sequences that got a token or ended; empty without unfinished requests,
+        and while prompts are prefilled."""
         scheduled = self._scheduler.schedule()
         results = self._runner.run(scheduled) if scheduled else []
         return self._postprocess(scheduled, results)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Abort a request, free its blocks, and return its output; None if no unfinished request has this id."""
+        """Abort a request, free its blocks, and return its output. None if no unfinished request has this id."""
         sequences = [*self._running.get(request_id, ()), *self._pending_samples.pop(request_id, ())]
         for sequence in sequences:
             sequence.finish("abort")
@@ -200,22 +198,22 @@ class LLMEngine:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, in their order.
+        """Generate outputs for all prompts, in their order.
 
         Args:
-            params: one for all or one for each.
-            progress: show a bar; None: only on a terminal.
+            params: one for all prompts, or one per prompt.
+            progress: show a progress bar; None: only on a terminal.
 
         Raises:
-            InvalidInputError: as `add_request`; in that case no prompt is answered.
+            InvalidInputError: as `add_request`; then nothing is generated.
         """
-        each = _expand_params(prompts, params)
+        params_by_prompt = _expand_params(prompts, params)
         request_ids: list[str] = []
         samples: dict[str, list[RequestOutput]] = {}
         try:
-            for prompt, one in zip(prompts, each, strict=True):
+            for prompt, one in zip(prompts, params_by_prompt, strict=True):
                 request_ids.append(self.add_request(prompt, one))
-            with show_progress_bar(sum(one.n for one in each), shown=progress) as advance:
+            with show_progress_bar(sum(one.n for one in params_by_prompt), shown=progress) as advance:
                 while any(request_id in self._running for request_id in request_ids):
                     for output in self.step():
                         if output.finished:
@@ -232,7 +230,7 @@ class LLMEngine:
 
     @property
     def state(self) -> EngineState:
-        """Current requests and memory; readable from any thread, at most one step old."""
+        """Current requests and memory. Thread-safe; at most one step old."""
         return EngineState(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -243,15 +241,15 @@ class LLMEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks of the KV cache that no sequence uses."""
+        """Number of blocks of the KV cache that are free for sequences."""
         return self._blocks.num_free_blocks
 
     def assert_consistent(self) -> None:
-        """Assert that every block of the KV cache is accounted for."""
+        """Assert that each block of the KV cache is free or in use."""
         self._scheduler.assert_consistent()
 
     def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
-        """Add the step's results to the sequences, drop finished ones, and return the outputs."""
+        """Add the step's results to the sequences, remove finished sequences, and return the outputs."""
         outputs = []
         for item, result in zip(scheduled, results, strict=True):
             sequence = item.sequence
@@ -272,7 +270,7 @@ class LLMEngine:
         return outputs
 
     def _queue_samples(self, first: Sequence) -> None:
-        """Queue the other samples of a request, once the first has prefilled their prompt."""
+        """Queue the other samples of a request, after the first sample has prefilled the prompt."""
         for sequence in self._pending_samples.pop(first.request_id, ()):
             sequence.prompt_logprobs = list(first.prompt_logprobs)
             self._running[first.request_id].append(sequence)
@@ -293,7 +291,7 @@ def _expand_params(
     each = params if isinstance(params, abc.Sequence) else [params or SamplingParams()] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidInputError(
-            f"params has {len(each)} entries for {len(prompts)} prompts; give one for all or one for each",
+            f"params has {len(each)} entries for {len(prompts)} prompts; give one for all prompts, or one per prompt",
             field="params",
             value=len(each),
         )

@@ -33,15 +33,15 @@ from swiftkv_platform.student_shape import StudentShape
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The parts of a checkpoint that reading requests needs, without weights."""
+    """The parts of a checkpoint that request processing needs, without weights."""
 
     config: Any
-    """transformers' configuration of the model that runs; for a teacher or a dense model, l is all layers."""
+    """transformers' configuration of the served model. For a teacher or a dense model, l is the number of layers."""
     tokenizer: Any | None
-    """Tokenizer; None if the directory has none, so that only prompts of token ids can be served."""
+    """None if the directory has no tokenizer. Then only prompts of token ids are served."""
     eos_token_ids: frozenset[int]
     context_length: int
-    """Maximum tokens of prompt and answer together: `max_model_len`, or the model's number of positions."""
+    """Max tokens of prompt and output together: `max_model_len`, or the model's `max_position_embeddings`."""
 
     @property
     def has_exit_head(self) -> bool:
@@ -54,15 +54,19 @@ class LoadedModel(ModelDescription):
 
     model: PreTrainedModel
     digest: str
-    """Digest that identifies the weights, for the names of cached blocks."""
+    """Digest that identifies the weights, for the hashes of cached blocks."""
 
 
 def load_model(
     path: str | Path, config: EngineConfig, ranks: TensorParallelGroup | None = None, *, weights: Path | None = None
 ) -> LoadedModel:
-    """Load a Hugging Face directory or hub id, SwiftKV or not; with `ranks` only this rank's part. `weights`: directory
-    with the weights of `path`, if they are elsewhere (an adapter assembled with its base). Raises `ModelError`: the
-    checkpoint cannot be read, or `max_model_len` exceeds its context."""
+    """Load a Hugging Face directory or hub id, SwiftKV or not. Raises `ModelError`: the checkpoint cannot be read, or
+    `max_model_len` exceeds its context.
+
+    Args:
+        ranks: load only this rank's part.
+        weights: directory with the weights, if it is not `path` (an adapter assembled with its base).
+    """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = fetch_model_directory(str(path), field="model")
@@ -81,8 +85,7 @@ def load_model(
 
 
 def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
-    """Read a Hugging Face directory without its weights, for an engine other than the native one. Raises `ModelError`:
-    as `load_model`."""
+    """Read a Hugging Face directory without its weights, for vLLM. Raises `ModelError` as `load_model`."""
     model_config, generation = read_served_config(directory, config), directory / GENERATION_CONFIG_NAME
     generation_config = read_generation_config(generation if generation.is_file() else None, directory, field="model")
     tokenizer = _read_tokenizer(directory, model_config)
@@ -95,7 +98,7 @@ def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
 
 
 def read_served_config(directory: Path, config: EngineConfig) -> Any:
-    """Read the configuration with which a directory's model is served, student or teacher. Raises `ModelError`."""
+    """Read the configuration of the served model, student or teacher. Raises `ModelError`."""
     model_config: Any = read_config(directory, field="model", any_family=True)
     if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         resolve_tied_head(model_config, Checkpoint.open(directory))
@@ -112,7 +115,7 @@ def check_tensor_parallel_size(path: str | Path, config: EngineConfig) -> None:
 
 
 def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGroup | None) -> PreTrainedModel:
-    """Load a student, or a dense model in the same classes, in which every layer computes its own KV."""
+    """Load a student, or a dense model in the student's classes, where every layer computes its own KV."""
     model_class: Any
     model_config = read_config(directory, field="model")
     if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
@@ -131,8 +134,8 @@ def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGrou
 
 
 def _compute_digest(directory: Path) -> str:
-    """Return a SHA-256 that changes with the weights: of the artifact's manifest, or of the configuration and the
-    weight files' names, sizes and modification times."""
+    """Return a SHA-256 that changes with the weights: of the artifact's manifest; else of the configuration and the
+    names, sizes and modification times of the weight files."""
     digest = hashlib.sha256()
     manifest = directory / "manifest.json"
     if manifest.is_file():
@@ -165,10 +168,10 @@ def _get_context_length(path: str | Path, model_config: Any, config: EngineConfi
 
 
 def _fix_rotary_factors(model: Any, max_model_len: int) -> None:
-    """Fix RoPE's factors to those of short sequences; transformers would choose by the longest sequence of each batch.
+    """Use RoPE's factors of short sequences always. transformers would choose them by each batch's longest sequence.
 
-    Cached keys keep the factors with which they were computed, so a sequence that grows past the limit would have to
-    recompute all its keys. The engine does not do that, so longer lengths are refused with a `ModelError`.
+    Cached keys contain the factors with which they were computed. A sequence that outgrows the limit would have to
+    recompute all its keys, which the engine does not do. So longer contexts raise `ModelError`.
     """
     for kind, rope in read_rope_parameters(model.config).items():
         rope_type = rope.get("rope_type")
@@ -176,18 +179,19 @@ def _fix_rotary_factors(model: Any, max_model_len: int) -> None:
             longest = rope["original_max_position_embeddings"]
             raise ModelError(
                 f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of "
-                f"more than {longest} tokens, and the engine does not switch between them: set max_model_len to "
+                f"more than {longest} tokens, and the engine cannot switch between them: set max_model_len to "
                 f"{longest} or less",
                 field="max_model_len",
                 value=max_model_len,
             )
-        if rope_type in LENGTH_DEPENDENT_ROPE:  # then transformers keeps its initial factors
+        if rope_type in LENGTH_DEPENDENT_ROPE:  # so that transformers keeps its initial factors
             rotary_emb = model.model.rotary_emb
             rotary_emb.rope_type = "default" if kind is None else {**rotary_emb.rope_type, kind: "default"}
 
 
 def _find_eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config, else of the model config, else of the tokenizer."""
+    """Return the end-of-sequence ids of the generation config, the model config or the tokenizer: the first that has
+    any."""
     candidates = (
         getattr(generation_config, "eos_token_id", None),
         getattr(model_config.get_text_config(), "eos_token_id", None),
@@ -197,6 +201,8 @@ def _find_eos_token_ids(generation_config: Any, model_config: Any, tokenizer: An
 
 
 def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
+    """Move a model to its device, and round and lay out its weights for inference. Raises `ModelError`."""
+    # 1. choose the device
     device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,10 +212,12 @@ def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = No
         raise ModelError.for_field(
             "weights", config.weights, ", but the device is a GPU, which accepts auto or bfloat16"
         )
+    # 2. move the model, and round its weights
     module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
     if config.weights in BITS:
         round_weights(model, config.weights)
+    # 3. fuse and pack weights, and use the native kernels
     native = config.native_kernels and config.fuse_weights and kernels.supports_model(model)
     if not native:
         drop_integers(model)

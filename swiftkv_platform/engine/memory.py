@@ -1,5 +1,5 @@
-"""Size of a model's KV cache: layers and shapes from its configuration, and the number of blocks from a budget or from
-the memory left by the largest step.
+"""Size of a model's KV cache: shapes from its configuration, and the number of blocks from `kv_cache_bytes` or from the
+memory that the largest step leaves.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
 FREE_MEMORY_DIVISOR = 4
-"""Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most this fraction."""
+"""Without `kv_cache_bytes`, the cache takes at most 1 / this of the host's free memory."""
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens of a block, unless the attention operator needs more."""
+"""Tokens per block, unless the attention operator needs more."""
 
 
 def get_layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
-    """Return the shapes of a token in each of the `num_kv_cache_layers` layers on one of `num_ranks` ranks."""
+    """Return a token's shapes in each of the `num_kv_cache_layers` layers, on one of `num_ranks` ranks."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
@@ -41,9 +41,8 @@ def get_layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-    """Make the KV cache of an engine or a rank. `num_blocks`: the number that rank 0 has chosen; None computes it.
-    Raises `InvalidInputError`: `kv_cache_bytes` is less than one block, or attention on a GPU cannot read
-    `kv_cache_dtype` or `block_size`."""
+    """Make the KV cache of an engine or a rank. `num_blocks`: None computes it. Raises `InvalidInputError`:
+    `kv_cache_bytes` is less than one block, or attention on a GPU does not support `kv_cache_dtype` or `block_size`."""
     device, format_ = torch.device(loaded.model.device), get_storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.storage_dtype != loaded.model.dtype:
@@ -75,21 +74,21 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
 
 
 def compute_cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
-    """Return the bytes of a cache in the model's dtype, in blocks of `DEFAULT_BLOCK_SIZE`, for texts of `lengths` at
-    once."""
+    """Return the bytes of a cache for concurrent texts of `lengths`, in the model's dtype and with the default
+    blocks."""
     block_bytes = get_bytes_per_block(get_layer_shapes(config), DEFAULT_BLOCK_SIZE, get_storage_format("auto", dtype))
     return block_bytes * sum(-(-length // DEFAULT_BLOCK_SIZE) for length in lengths)
 
 
 def get_storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
-    """Return the cache's format for `kv_cache_dtype` and a model that computes in the dtype `computed`."""
+    """Return the cache's format for `kv_cache_dtype` and a model of the dtype `computed`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
         return StorageFormat(computed, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
     return StorageFormat(computed, computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
 
 
 def _is_latent(config: Any) -> bool:
-    """Whether attention is MLA: the cache holds the latent and the RoPE key, one head each."""
+    """Whether attention is MLA. Then the cache holds the latent and the RoPE key, one head each."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
@@ -99,7 +98,7 @@ def _choose_num_blocks(
     if config.kv_cache_bytes is None:
         wanted = count_needed_blocks(loaded, config, block_size)
         if device.type == "cuda":
-            # An upper bound for a step of `max_num_batched_tokens` tokens; `compute_num_blocks` gives the final number.
+            # Enough for a step of `max_num_batched_tokens` tokens. `compute_num_blocks` chooses the final number.
             num_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
             return min(wanted, config.max_num_batched_tokens // block_size + num_sequences + 1)
         available: int = psutil.virtual_memory().available
@@ -114,37 +113,38 @@ def _choose_num_blocks(
 
 
 def count_needed_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) -> int:
-    """Return the number of blocks with which no sequence ever waits for one."""
+    """Return the number of blocks with which no sequence ever waits for blocks."""
     return config.max_num_seqs * -(-loaded.context_length // block_size)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a GPU in bytes, before and at the peak of the worst step."""
+    """Memory of a GPU in bytes, before and at the peak of the largest step."""
 
     total: int
     free: int
-    """Free before the step, after torch has released its reserve; weights and other processes' memory are in use."""
+    """Free memory before the step, after torch has released its reserve."""
     allocated: int
     peak: int
 
     @property
     def used_by_others(self) -> int:
-        """Bytes held by other processes, and by the driver for this one."""
+        """Bytes of other processes and of this process's driver."""
         return self.total - self.free - self.allocated
 
     def kv_cache_bytes(self, reserved: float) -> int:
-        """Return the bytes left for the cache if the share `reserved` of all memory stays free, as in the planner."""
+        """Return the bytes left for the cache if the share `reserved` of all memory stays free, as in `swiftkv
+        plan`."""
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
 
 
 def compute_num_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
-    """Return the number of blocks that fit into a GPU's memory together with the worst step, which was run with
-    `cache`. Raises `InvalidInputError`: not even one fits."""
+    """Return the number of blocks that fit into a GPU's memory together with the largest step, which ran with `cache`.
+    Raises `InvalidInputError`: no block fits."""
     shapes = get_layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = get_bytes_per_block(shapes, cache.block_size, cache.format)
-    fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
-    if fit < 1:
+    num_fitting = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
+    if num_fitting < 1:
         raise InvalidInputError.for_field(
             "max_num_batched_tokens",
             config.max_num_batched_tokens,
@@ -153,7 +153,7 @@ def compute_num_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache
             f"which leaves no memory for a KV block of {block_bytes} bytes: use a smaller number, a smaller model, "
             "more GPUs (tensor_parallel_size), or stop other processes on the GPU",
         )
-    return min(fit, count_needed_blocks(loaded, config, cache.block_size))
+    return min(num_fitting, count_needed_blocks(loaded, config, cache.block_size))
 
 
 def measure_memory(step: Callable[[], object], device: torch.device) -> DeviceMemory:
@@ -168,8 +168,8 @@ def measure_memory(step: Callable[[], object], device: torch.device) -> DeviceMe
 
 
 def make_largest_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> list[ScheduledSequence]:
-    """Make the schedule of the step with the most memory: prompts as long as possible, `max_num_batched_tokens` tokens
-    together, with all log-probabilities, so that every token runs through every layer and has logits."""
+    """Make the schedule of the step with the highest memory use: `max_num_batched_tokens` tokens in the longest
+    possible prompts, with log-probabilities, so that each token runs through all layers and has logits."""
     blocks = BlockManager(cache.num_blocks, cache.block_size, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, logprobs=1)
     scheduled: list[ScheduledSequence] = []

@@ -1,7 +1,7 @@
-"""The model runner: runs a step's tokens through the model's forward pass and chooses the next ones.
+"""The model runner: runs a step's tokens through the model and chooses the next tokens.
 
-embed -> layers < l -> K, V of all later layers        every scheduled token
-         token selection -> layers >= l -> lm_head     tokens whose logits are needed: the last known one of a
+embed -> layers < l -> K, V of all later layers        all scheduled tokens
+         token selection -> layers >= l -> lm_head     tokens whose logits are needed: the last known token of each
                                                        sequence, and prompt tokens with log-probabilities
 """
 
@@ -54,7 +54,7 @@ class ModelRunner:
     """Runs steps of a model with its KV cache."""
 
     def __init__(self, model: Any, cache: KVCache, drafting: DraftPlanner, decoder: Any = None) -> None:
-        """Set up the model for paged attention. `decoder`: runs the layers; None: the model's own decoder."""
+        """Switch the model to paged attention. `decoder`: runs the layers; None: the model's own decoder."""
         model.set_attn_implementation(PAGED_ATTENTION)
         self._model = model
         self._decoder = decoder or model.model
@@ -79,24 +79,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """Compute the scheduled tokens' KV and the next tokens; returns one result per sequence."""
+        """Compute the scheduled tokens' KV and the next tokens. Returns one result per sequence."""
         with kernels.use_all_threads() if self._uses_native_layers else nullcontext():
             return self._run_step(scheduled)
 
     def _run_step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+        # 1. run layers < l over all tokens
         batch = make_batch(scheduled, self._cache, has_own_deep_kv=self._has_own_deep_kv)
         context = self._make_context(batch.inputs)
         bypass = BypassRows.for_step(self._decoder, batch.written_rows, context.num_tokens)
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
+        # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
         rows = batch.find_upper_rows(exits.at)
         deep = batch.find_deep_rows(exits.at) if self._has_own_deep_kv else set()
+        # 3. write K and V of layers >= l from x, draft, and run layers >= l
         shared = self._write_shared(x, context, deep)
         drafts = self._draft_tokens(x, scheduled, batch)
         if drafts.tokens:
             logits = self._verify_drafts(x, scheduled, batch, drafts, rows, deep)
         else:
             logits = self._run_upper_layers(x, context, shared, batch.inputs, rows, deep)
+        # 4. choose tokens
         results = [StepResult() for _ in scheduled]
         self._choose_tokens(scheduled, batch, logits, exits, drafts, results)
         self._add_prompt_logprobs(scheduled, batch, logits, results)
@@ -104,16 +108,16 @@ class ModelRunner:
         return results
 
     def _make_context(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> DecoderContext:
-        """Return the context of the layout's tokens; `hidden`: their hidden states, None embeds them."""
+        """Make the decoder's context of a pass. `hidden`: hidden states of its tokens; None: embed them."""
         hidden = self._decoder.embed_tokens(inputs.input_ids) if hidden is None else hidden
         return make_pass_context(self._decoder, inputs, self._cache, hidden)
 
     def _draft_tokens(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
-        """Draft with the exit head, for the sequences that the scheduler granted drafts."""
+        """Draft with the exit head, for the sequences with a draft from the scheduler."""
 
         def lower(inputs: ModelInputs) -> torch.Tensor:
             context = self._make_context(inputs)
-            drafted: torch.Tensor = self._decoder.run_lower(context)  # all are deep
+            drafted: torch.Tensor = self._decoder.run_lower(context)  # all drafts are deep tokens
             if not self._has_own_deep_kv:
                 update_shared_key_values(self._decoder, drafted, context)
             return drafted
@@ -121,8 +125,8 @@ class ModelRunner:
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
     def _write_shared(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
-        """Write K and V of all layers >= l from x to the cache, except for `deep` rows, which keep their own. Returns
-        the cache's contents by group; empty if deep tokens keep their own."""
+        """Write K and V of all layers >= l from x to the cache, except for `deep` rows with their own K and V. Returns
+        the cache's contents by group; empty if deep tokens have their own."""
         if not self._has_own_deep_kv:
             return update_shared_key_values(self._decoder, x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
@@ -141,7 +145,7 @@ class ModelRunner:
         rows: list[int],
         deep: set[int],
     ) -> RowLogits:
-        """Run layers >= l for `rows`; returns their logits in float32. Without rows nothing runs."""
+        """Run layers >= l for `rows`, and return their logits in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
         kept = inputs.select_rows(rows)
@@ -158,8 +162,9 @@ class ModelRunner:
         upper_rows: list[int],
         deep: set[int],
     ) -> RowLogits:
-        """Run layers >= l as `_run_upper_layers`, also for the exit head's drafts, whose rows follow those of the
-        batch."""
+        """Run layers >= l for `upper_rows` and the exit head's drafts. In the result, rows of drafts follow the batch's
+        rows."""
+        # 1. collect the rows of each sequence, followed by its drafts
         spans: list[SequenceSpan] = []
         rows: list[int] = []
         num_rows = batch.first_rows[-1]
@@ -171,6 +176,7 @@ class ModelRunner:
                 positions += range(sequence.num_tokens, sequence.num_tokens + len(drafted))
                 spans.append(SequenceSpan(positions, sequence.block_table))
                 rows += [*own, *(num_rows + row for row in drafted)]
+        # 2. run layers >= l over them
         hidden = select_entries(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
         context = self._make_context(make_inputs(spans, self._cache), hidden)
         if self._has_own_deep_kv:
@@ -192,10 +198,11 @@ class ModelRunner:
         drafts: ExitDrafts,
         results: list[StepResult],
     ) -> None:
-        """Choose next tokens from the whole model's logits or, for sequences that exited, the exit head's."""
+        """Choose the next tokens from the model's logits or, for sequences that exited, the exit head's logits."""
+        # 1. collect the logits of all sequences and drafts
         at: list[int] = []
         rows: list[SamplingRow] = []
-        owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index: places in `at`, drafts
+        owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index: range in `at`, drafts
         for index, own in batch.next_token_rows.items():
             drafted: Sequence[int] = drafts.tokens.get(index) or scheduled[index].draft.token_ids
             if index in exits.at:
@@ -207,30 +214,32 @@ class ModelRunner:
             owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
         if not at:
             return
+        # 2. sample all tokens at once, with one copy to the host
         values = torch.cat([logits.values, exits.values]) if exits.at else logits.values
         values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
         finite = values.sum(dim=-1).isfinite()
         tokens, finite = torch.stack([choose_tokens(values, rows), finite.long()]).tolist()
-        for index, (places, drafted) in owners.items():
+        # 3. accept drafts
+        for index, (indices, drafted) in owners.items():
             item = scheduled[index]
             results[index] = result = accept_drafts(
-                item.sequence, drafted, [tokens[place] for place in places], from_text=bool(item.draft.token_ids)
+                item.sequence, drafted, [tokens[i] for i in indices], from_text=bool(item.draft.token_ids)
             )
             result.is_exited = index in exits.at
-            truncate_at_error(result, [finite[place] for place in places])
+            truncate_at_error(result, [finite[i] for i in indices])
             drop_tokens_of_failed_grammar(item.sequence, result)
-        self._add_logprobs(scheduled, values, {index: places for index, (places, _) in owners.items()}, results)
+        self._add_logprobs(scheduled, values, {index: indices for index, (indices, _) in owners.items()}, results)
 
     def _add_logprobs(
         self,
         scheduled: Sequence[ScheduledSequence],
         values: torch.Tensor,
-        places: dict[int, range],
+        indices: dict[int, range],
         results: list[StepResult],
     ) -> None:
-        """Add the log-probabilities of the chosen tokens to the results, if asked for."""
-        wanted = [index for index in places if scheduled[index].sequence.params.logprobs is not None]
-        at = [place for index in wanted for place, _ in zip(places[index], results[index].token_ids, strict=False)]
+        """Add the log-probabilities of the chosen tokens to the results, if requested."""
+        wanted = [index for index in indices if scheduled[index].sequence.params.logprobs is not None]
+        at = [i for index in wanted for i, _ in zip(indices[index], results[index].token_ids, strict=False)]
         if not at:
             return
         tokens = [token for index in wanted for token in results[index].token_ids]
@@ -242,7 +251,7 @@ class ModelRunner:
     def _add_prompt_logprobs(
         self, scheduled: Sequence[ScheduledSequence], batch: Batch, logits: RowLogits, results: list[StepResult]
     ) -> None:
-        """Add the log-probabilities of prompt tokens to the results, each from the position before it."""
+        """Add the log-probabilities of prompt tokens to the results. A token's comes from the position before it."""
         for index, rows in batch.prompt_rows.items():
             if not rows:
                 continue

@@ -1,6 +1,5 @@
-"""The engine on a student that is already in memory, in student or teacher mode: its weights are neither read nor
-copied, and they may be shards that torch gathers layer by layer.
-"""
+"""An engine on a student in memory, in student or teacher mode. Its weights are not copied; they may be shards that
+FSDP gathers layer by layer."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from swiftkv_platform.model.tokenizers import get_end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
 _IN_MEMORY_DIGEST = "in memory"
-"""Digest of weights whose cached blocks do not outlive the engine."""
+"""Digest of the weights. Cached blocks do not outlive the engine, so it need not be unique."""
 
 
 @contextmanager
 def open_engine(
     student: Any, tokenizer: Any, config: EngineConfig, *, swiftkv: bool, context_length: int
 ) -> Iterator[LLMEngine]:
-    """Yield an engine on one mode of `student`, which is restored when the block ends.
+    """Yield an engine on `student`, whose attention implementation is restored when the block ends.
 
     Args:
-        swiftkv: student mode; False: teacher mode.
-        context_length: maximum tokens of prompt and answer together, see `has_constant_rotary_factors`.
+        swiftkv: True: student mode; False: teacher mode.
+        context_length: max tokens of prompt and output together, see `has_constant_rotary_factors`.
     """
     own = student.config._attn_implementation
     model: Any = student if swiftkv else _TeacherModel(student)
@@ -51,8 +50,8 @@ def open_engine(
 
 
 def has_constant_rotary_factors(config: Any, num_tokens: int) -> bool:
-    """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, as the engine requires. LongRoPE
-    and dynamic RoPE have other factors for longer ones."""
+    """Whether all sequences of up to `num_tokens` tokens have the same rotary factors, as the engine requires. LongRoPE
+    and dynamic RoPE have other factors for long sequences."""
     return all(
         num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
         for rope in read_rope_parameters(config).values()
@@ -61,7 +60,7 @@ def has_constant_rotary_factors(config: Any, num_tokens: int) -> bool:
 
 
 class _TeacherDecoder:
-    """The teacher's layers with the interface of a dense model's decoder, in which all layers are lower ones."""
+    """The teacher's layers with the interface of a dense model's decoder, where l is the number of layers."""
 
     def __init__(self, decoder: Any, layer_map: Any) -> None:
         self._decoder = decoder
@@ -72,7 +71,7 @@ class _TeacherDecoder:
 
     @property
     def decoders(self) -> list[Any]:
-        """The student's decoder, and those that hold the original layers if the student has trained its own."""
+        """The student's decoder, and the decoders with the original layers if the student's layers are trained."""
         kept = (self._decoder.run_teacher_lower, self._decoder.run_teacher_upper)
         owners = [getattr(layers, "__self__", None) for layers in kept]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
@@ -100,7 +99,7 @@ class _TeacherDecoder:
 
 
 class _TeacherModel:
-    """A student's teacher, with the part of a model's interface that the engine uses."""
+    """A student's teacher, with those attributes of a model that the engine uses."""
 
     def __init__(self, student: Any) -> None:
         self.config = make_dense_config(student.config)

@@ -231,7 +231,7 @@ def get_output_projection(attention: Any) -> Any:
 
 @dataclass(frozen=True)
 class _HeadProjection:
-    """Where a layer's queries, keys and values come from: one product of its normalised input."""
+    """Where a layer's queries, keys and values come from: one product of its normalized input."""
 
     linear: NativeLinear
     query_offset: int

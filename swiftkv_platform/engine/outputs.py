@@ -1,5 +1,5 @@
-"""Outputs that a caller gets: tokens, text, log-probabilities, durations, as plain data without tensors; and their
-streams from the engine to callers, with a pace that limits the cost of events.
+"""Outputs of requests as plain data without tensors (tokens, text, log-probabilities, durations), and their streams to
+callers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from swiftkv_platform.web.limiters import Sender
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
-NOT_FINITE_MESSAGE = "the model's logits are not a number; the request was ended, others are not affected"
+NOT_FINITE_MESSAGE = "the model's logits are not finite; this request was ended, other requests continue"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`stop`: end of sequence, a stop token or a stop string; `length`: max_tokens or the context; `abort`: aborted;
-`error`: the answer failed, see `RequestOutput.error`."""
+`error`: generation failed, see `RequestOutput.error`."""
 
 TokenLogprobs = Mapping[int, float]
 """Natural logarithms of probabilities by token id: the actual token and the most probable ones."""
@@ -31,7 +31,7 @@ TokenLogprobs = Mapping[int, float]
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Durations in seconds since the request arrived; None for events that have not happened."""
+    """Durations in seconds since the request arrived. None: the event has not happened yet."""
 
     queue_time: float | None
     """Seconds until it was first scheduled."""
@@ -50,38 +50,38 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
-    """Generated tokens, including the one that ended the answer."""
+    """Generated tokens, including the stop token, if any."""
     text: str
     """Text of `token_ids` up to the stop; empty if the model has no tokenizer."""
     finish_reason: FinishReason | None
-    """Reason why it ended; None while it runs."""
+    """Reason why generation ended; None: it is running."""
     metrics: RequestMetrics
     index: int = 0
     """Index of the sample among the request's `n`."""
     stop_reason: int | str | None = None
-    """The stop string, or the request's stop token, that ended the answer; None for any other end."""
+    """Stop string, or stop token of the request, that ended generation; else None."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One entry per generated token, before temperature and penalties; None unless asked for."""
+    """One entry per generated token, before temperature and penalties; None unless requested."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One entry per prompt token, from the full model, None for the first; None unless asked for."""
+    """One entry per prompt token, from the full model, None for the first token; None unless requested."""
     text_offsets: tuple[int, ...] = ()
-    """Indices in the text at which each generated token's text begins; empty without `logprobs` or a tokenizer."""
+    """Start index in the text of each generated token; empty without `logprobs` or a tokenizer."""
     num_cached_tokens: int = 0
     """Number of prompt tokens whose KV was cached already."""
     num_exited_tokens: int = 0
-    """Number of generated tokens that were chosen at layer l, without layers >= l."""
+    """Number of generated tokens that the exit head chose at layer l, without layers >= l."""
     num_draft_tokens: int = 0
-    """Number of tokens that were drafted, by the exit head or from the text, and verified."""
+    """Number of verified draft tokens, from the exit head or the text."""
     num_accepted_tokens: int = 0
-    """Number of drafted tokens that became tokens of the answer."""
+    """Number of accepted draft tokens."""
     num_skipped_tokens: int = 0
-    """Number of prompt tokens that were computed without layers >= l."""
+    """Number of prompt tokens that skipped layers >= l."""
     error: str | None = None
-    """Error that ended the answer, if `finish_reason` is `error`."""
+    """Error message, if `finish_reason` is `error`."""
     error_field: str | None = None
-    """Field of the request that caused the error; None: the model did."""
+    """Field of the request that caused the error; None: the model caused it."""
     samples: tuple[RequestOutput, ...] = ()
-    """All `n` samples in order of their index, beginning with this one; only from `LLMEngine.generate` with n > 1."""
+    """All `n` samples by index, including this one. Set only by `LLMEngine.generate` with n > 1."""
 
     @property
     def finished(self) -> bool:
@@ -90,7 +90,7 @@ class RequestOutput:
     def failure(self) -> SwiftKVError:
         """Return `error` as an exception: `InvalidInputError` if a field of the request caused it, else
         `GenerationError`."""
-        assert self.error is not None, "it has not failed"
+        assert self.error is not None, "the request has not failed"
         if self.error_field is not None:
             return InvalidInputError(self.error, field=self.error_field)
         return GenerationError(self.error)
@@ -98,20 +98,20 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Load of an engine at a moment."""
+    """Snapshot of an engine's load."""
 
     num_running: int
     num_waiting: int
     waiting_tokens: Mapping[Sender, int]
-    """Number of prompt tokens not prefilled yet, by their senders."""
+    """Number of prompt tokens that are not prefilled yet, by sender."""
     num_preemptions: int
-    """Number of preemptions so far; each recomputes a sequence that was pushed out of the KV cache."""
+    """Number of preemptions so far. Each one recomputes a sequence later."""
     kv_cache_usage: float
     """Share of the KV cache that sequences hold, 0 to 1."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of prompt tokens not prefilled yet."""
+        """Number of prompt tokens that are not prefilled yet."""
         return sum(self.waiting_tokens.values())
 
 
@@ -120,37 +120,41 @@ class StepResult:
     """Result of a step for one scheduled sequence."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Next tokens: none while the prompt is prefilled, else one, or the accepted drafts and the one after them."""
+    """Next tokens: none while the prompt is prefilled; else the accepted drafts, if any, and one token after them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Number of drafts among `token_ids`, which are the first ones."""
+    """Number of accepted drafts, which are the first of `token_ids`."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the next prompt tokens that have none yet."""
+    """Log-probabilities of further prompt tokens, in order."""
     is_exited: bool = False
+    """Whether the exit head chose the token at layer l."""
     num_skipped_tokens: int = 0
     """Number of tokens of this step that did not run through layers >= l."""
     error: str | None = None
-    """Error because of which nothing can follow `token_ids`."""
+    """Error that ends the sequence after `token_ids`."""
     error_field: str | None = None
-    """Field of the request that caused the error; None: the model did."""
+    """Field of the request that caused the error; None: the model caused it."""
 
 
 MAX_EVENT_INTERVAL_S = 0.05
-"""Maximum interval that the pace chooses, which is too short for readers to notice."""
+"""Max seconds between a stream's events, too short for readers to notice."""
 MAX_EVENT_TIME_SHARE = 0.05
-"""Share of a stream's time that the events of all others may take."""
+"""Max share of a stream's time that the events of all other streams take."""
 EVENTS_PER_MEASUREMENT = 32
-"""Number of events over which their cost is measured."""
+"""Number of events per measurement of their cost."""
 INITIAL_EVENT_S = 0.0005
+"""CPU seconds of an event before the first measurement."""
 
 
 class EventPace:
-    """Interval between a stream's events: zero for a single stream, longer the more streams there are.
+    """Interval between a stream's events: 0 for one stream, and longer with more streams.
 
-    An event delays all other streams while the event loop writes and sends it. So tokens are collected just long enough
-    for other streams' events to take `MAX_EVENT_TIME_SHARE` of a stream's time, but at most `MAX_EVENT_INTERVAL_S`. The
-    cost of an event is measured as CPU time of the event loop's thread.
+    While the event loop sends an event, all other streams wait. So each stream collects tokens for an interval:
+
+        interval = min(other streams * CPU seconds per event / MAX_EVENT_TIME_SHARE, MAX_EVENT_INTERVAL_S)
+
+    The CPU time of an event is measured on the event loop's thread.
 
     Args:
         clock: CPU time of the thread in seconds.
@@ -165,7 +169,7 @@ class EventPace:
 
     @property
     def interval_s(self) -> float:
-        """Seconds for which a stream may collect tokens, given the present streams and cost of events."""
+        """Current seconds for which a stream collects tokens."""
         others = max(self._num_sequences - 1, 0)
         return min(others * self._event_s / MAX_EVENT_TIME_SHARE, MAX_EVENT_INTERVAL_S)
 
@@ -176,7 +180,7 @@ class EventPace:
         self._num_sequences -= num_sequences
 
     def record_event(self) -> None:
-        """Count an event, on the event loop. The cost is updated after every `EVENTS_PER_MEASUREMENT` events."""
+        """Count an event, on the event loop. Every `EVENTS_PER_MEASUREMENT` events, their cost is updated."""
         if self._since is None:
             self._since = self._clock()
             return
@@ -188,12 +192,13 @@ class EventPace:
 
 
 class RequestStream:
-    """The outputs of an admitted request: the output so far each time there is more, and the finished one last; with
-    n > 1 those of all samples as they come, each with its index. Closing the stream aborts the request.
+    """Stream of an admitted request's outputs. Closing it aborts the request.
+
+    It yields the whole output so far each time there are new tokens, and the finished output last. With n > 1 it yields
+    the outputs of all samples as they come, each with its index.
 
     Args:
-        interval_s: seconds for which tokens may be collected, infinite if only finished outputs matter; None: `pace`
-            decides.
+        interval_s: seconds between outputs; infinite: only finished outputs; None: the interval of `pace`.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class RequestStream:
         self.request_id = request_id
         self.sender = sender
         self.newest_outputs: dict[int, RequestOutput] = {}
-        """Newest output of each sample by index, which may be ahead of the outputs read from the stream."""
+        """Newest output of each sample by index. It may be ahead of the outputs that the stream has yielded."""
         self._engine = engine
         self._interval_s = interval_s
         self._unfinished = self._unended = num_samples
@@ -234,7 +239,7 @@ class RequestStream:
             await self._wait_for_interval()
             self._due.extend(self._unread.values())
             self._unread.clear()
-            if self._failed:  # both events stay set, so the rest is read without waiting
+            if self._failed:  # both events stay set, so that the rest is yielded without waiting
                 if not self._due:
                     raise self._engine.make_dead_error()
                 break
@@ -252,7 +257,7 @@ class RequestStream:
         self._num_paced -= num_samples
 
     async def _wait_for_interval(self) -> None:
-        """Collect outputs until the interval has passed since the last time, or a sample is finished."""
+        """Wait until the interval since the last output has passed, or a sample is finished."""
         now = asyncio.get_running_loop().time
         if now() < self._due_at:
             with suppress(TimeoutError):
@@ -262,18 +267,18 @@ class RequestStream:
 
     @property
     def num_sequences(self) -> int:
-        """Number of samples that the engine has not finished, but at least one."""
+        """Number of samples that the engine has not finished, at least 1."""
         return max(self._unended, 1)
 
     def close(self) -> None:
-        """Stop listening; unfinished samples are aborted within one step. Calling it again does nothing."""
+        """Drop further outputs, and abort unfinished samples within one step. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._remove_from_pace(self._num_paced)
             self._engine.drop_stream(self.request_id, abort=self._unfinished > 0)
 
     def start_delivery(self) -> None:
-        """Accept outputs from now on; earlier ones belong to another request with the same id."""
+        """Accept outputs from now on. Earlier ones belong to an aborted request with the same id."""
         self._open = True
 
     def put_output(self, output: RequestOutput | None) -> None:

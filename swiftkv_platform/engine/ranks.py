@@ -208,7 +208,7 @@ class Leader:
             except (EOFError, ConnectionResetError) as error:
                 raise ConnectionError(
                     f"rank {rank} of tensor_parallel_size {self.ranks.size} ended before it had loaded its part of the "
-                    "model; its output says why"
+                    "model; see its output"
                 ) from error
 
     def send_message(self, message: AllocateMessage | PassMessage | WriteSharedMessage) -> None:

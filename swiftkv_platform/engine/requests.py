@@ -1,8 +1,8 @@
-"""Conversion of prompts and parameters to sequences, with checks that refuse requests that cannot be answered.
+"""Validation and tokenization of requests, and their conversion to sequences.
 
-It has three parts, so that a long text does not delay other requests: `validate` returns at once and does not tokenize,
-`read` tokenizes in a thread of `TokenizerThreads`, and `sequences` runs in the engine's thread. Each rule is checked by
-one of them. A tokenizer releases Python's global lock while it works, so the model and the event loop go on."""
+There are three steps, so that a long text does not delay other requests: `validate` returns at once and does not
+tokenize, `tokenize` runs in `TokenizerThreads`, and `make_sequences` in the engine's thread. Each rule is checked in
+one of them. A tokenizer releases Python's global lock, so the model and the event loop run on meanwhile."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.web.limiters import Sender
 
-R = TypeVar("R")
+ResultT = TypeVar("ResultT")
 NUM_SHORT_TEXT_THREADS = 2
 MAX_SHORT_TEXT_BYTES = 1 << 16
-"""Maximum bytes of a short text. Longer ones share a thread, so that only one at a time takes a tokenizer's memory."""
+"""Max bytes of a short text. Longer texts share one thread, because a tokenizer takes much memory for each."""
 Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
 class TokenizedRequest:
-    """A tokenized request that can be answered, with its prepared stop strings."""
+    """A valid, tokenized request with its prepared stop strings."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     stops: tuple[StopString, ...]
     skipped_stop_texts: Mapping[int, str]
-    """Texts of special tokens that occur in stop strings."""
+    """Texts of special tokens that occur in stop strings, by token id."""
 
 
 class InputProcessor:
-    """Checks and tokenizes requests, and makes their sequences, one for each of `n` samples."""
+    """Validates and tokenizes requests, and makes their sequences, one per sample (`n`)."""
 
     def __init__(self, model: ModelDescription, config: EngineConfig, *, num_slots: int) -> None:
         self._tokenizer = model.tokenizer
@@ -59,8 +59,8 @@ class InputProcessor:
         self._arrivals = 0
         bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
         if self._tokenizer is not None:
-            # The first call resets truncation and padding set in the tokenizer's file; later calls do not change the
-            # tokenizer, so several threads can make them.
+            # The first call resets the truncation and padding of the tokenizer's file. Later calls do not change the
+            # tokenizer, so they are thread-safe.
             self._tokenizer("")
             bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
             self._silent = get_special_ids(self._tokenizer)
@@ -116,7 +116,7 @@ class InputProcessor:
         sender: Sender = Sender(),  # noqa: B008  # immutable
         constraint: Constraint | None = None,
     ) -> list[Sequence]:
-        """Make the sequences of a request. `constraint`: used by the first answer, the others get copies."""
+        """Make the sequences of a request. `constraint`: used by the first sample; the other samples get copies."""
         params = request.params
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
@@ -146,7 +146,7 @@ class InputProcessor:
 
     def _check_kv_cache_size(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         num_output_tokens = min(params.max_tokens, self._max_model_len - num_prompt_tokens)
-        # The last generated token's KV is never needed.
+        # The KV of the last generated token is never read.
         needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
         if needed > self._num_slots:
             raise ContextLengthError(
@@ -164,8 +164,7 @@ class InputProcessor:
             raise InvalidInputError.for_field(
                 "prompt_logprobs",
                 params.prompt_logprobs,
-                f", for {num_prompt_tokens} tokens of the prompt; at most "
-                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for a prompt of that length",
+                f"; the max is {MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} for {num_prompt_tokens} prompt tokens",
             )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -182,7 +181,7 @@ class InputProcessor:
             raise InvalidInputError.for_field(
                 "min_tokens",
                 params.min_tokens,
-                ", and stop_token_ids leave no allowed token of the vocabulary; give fewer",
+                ", and stop_token_ids leave no allowed token of the vocabulary; give fewer stop tokens",
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(
@@ -192,7 +191,8 @@ class InputProcessor:
             )
 
     def _get_excluded_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens banned from the first `min_tokens`: stop tokens and ends of sequence, even ignored ones."""
+        """Return the tokens banned from the first `min_tokens` tokens: stop tokens, and end-of-sequence tokens even
+        with `ignore_eos`."""
         if not params.min_tokens:
             return frozenset()
         return self._filter_known_tokens(self._eos_token_ids | frozenset(params.stop_token_ids))
@@ -201,7 +201,7 @@ class InputProcessor:
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def decode(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens. The model must have a tokenizer."""
+        """Decode tokens to text. The model must have a tokenizer."""
         assert self._tokenizer is not None, "checked before"
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -238,14 +238,14 @@ class InputProcessor:
         }
 
     def _count_kept_tokens(self, num_tokens: int, params: SamplingParams) -> int:
-        """Return the number of a prompt's tokens that `truncate_prompt_tokens` keeps."""
+        """Return how many tokens of a prompt `truncate_prompt_tokens` keeps."""
         wanted = params.truncate_prompt_tokens
         if wanted is None:
             return num_tokens
         return min(num_tokens, max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return a prompt's token ids, truncated to the last ones, after checking them."""
+        """Tokenize a prompt, keep its last tokens (`truncate_prompt_tokens`), and check them."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         token_ids = token_ids[len(token_ids) - self._count_kept_tokens(len(token_ids), params) :]
         if isinstance(prompt, str):  # `validate` has checked the number of token ids
@@ -295,18 +295,18 @@ def check_request_id(request_id: str, used: abc.Container[str]) -> None:
 
 
 def _derive_sample_seed(seed: int, index: int) -> int:
-    """Return the seed of a request's sample; the first sample has the request's own."""
+    """Return the seed of a sample. The first sample uses the request's seed."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
 
 
 class TokenizerThreads:
-    """Threads for tokenizing and detokenizing, apart from the engine's. A long text delays only other long ones.
+    """Threads for tokenization and detokenization. A long text delays only other long texts.
 
     Args:
-        max_waiting: maximum number of running and waiting calls of one sender that belong to no admitted request, as in
-            `find_exceeded_share`; one more is refused at once.
+        max_waiting: max number of a sender's running and waiting calls without an admitted request, as in
+            `find_exceeded_share`. More are refused at once.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -314,13 +314,13 @@ class TokenizerThreads:
         self._long = FairThreadPool(1, "reader-long")
         self._waiting = FairLimit(max_waiting, "texts", "wait to be tokenized")
 
-    async def run(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
-        """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: it
-        was closed."""
+    async def run(self, call: Callable[[], ResultT], num_bytes: int, sender: Sender) -> ResultT:
+        """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: the
+        threads were closed."""
         return await (self._long if num_bytes > MAX_SHORT_TEXT_BYTES else self._short).run(sender, call)
 
-    async def run_unadmitted(self, call: Callable[[], R], num_bytes: int, sender: Sender) -> R:
-        """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""
+    async def run_unadmitted(self, call: Callable[[], ResultT], num_bytes: int, sender: Sender) -> ResultT:
+        """Run `call` without an admitted request. Raises `QueueFullError`, and as `run`."""
         with self._waiting.hold(sender):
             return await self.run(call, num_bytes, sender)
 

@@ -1,8 +1,8 @@
 """Sampling of tokens from logits, for a batch of requests with different parameters.
 
-Noise depends on (seed, position), not on the batch: token = argmax(log p + Gumbel noise), which is a draw from p (the
-Gumbel-max trick). So a request draws the same tokens whatever else is served, and the distributions of the exit head
-and of the whole model at a position are coupled.
+Sampling uses the Gumbel-max trick: argmax(log p + Gumbel noise) is a sample from p. The noise depends on (seed,
+position), not on the batch. So a request gets the same tokens in any batch, and samples of the exit head and of the
+whole model at a position use the same noise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """The inputs for choosing a token from a row of logits."""
+    """Inputs for choosing a token from a row of logits."""
 
     params: SamplingParams
     seed: int
     token_ids: Sequence[int]
-    """All tokens before it: prompt and answer so far."""
+    """All tokens before it: prompt and output so far."""
     num_prompt_tokens: int
     constraint: Constraint | None = None
     excluded_token_ids: Collection[int] = ()
@@ -40,20 +40,24 @@ _SamplingMethod = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
 
 
 def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Choose a token for each row of `logits` [num_rows, vocab_size], float32, kept unchanged: int64 [num_rows]."""
+    """Choose a token per row of `logits`, float32 [num_rows, vocab_size], which stay unchanged. Returns int64
+    [num_rows]."""
+    # 1. apply biases, penalties and grammars  2. sample the rows of each method together
     logits = _apply_constraints(_adjust_logits(logits, rows), rows)
     by_method: dict[_SamplingMethod, list[int]] = {}
     for i, row in enumerate(rows):
         by_method.setdefault(_get_sampling_method(row.params), []).append(i)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for method, places in by_method.items():
-        tokens = _replace_rows(tokens, places, method(select_entries(logits, places), [rows[i] for i in places]))
+    for method, indices in by_method.items():
+        tokens = _replace_rows(tokens, indices, method(select_entries(logits, indices), [rows[i] for i in indices]))
     return tokens
 
 
-def _replace_rows(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Return `values` with `rows` at `places`, which are ascending."""
-    return rows if len(places) == len(values) else values.index_copy(0, make_index_tensor(places, values.device), rows)
+def _replace_rows(values: torch.Tensor, indices: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Return `values` with `rows` at `indices`, which are ascending."""
+    return (
+        rows if len(indices) == len(values) else values.index_copy(0, make_index_tensor(indices, values.device), rows)
+    )
 
 
 def _get_sampling_method(params: SamplingParams) -> _SamplingMethod:
@@ -68,13 +72,13 @@ def _sample_greedy(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest number, the first one of equal numbers."""
-    # NumPy's argmax is vectorised, torch's on a CPU is not.
+    """Return the index of each row's largest number; of equal numbers, the first."""
+    # NumPy's argmax is vectorized; torch's is not on a CPU.
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
 def _sample_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from all tokens; on a CPU row by row, so that the noise stays in the processor's cache."""
+    """Sample from all tokens. A CPU samples row by row, so that the noise stays in its cache."""
     (temperatures,) = _make_columns([[row.params.temperature for row in rows]], logits.device)
     keys = _compute_noise_keys(rows, logits.device)
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -92,9 +96,9 @@ def _sample_truncated(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
 
 
 def truncate_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most probable tokens' logits over temperature, and their ids: both [num_rows, num_candidates].
+    """Return the candidates' logits / temperature, and their ids: both [num_rows, num_candidates].
 
-    They are in descending order, equal ones by id. Tokens that top-k, top-p or min-p exclude have a logit of minus
+    They are in descending order, equal logits by id. Tokens excluded by top-k, top-p or min-p have a logit of minus
     infinity or are left out.
     """
     size = logits.shape[-1]
@@ -108,19 +112,19 @@ def truncate_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> t
         logits.device,
     )
     logits = logits / temperatures
-    normalisers = logits.logsumexp(dim=-1, keepdim=True)
+    normalizers = logits.logsumexp(dim=-1, keepdim=True)
     if logits.device.type == "cpu":
         largest_k = max((min(one.top_k, size) for one in params), default=0)
         ordered, token_ids = _select_above_floors(
-            logits, _compute_floors(logits, normalisers, top_k, top_p, min_p, largest_k)
+            logits, _compute_floors(logits, normalizers, top_k, top_p, min_p, largest_k)
         )
     else:  # GPUs sort fast, and reading the number of candidates would wait for the GPU
         ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(ranks >= top_k, float("-inf"))
     # Top-p applies to the tokens that top-k leaves.
-    normalisers = torch.where(top_k < size, ordered.logsumexp(dim=-1, keepdim=True), normalisers)
-    probs = (ordered - normalisers).exp()
+    normalizers = torch.where(top_k < size, ordered.logsumexp(dim=-1, keepdim=True), normalizers)
+    probs = (ordered - normalizers).exp()
     dropped = (probs.cumsum(dim=-1) - probs >= top_p) | (probs < min_p * probs[:, :1])
     dropped[:, 0] = False
     return ordered.masked_fill(dropped, float("-inf")), token_ids
@@ -128,21 +132,21 @@ def truncate_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> t
 
 def _compute_floors(
     logits: torch.Tensor,
-    normalisers: torch.Tensor,
+    normalizers: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     largest_k: int,
 ) -> torch.Tensor:
-    """Return a logit for each row [num_rows, 1] below which no token is kept. `largest_k`: the largest top-k set.
+    """Return a logit per row [num_rows, 1] below which no token is a candidate. `largest_k`: the largest top-k.
 
-    The tokens less probable than (1 - top_p) / vocab_size have less than 1 - top_p together, so the tokens before them
-    have at least top_p, and none of them is kept.
+    All tokens with p < (1 - top_p) / vocab_size together have less than 1 - top_p. So the tokens above them have at
+    least top_p, and top-p excludes those below.
     """
     size = logits.shape[-1]
     slack = 0.1  # far more than rounding
     floors = (logits.amax(dim=-1, keepdim=True) + min_p.log()) - slack
-    of_top_p = normalisers + ((1.0 - top_p).clamp_(min=0.0) / size).log() - slack
+    of_top_p = normalizers + ((1.0 - top_p).clamp_(min=0.0) / size).log() - slack
     floors = torch.maximum(floors, of_top_p.masked_fill(top_k < size, float("-inf")))
     if largest_k:
         at = top_k.long().clamp_(max=largest_k) - 1
@@ -152,7 +156,8 @@ def _compute_floors(
 
 
 def _select_above_floors(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return at least the logits not below their row's floor [num_rows, num_candidates], descending, and their ids."""
+    """Return all logits >= their row's floor, descending, and their ids: both [num_rows, num_candidates]. Rows with
+    fewer such logits get smaller ones too."""
     count = max(1, int((logits >= floors).sum(dim=-1).max()))
     token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     ordered, order = logits.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
@@ -160,16 +165,17 @@ def _select_above_floors(logits: torch.Tensor, floors: torch.Tensor) -> tuple[to
 
 
 def _make_columns(rows: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
-    """Return float32 columns [num_rows, 1] on the device, with one copy."""
+    """Return the lists as float32 columns [num_rows, 1] on the device, with one copy."""
     return [column[:, None] for column in copy_to_device([np.array(row, dtype=np.float32) for row in rows], device)]
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the log-probabilities of each row's token and its most probable ones; `logits`: [num_rows, vocab_size]."""
+    """Return the log-probabilities of each row's token and its `counts` most probable tokens. `logits`: [num_rows,
+    vocab_size]."""
     values = logits.log_softmax(dim=-1)
     best = values.topk(min(max(counts), values.shape[-1]), dim=-1)
     chosen = values.gather(-1, make_index_tensor(token_ids, values.device)[:, None])
-    # Ids and float32 are both exact in float64, so one read is enough.
+    # Ids and float32 are exact in float64, so one copy from the device is enough.
     found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=-1).tolist()
     size = best.values.shape[-1]
     return [
@@ -195,7 +201,7 @@ def _adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
 
 
 def _add_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add biases to `logits`, in place like the next four functions."""
+    """Add biases to `logits`, in place. The next four functions also work in place."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
     if entries:
         at, tokens, biases = _make_entry_tensors(entries, logits.device)
@@ -244,23 +250,26 @@ def _exclude_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _make_entry_tensors(entries: Sequence[tuple[float, ...]], device: torch.device) -> list[torch.Tensor]:
-    """Return the entries' rows and tokens, int64, and their other numbers, float32, on the device with one copy."""
+    """Return the columns of the entries on the device, with one copy: rows and tokens as int64, the others as
+    float32."""
     at, tokens, *others = zip(*entries, strict=True)
     indices = [np.array(numbers, dtype=np.int64) for numbers in (at, tokens)]
     return copy_to_device([*indices, *(np.array(numbers, dtype=np.float32) for numbers in others)], device)
 
 
 def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Set tokens that grammars forbid to minus infinity; returns the same tensor if no request has a grammar."""
-    asking = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
-    if not asking:
+    """Set tokens that grammars forbid to minus infinity. Returns the same tensor if no request has a grammar."""
+    constrained = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
+    if not constrained:
         return logits
-    bits = [constraint.compute_allowed_mask(row.token_ids[row.num_prompt_tokens :]) for _, row, constraint in asking]
+    bits = [
+        constraint.compute_allowed_mask(row.token_ids[row.num_prompt_tokens :]) for _, row, constraint in constrained
+    ]
     packed = np.frombuffer(b"".join(bits), dtype=np.uint8).reshape(len(bits), -1)
-    unpacked = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")  # [num_asking, vocab_size]
+    unpacked = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")  # [num_constrained, vocab_size]
     (forbidden,) = copy_to_device([unpacked == 0], logits.device)
-    places = [i for i, _, _ in asking]
-    return _replace_rows(logits, places, select_entries(logits, places).masked_fill(forbidden, float("-inf")))
+    indices = [i for i, _, _ in constrained]
+    return _replace_rows(logits, indices, select_entries(logits, indices).masked_fill(forbidden, float("-inf")))
 
 
 def _compute_noise_keys(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
@@ -273,10 +282,10 @@ def _compute_noise_key(row: SamplingRow) -> int:
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return Gumbel noise [num_keys, num_tokens], a function of keys [num_keys] and token ids [num_tokens] or
-    [num_keys, num_tokens], all int64. So only the needed noise is computed, with the same formula on every device.
+    """Return Gumbel noise [num_keys, num_tokens] as a function of keys [num_keys] and token ids, [num_tokens] or
+    [num_keys, num_tokens], all int64. It can be computed for some tokens only, and is the same on every device.
 
-    Bits are SplitMix64's, with the token id as the counter.
+    u = (SplitMix64(key, counter = token id) >> 11) / 2^53, noise = -log(-log(1 - u)).
     """
     bits = keys[:, None] + (token_ids + 1) * _INCREMENT
     for shift, factor in _MIXING:
@@ -288,9 +297,9 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 _INCREMENT, _MIXING = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
-"""SplitMix64's constants, as signed numbers."""
+"""SplitMix64's constants as signed numbers."""
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift `bits` right and fill with zeros; torch's own shift copies the sign."""
+    """Shift `bits` right and fill with zeros. torch's shift copies the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

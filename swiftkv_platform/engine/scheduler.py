@@ -1,15 +1,15 @@
 """The scheduler: chooses the sequences of the next step and how many of their tokens run. Knows no tensors.
 
-Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is prefilled.
-A step takes up to `max_num_batched_tokens` of them: decodes first, so that long prompts never delay them, then prompts
-in chunks, first come, first served. A sequence starts when there are blocks for all its known tokens. Only decodes need
-more; if there are none, the last in line of the sender with most blocks is preempted: it frees all its blocks and is
-recomputed later. The first in line is never preempted and fits alone, so there is always progress. Drafts get the
-tokens and blocks that are left.
+Each running sequence has tokens whose KV is not computed yet: one while it decodes, many while its prompt is prefilled.
+A step runs up to `max_num_batched_tokens` of them: first decodes, so that long prompts never delay them, then prompts
+in chunks. Drafts get the remaining tokens and blocks.
 
-Prompts of several senders are read, and started, in fair order of the tokens that were computed for them. If a sender
-with no running sequence cannot start one, a sequence of a sender that runs several is preempted.
-Sequences whose grammars are slow to follow take turns, so that they do not take too much time from the others.
+A sequence starts when there are blocks for all its known tokens. A decode may need one more block. If none is free, the
+last sequence of the sender with the most blocks is preempted: it frees its blocks and is recomputed later. The first
+running sequence is never preempted and fits into the cache alone, so there is always progress.
+
+Prompts start and run in fair order of the tokens computed for their senders. A sender without a running sequence may
+preempt a sequence of a sender with several. Sequences with slow grammars share a limited part of the engine's time.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.speculative import DraftPlanner
 
 MAX_SLOW_GRAMMAR_STEP_S = 0.005
-"""Maximum expected CPU seconds of a step's turns, if there are several."""
+"""Max expected CPU seconds per step for slow grammars, if there are several."""
 MAX_SLOW_GRAMMAR_SHARE = 0.1
-"""Maximum share of the engine's time for turns while other sequences run."""
+"""Max share of the engine's time for slow grammars while other sequences run."""
 MAX_SLOW_GRAMMAR_DEBT_S = 2.0
-"""Maximum seconds that slow grammars wait for their next turn, however much time they took while nothing else ran."""
+"""Max seconds that slow grammars wait for their next step, after any time without other sequences."""
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """A sequence and the number of its tokens, from `num_computed_tokens` on, that the step runs."""
+    """A sequence and the number of tokens that the step runs, from `num_computed_tokens` on."""
 
     sequence: Sequence
     num_scheduled_tokens: int
     draft: Draft = NO_DRAFT
-    """Draft that may be verified after the last known token."""
+    """Draft to verify after the last known token."""
 
     @property
     def reaches_last_token(self) -> bool:
-        """Whether the step reaches the sequence's last known token, so that the next one can be chosen."""
+        """Whether the step runs the last known token, so that the next token is chosen."""
         sequence = self.sequence
         at_end = sequence.num_computed_tokens + self.num_scheduled_tokens == sequence.num_tokens
         return at_end and sequence.can_generate
@@ -68,8 +68,8 @@ class Scheduler:
         drafting: DraftPlanner | None = None,
         has_own_deep_kv: bool = False,
     ) -> None:
-        """Make an empty scheduler. `has_own_deep_kv`: tokens from a prompt's last one on keep their own K and V, which
-        a sequence with the same tokens in its prompt cannot use; so their blocks are not shared."""
+        """Make an empty scheduler. `has_own_deep_kv`: deep tokens (a prompt's last token and later ones) have their own
+        K and V. These differ from those of the same tokens inside a prompt, so their blocks are not shared."""
         self._has_own_deep_kv = has_own_deep_kv
         self._blocks = blocks
         self._drafting = drafting
@@ -93,13 +93,10 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> Counter[Sender]:
-        """Number of prompt tokens of waiting and running sequences whose KV is not computed yet, by their senders.
-
-        Other threads may read it; it is then at most one step old.
-        """
-        being_read = [sequence for sequence in list(self._running) if not sequence.is_decoding]
+        """Number of prompt tokens that are not prefilled yet, by sender. Thread-safe; at most one step old."""
+        prefilling = [sequence for sequence in list(self._running) if not sequence.is_decoding]
         tokens: Counter[Sender] = Counter()
-        for sequence in [*self._waiting, *being_read]:
+        for sequence in [*self._waiting, *prefilling]:
             tokens[sequence.sender] += sequence.num_tokens - sequence.num_computed_tokens
         return tokens
 
@@ -115,16 +112,19 @@ class Scheduler:
         self._last_step.pop(sequence, None)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Choose the sequences of the next step and allocate their blocks; empty if there is nothing to do."""
+        """Choose the sequences of the next step and allocate their blocks. Empty if no sequence waits or runs."""
+        # 1. choose sequences; throttled grammars run only if nothing else does
         self._num_steps += 1
         self._throttle.begin_step()
         scheduled = self._choose_sequences(lambda grammar: not grammar.is_slow or self._throttle.try_step(grammar))
         if not scheduled:
             scheduled = self._choose_sequences(lambda grammar: self._throttle.try_step(grammar, alone=True))
+        # 2. charge the senders
         for sequence, num_tokens in scheduled.items():
             self._last_step[sequence] = self._num_steps
             self._order.record_service(sequence.sender, num_tokens)
-        assert scheduled or not (self._waiting or self._running), "nothing can run, yet something waits"
+        assert scheduled or not (self._waiting or self._running), "sequences wait, but none can run"
+        # 3. add drafts
         drafts = self._allocate_drafts(scheduled)
         return [
             ScheduledSequence(sequence, count, drafts.get(sequence, NO_DRAFT)) for sequence, count in scheduled.items()
@@ -151,8 +151,7 @@ class Scheduler:
         return scheduled
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record that the KV of `num_tokens` more tokens of the sequence is final, and free the blocks that drafts got
-        beyond its known tokens."""
+        """Record that the KV of `num_tokens` more tokens is final, and free the blocks of rejected drafts."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, self._count_shareable_tokens(sequence))
@@ -160,18 +159,18 @@ class Scheduler:
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def _count_shareable_tokens(self, sequence: Sequence) -> int:
-        """Return the number of leading tokens whose K and V are the same in every sequence that begins with them."""
+        """Return how many leading tokens have K and V that any sequence with the same prefix can use."""
         return sequence.num_prompt_tokens - 1 if self._has_own_deep_kv else sequence.num_tokens
 
     def assert_consistent(self) -> None:
-        """Assert that no block is lost or held by no sequence."""
+        """Assert that each block is free or belongs to a running sequence."""
         self._blocks.assert_consistent(sequence.block_table for sequence in self._running)
         assert not any(sequence.block_table.blocks for sequence in self._waiting)
         assert self._last_step.keys() <= set(self._running)
 
     def _list_running(self) -> Iterator[Sequence]:
-        """Yield running sequences in scheduling order: decodes by priority and longest wait, then prompts by priority
-        and fair order of senders."""
+        """Yield the running sequences in scheduling order: decodes by priority and time since their last step, then
+        prompts by priority and fair order of senders."""
         decoding = [sequence for sequence in self._running if sequence.is_decoding]
         decoding.sort(key=lambda sequence: (sequence.priority, self._last_step[sequence]))
         prompts = [sequence for sequence in self._running if not sequence.is_decoding]
@@ -180,12 +179,12 @@ class Scheduler:
         yield from prompts
 
     def _get_prompt_rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Return the place in the order in which prompts are started and read."""
+        """Return the rank in the order in which prompts start and run; the lowest is first."""
         return sequence.priority, *self._order.get_rank(sequence.sender), sequence.arrival
 
     def _grow_or_preempt(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
-        """Allocate the block that the sequence's last token may need, preempting sequences of the sender with most
-        blocks from the last in line on. False: the sequence itself was preempted."""
+        """Allocate the block that the sequence's last token may need. If none is free, preempt other sequences. Returns
+        False if the sequence itself was preempted."""
         table = sequence.block_table
         while not self._blocks.can_grow(table, sequence.num_tokens):
             victim = self._choose_victim()
@@ -197,8 +196,8 @@ class Scheduler:
         return True
 
     def _choose_victim(self) -> Sequence:
-        """Return the sequence to preempt for blocks: of the least urgent that run, but for the first in line, the last
-        one of the sender that holds most blocks."""
+        """Return the sequence to preempt for blocks: among the least urgent running sequences, except for the first
+        running one, the last sequence of the sender with the most blocks."""
         if len(self._running) == 1:
             return self._running[0]
         held: Counter[Sender] = Counter()
@@ -212,7 +211,7 @@ class Scheduler:
         )
 
     def _allocate_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
-        """Plan drafts and allocate their blocks, within the step's tokens and free blocks; nothing is preempted."""
+        """Plan drafts and allocate their blocks, as far as tokens and blocks are free. No sequence is preempted."""
         if self._drafting is None:
             return {}
         num_tokens = sum(scheduled.values())
@@ -239,8 +238,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _start_waiting(self, scheduled: dict[Sequence, int], *, before: Sequence | None = None) -> None:
-        """Start waiting sequences in fair order while there are tokens, places and blocks for all their known tokens.
-        `before`: only those whose senders' turn comes before that of this running one."""
+        """Start waiting sequences in fair order, while the step has tokens and the cache has blocks for them. `before`:
+        start only sequences whose senders are served before the sender of this running sequence."""
         while self._waiting:
             sequence = self._get_next_waiting()
             if before is not None and not self._is_served_before(sequence, before):
@@ -259,20 +258,22 @@ class Scheduler:
         return min(first_of.values(), key=self._get_prompt_rank)
 
     def _is_served_before(self, sequence: Sequence, other: Sequence) -> bool:
-        """Whether a sequence's sender is to be served before the other's."""
+        """Whether the sequence's sender is served before the other sequence's sender."""
         ranks = self._order.get_rank(sequence.sender), self._order.get_rank(other.sender)
         return sequence.priority <= other.priority and ranks[0] < ranks[1]
 
     def _try_to_start(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
-        """Start a waiting sequence if there is a token, a place and blocks for it now."""
+        """Start a waiting sequence if the step has a token for it, and the cache has blocks for all its known
+        tokens."""
+        # 1. check the step's limits; a sequence with a throttled grammar holds blocks, but does not count
         budget = self._max_num_batched_tokens - sum(scheduled.values())
-        # Sequences with slow grammars, which wait for turns, hold blocks but take no place.
         slow = sum(1 for each in self._running if each.constraint is not None and each.constraint.cpu_time.is_slow)
         if not budget or len(self._running) >= self._max_num_seqs + slow or len(scheduled) >= self._max_num_seqs:
             return False
+        # 2. find cached blocks of its prefix
         table, token_ids = sequence.block_table, sequence.token_ids
         matched = []
-        if not sequence.is_missing_prompt_logprobs:  # they need hidden states, which are not cached
+        if not sequence.is_missing_prompt_logprobs:  # these need hidden states, which are not cached
             known = token_ids[
                 : self._count_shareable_tokens(sequence) + 1
             ]  # plus one: match_prefix leaves a token to run
@@ -289,17 +290,20 @@ class Scheduler:
         return True
 
     def _choose_victim_for(self, sequence: Sequence) -> Sequence | None:
-        """Return a sequence to preempt, so that one can start whose sender runs none: the last in line of the sender
-        that runs most, in the tenant that runs most if that is another and runs at least two more. None if no sender
-        runs several, or preempting cannot make enough room."""
+        """Return a sequence to preempt, so that `sequence` can start although its sender runs none; None if there is
+        none.
+
+        The victim is the last sequence of the sender with the most sequences. Its tenant is the one with the most
+        sequences if that one runs at least two more than the sender's own tenant; else the sender's own tenant.
+        """
         senders = Counter(each.sender for each in self._running)
         if sequence.sender in senders or len(self._running) < 2:
             return None
-        may_be_free = self._blocks.num_free_blocks + sum(len(each.block_table.blocks) for each in self._running[1:])
-        if may_be_free * self._blocks.block_size < sequence.num_tokens:
+        num_freeable = self._blocks.num_free_blocks + sum(len(each.block_table.blocks) for each in self._running[1:])
+        if num_freeable * self._blocks.block_size < sequence.num_tokens:
             return None
-        # 1. the tenant that runs most  2. its sender that runs most  3. its last in line, neither the first of all nor
-        # one that starts in this step
+        # 1. choose the tenant  2. choose its sender with the most sequences  3. choose that sender's last sequence; not
+        # the first running sequence, nor one that starts in this step
         tenants = Counter(each.sender.tenant for each in self._running)
         own = sequence.sender.tenant
         [(largest, count)] = tenants.most_common(1)
@@ -316,8 +320,7 @@ class Scheduler:
 
 
 class SlowGrammarThrottle:
-    """Turns of slow grammars in the engine's steps; while other sequences run, they get `MAX_SLOW_GRAMMAR_SHARE` of the
-    time."""
+    """Limits the time of slow grammars to `MAX_SLOW_GRAMMAR_SHARE` while other sequences run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -326,23 +329,23 @@ class SlowGrammarThrottle:
         self._spent_before: dict[GrammarCpuTime, float] = {}
 
     def begin_step(self) -> None:
-        """Add the time of the last step's turns, over `MAX_SLOW_GRAMMAR_SHARE`, to the time owed, less the time since
-        then."""
-        now, took = self._clock(), 0.0
+        """Update the time debt: debt += slow grammars' time / share - time since the last step."""
+        now, slow_s = self._clock(), 0.0
         for cpu_time, before in self._spent_before.items():
-            cpu_time.last_turn_s = cpu_time.spent_s - before
-            took += cpu_time.last_turn_s
-        debt_s = self._debt_s + took / MAX_SLOW_GRAMMAR_SHARE - (now - self._began)
+            cpu_time.last_step_s = cpu_time.spent_s - before
+            slow_s += cpu_time.last_step_s
+        debt_s = self._debt_s + slow_s / MAX_SLOW_GRAMMAR_SHARE - (now - self._began)
         self._debt_s = min(max(debt_s, 0.0), MAX_SLOW_GRAMMAR_DEBT_S)
         self._began, self._spent_before = now, {}
 
     def try_step(self, cpu_time: GrammarCpuTime, *, alone: bool = False) -> bool:
-        """Take a turn in this step; False: it must wait. `alone`: nothing else runs, so time owed does not matter."""
+        """Return whether a slow grammar may run in this step, and count it. `alone`: nothing else runs, so the debt
+        does not matter."""
         if self._debt_s > 0.0 and not alone:
             return False
         if (
             self._spent_before
-            and sum(each.last_turn_s for each in self._spent_before) + cpu_time.last_turn_s > MAX_SLOW_GRAMMAR_STEP_S
+            and sum(each.last_step_s for each in self._spent_before) + cpu_time.last_step_s > MAX_SLOW_GRAMMAR_STEP_S
         ):
             return False
         self._spent_before.setdefault(cpu_time, cpu_time.spent_s)
@@ -350,5 +353,5 @@ class SlowGrammarThrottle:
 
 
 def _get_queue_rank(sequence: Sequence) -> tuple[int, int]:
-    """Return the place in the queue: priority, then arrival."""
+    """Return the rank in the queue: priority, then arrival."""
     return sequence.priority, sequence.arrival

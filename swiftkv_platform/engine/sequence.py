@@ -1,4 +1,4 @@
-"""The state of one sample of a request in the engine: tokens, text, blocks, times."""
+"""State of one sample of a request in the engine: tokens, text, blocks, times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANONYMOUS_SENDER = Sender()
 
 
 class SequenceStatus(enum.Enum):
-    """Status of a sequence; `_TRANSITIONS` lists the statuses that may follow."""
+    """Status of a sequence. `_TRANSITIONS` has the valid transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -58,11 +58,11 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.arrival = arrival
-        """Number of the request in order of arrival."""
+        """Position of the request in the order of arrival."""
         self.priority = priority
         self.sender = sender
         self.constraint = constraint
-        """This sequence's own constraint; None: its text is free."""
+        """Grammar of this sequence's output, or None."""
         self.token_ids = list(prompt_token_ids)
         self.block_table = BlockTable()
         self.num_computed_tokens = 0
@@ -74,7 +74,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_exited_tokens = 0
         self.exited_positions: set[int] = set()
-        """Positions of tokens that exited at layer l, and so have shared K and V in layers >= l."""
+        """Positions of tokens that exited at layer l. Their K and V in layers >= l are the shared ones, from x."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_skipped_tokens = 0
@@ -93,7 +93,7 @@ class Sequence:
 
     @cached_property
     def drafts(self) -> DraftHistory:
-        """Results of drafting, made when first needed."""
+        """Results of drafting, created on first use."""
         return DraftHistory()
 
     @property
@@ -114,26 +114,26 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last known token still has to run."""
+        """Whether all tokens but the last are computed."""
         return self.num_tokens - self.num_computed_tokens == 1
 
     @property
     def num_draftable_tokens(self) -> int:
-        """Maximum number of tokens worth drafting, which with the one after them complete the answer."""
+        """Max number of draft tokens: with the token after them they reach `max_output_tokens`."""
         return self.max_output_tokens - self.num_output_tokens - 1
 
     @property
     def can_generate(self) -> bool:
-        """Whether tokens are generated; if not, the prompt is only prefilled and scored."""
+        """Whether tokens are generated. If not, the prompt is only prefilled and scored."""
         return self.max_output_tokens > 0
 
     def get_excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
-        """Return the tokens that may not come next in an answer of `num_output_tokens` tokens."""
+        """Return the tokens that may not follow the first `num_output_tokens` output tokens."""
         return self._excluded_token_ids if num_output_tokens < self.params.min_tokens else frozenset()
 
     @property
     def is_missing_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities still have to be computed."""
+        """Whether some prompt log-probabilities are not computed yet."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
@@ -142,7 +142,7 @@ class Sequence:
 
     def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
         """Start running, with the KV of the first `num_cached_tokens` tokens cached. `waited_s`: seconds in the queue;
-        None: until now."""
+        None: the time since arrival."""
         self._set_status(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:
@@ -150,13 +150,14 @@ class Sequence:
             self._num_cached_tokens = num_cached_tokens
 
     def preempt(self) -> None:
-        """Return to the queue; the KV is lost and will be recomputed."""
+        """Return to the queue. The KV is lost and will be recomputed."""
         self._set_status(SequenceStatus.WAITING)
         self.num_computed_tokens = 0
         if self.num_output_tokens == 0:
             self.num_skipped_tokens = 0
 
     def apply_result(self, result: StepResult) -> None:
+        """Add the tokens, log-probabilities and counts of a step, and finish the sequence if it has ended."""
         if self.num_output_tokens == 0:
             self.num_skipped_tokens += result.num_skipped_tokens
         self.prompt_logprobs += result.prompt_logprobs
@@ -169,7 +170,7 @@ class Sequence:
             self.logprobs += result.logprobs[at : at + 1]
             self.append_token(token_id)
             if self.finish_reason is not None:
-                return  # an accepted draft ended the answer; drop the tokens after it
+                return  # an accepted draft ended the sequence; drop the tokens after it
         if result.error is not None:
             self._error, self._error_field = result.error, result.error_field
             self.finish("error")
@@ -195,7 +196,6 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sequence."""
         self._set_status(SequenceStatus.FINISHED)
         if self._detokenizer:
             self._detokenizer.finish()
@@ -232,12 +232,12 @@ class Sequence:
         self.status = status
 
     def _make_metrics(self) -> RequestMetrics:
-        decoded = self.num_output_tokens - 1
-        between = self._last_token - self._first_token if self._first_token and self._last_token else 0.0
+        num_intervals = self.num_output_tokens - 1
+        decode_s = self._last_token - self._first_token if self._first_token and self._last_token else 0.0
         return RequestMetrics(
             queue_time=self._measure_since_arrival(self._scheduled),
             ttft=self._measure_since_arrival(self._first_token),
-            tpot=between / decoded if decoded > 0 else None,
+            tpot=decode_s / num_intervals if num_intervals > 0 else None,
             total=(self._finished or time.perf_counter()) - self._arrived,
         )
 

@@ -161,11 +161,11 @@ class _ShardedRMSNorm(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., this rank's size] by the mean square over all ranks."""
+        """Normalize [..., this rank's size] by the mean square over all ranks."""
         wide = x.float()
         mean = self._ranks.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.size
-        normalised: torch.Tensor = self.weight * (wide * torch.rsqrt(mean + self._epsilon))
-        return normalised.to(x.dtype)
+        normalized: torch.Tensor = self.weight * (wide * torch.rsqrt(mean + self._epsilon))
+        return normalized.to(x.dtype)
 
 
 def _iterate_children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:

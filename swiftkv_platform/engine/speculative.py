@@ -1,13 +1,12 @@
-"""Early exit. Threshold: the exit head's token is used if it is confident enough. Lossless: the head drafts tokens one
-after another, then layers >= l verify all of them at once.
+"""Early exit. `threshold`: the exit head's token is used if its confidence reaches the threshold. `lossless`: the exit
+head drafts tokens one after another, then layers >= l verify all of them in one pass.
 
     last known token -> layers < l -> exit head -> draft -> layers < l -> exit head -> draft ...
                                  x                     x                     x  -> layers >= l -> the step's tokens
 
-The draft and the token at a position are drawn with the same noise (see `sampler`), from q and p after the same
-processors on the same text. A draft is accepted if both are equal, so the text is the same as with `off`. Rejected
-drafts have no effect: their slots are overwritten before anything reads them.
-"""
+The draft (from q) and the model's token (from p) at a position are sampled with the same noise (see `sampler`) after
+the same logits processors. A draft is accepted if both are equal, so the text is the same as with `off`. Rejected
+drafts have no effect: their KV slots are overwritten before they are read."""
 
 from __future__ import annotations
 
@@ -36,41 +35,46 @@ from swiftkv_platform.model.generation import exit_confidence
 from swiftkv_platform.student_shape import StudentShape
 
 MAX_DRAFTING_STEP_TOKENS = {"cpu": 16, "cuda": 128}
-"""Approximate number of tokens at which a step's arithmetic takes as long as reading the weights."""
+"""Approximate number of tokens at which a step's arithmetic takes as long as reading the weights, by device type."""
 
 
 class DraftPlanner:
-    """Planner of drafts, which weighs their cost against how many were accepted."""
+    """Decides which sequences draft, and how many tokens, from the cost of drafts and past acceptance."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
         self._calibrations = {greedy: ConfidenceCalibration(0.1, 0.999) for greedy in (False, True)}
-        """Exit head's reliability, by greedy or not: its most probable token is right more often than a sampled one. It
-        learns and forgets slowly."""
+        """Calibration of the exit head by greedy or sampled: its most probable token is right more often than a sampled
+        one. It changes slowly."""
 
     def plan_drafts(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """Plan drafts for the decoding sequences of a step that runs `num_tokens` tokens without them and gives
-        `num_sequences` sequences a token. Drafts come from the text if its end occurred before and such drafts pay, or
-        if the grammar leaves no choice; else from the exit head, if it pays."""
-        room = self.costs.max_step_tokens - num_tokens
+        """Plan drafts for the `decoding` sequences of a step.
+
+        Args:
+            num_sequences: number of sequences that get a token in the step.
+            num_tokens: number of the step's tokens without drafts.
+        """
+        num_free = self.costs.max_step_tokens - num_tokens
+        # 1. draft tokens that the grammar forces, or that prompt lookup finds
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []
         for sequence in decoding:
-            limit = min(sequence.num_draftable_tokens, room)
+            limit = min(sequence.num_draftable_tokens, num_free)
             found = self._find_lookup_draft(sequence, num_sequences, limit)
             if found:
                 drafts[sequence] = Draft(token_ids=found)
-                room -= len(found)
+                num_free -= len(found)
             elif sequence.params.num_exit_drafts and limit > 0:
                 others.append(sequence)
+        # 2. let the exit head draft for the others, if that is worthwhile
         for sequence in others:
             sequence.drafts.use_parent_calibration(self._calibrations[sequence.params.temperature == 0.0])
-            limit = min(sequence.num_draftable_tokens, sequence.params.num_exit_drafts, room)
+            limit = min(sequence.num_draftable_tokens, sequence.params.num_exit_drafts, num_free)
             if limit > 0 and should_evaluate_exit_head(sequence.drafts, self.costs, num_sequences, len(others)):
                 drafts[sequence] = Draft(num_exit_tokens=limit)
-                room -= limit
+                num_free -= limit
             else:
                 sequence.drafts.decay_exit_statistics()
         return drafts
@@ -82,7 +86,7 @@ class DraftPlanner:
         constraint = sequence.constraint
         forced = () if constraint is None else constraint.get_forced_tokens(sequence.output_token_ids)[:limit]
         if forced:
-            return forced  # the grammar hardly allows other tokens
+            return forced  # other tokens are unlikely
         size = choose_lookup_size(sequence.drafts, self.costs, num_sequences, limit)
         if size == 0:
             sequence.drafts.lookup_acceptance.decay()
@@ -99,9 +103,9 @@ class ExitDrafts:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     hidden: list[torch.Tensor] = field(default_factory=list)
-    """x of each pass, [1, num_drafts, hidden_size]."""
+    """x (hidden states after layer l - 1) of each draft pass, [1, num_drafts, hidden_size]."""
     rows: dict[int, list[int]] = field(default_factory=dict)
-    """Rows of the drafts' x in the concatenation of `hidden`, by index into the schedule."""
+    """Rows of a sequence's drafts in the concatenation of `hidden`, by index into the schedule."""
 
 
 def draft_from_exit_head(
@@ -113,31 +117,38 @@ def draft_from_exit_head(
     lower: Callable[[ModelInputs], torch.Tensor],
     cache: KVCache,
 ) -> ExitDrafts:
-    """Draft while the exit head is confident enough for another pass of layers < l to pay. `x`: hidden states of the
-    step's tokens after layer l - 1, [1, num_tokens, hidden_size]."""
+    """Draft token by token while the exit head is confident enough for another pass of layers < l.
+
+    Args:
+        x: hidden states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size].
+        lower: runs layers < l over tokens, and returns their x.
+    """
     drafts = ExitDrafts()
     active = [index for index, item in enumerate(scheduled) if item.draft.num_exit_tokens]
     if not active:
         return drafts
     for index in active:
         scheduled[index].sequence.drafts.exit_confidences.clear()
-    chances = dict.fromkeys(active, 1.0)  # probabilities that all drafts so far are accepted
+    acceptance = dict.fromkeys(active, 1.0)  # probability that all drafts so far are accepted
     x, count = select_entries(x, [batch.next_token_rows[index][0] for index in active], dim=1), 0
     while active:
+        # 1. choose the sequences for which another draft is worthwhile
         logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
         sequences = [scheduled[index].sequence for index in active]
         confidences = _compute_confidences(logits, sequences)
         for index, sequence, confidence in zip(active, sequences, confidences, strict=True):
-            chances[index] *= sequence.drafts.exit_calibration.estimate_acceptance(confidence)
-        gains = choose_worthwhile_drafts([chances[index] for index in active], costs, len(batch.next_token_rows))
+            acceptance[index] *= sequence.drafts.exit_calibration.estimate_acceptance(confidence)
+        gains = choose_worthwhile_drafts([acceptance[index] for index in active], costs, len(batch.next_token_rows))
         for at, sequence in enumerate(sequences):
             sequence.drafts.observe_exit_head(gains.get(at, 0.0))
         chosen = list(gains)
         if not chosen:
             break
+        # 2. sample their drafts
         active = [active[at] for at in chosen]
         rows = [make_sampling_row(scheduled[index].sequence, drafts.tokens.get(index, [])) for index in active]
         tokens: list[int] = choose_tokens(select_entries(logits, chosen), rows).tolist()
+        # 3. run layers < l over the drafts
         spans = []
         for row, (index, at, token) in enumerate(zip(active, chosen, tokens, strict=True)):
             sequence, own = scheduled[index].sequence, drafts.tokens.setdefault(index, [])
@@ -148,21 +159,22 @@ def draft_from_exit_head(
         x = lower(make_inputs(spans, cache))
         drafts.hidden.append(x)
         count += len(active)
+        # 4. drop sequences that have reached their limit
         limits = [scheduled[index].draft.num_exit_tokens for index in active]
-        going_on = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
-        active, x = [active[row] for row in going_on], select_entries(x, going_on, dim=1)
+        remaining = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
+        active, x = [active[row] for row in remaining], select_entries(x, remaining, dim=1)
     return drafts
 
 
 def _compute_confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
-    """Return the exit head's confidence by row; 0 if it does not reach the request's threshold."""
+    """Return the exit head's confidence per row; 0 if it is below the request's threshold."""
     thresholds = [sequence.params.exit_threshold for sequence in sequences]
     found: list[float] = exit_confidence(logits).tolist()
     return [one if one >= threshold else 0.0 for one, threshold in zip(found, thresholds, strict=True)]
 
 
 def make_sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
-    """Make the sampling row of the token that follows the sequence's known ones and `drafted`."""
+    """Make the sampling input for the token after the sequence's known tokens and `drafted`."""
     token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
     num_prompt_tokens = sequence.num_prompt_tokens
     excluded = sequence.get_excluded_token_ids(len(token_ids) - num_prompt_tokens)
@@ -172,8 +184,8 @@ def make_sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> Sampl
 def accept_drafts(
     sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool
 ) -> StepResult:
-    """Return the step's tokens: the accepted drafts and the one after them. `tokens`: the whole model's choices after
-    the last known token and after each draft; one more than `drafted`."""
+    """Return the step's tokens: the accepted drafts and one more token. `tokens`: the model's choices after the last
+    known token and after each draft, so one more than `drafted`."""
     pairs = zip(drafted, tokens, strict=False)
     num_accepted = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafted))
     if drafted:
@@ -184,7 +196,7 @@ def accept_drafts(
 
 
 def truncate_at_error(result: StepResult, finite: Sequence[bool]) -> None:
-    """Cut a result at the first token whose logits are not finite, as if the tokens had come one by one."""
+    """Drop the result's tokens from the first one on whose logits are not finite, and set the error."""
     for at in range(len(result.token_ids)):
         if not finite[at]:
             del result.token_ids[at:]
@@ -194,14 +206,14 @@ def truncate_at_error(result: StepResult, finite: Sequence[bool]) -> None:
 
 
 def drop_tokens_of_failed_grammar(sequence: EngineSequence, result: StepResult) -> None:
-    """Drop the step's tokens and set the error if the sequence's grammar could not be followed."""
+    """If the sequence's grammar has failed, drop the step's tokens and set the error."""
     if sequence.constraint is not None and (failure := sequence.constraint.failure) is not None:
         result.token_ids, result.num_accepted_tokens, result.error = [], 0, failure
         result.error_field = sequence.constraint.name
 
 
 def estimate_draft_costs(model: Any) -> DraftCosts:
-    """Estimate costs from the number of weights that are read, which dominates decode steps of a few tokens."""
+    """Estimate costs from the number of weights that are read, which dominates small decode steps."""
     layers = model.model.layers
     lower = sum(map(_count_weights, layers[: model.config.num_key_value_layers]))
     head = _count_weights(model.lm_head)
@@ -212,8 +224,7 @@ def estimate_draft_costs(model: Any) -> DraftCosts:
 
 
 def _count_weights(module: nn.Module) -> int:
-    """Count the weights of matrices by `in_features` and `out_features`, including fused and packed ones, but without
-    experts."""
+    """Count the weights of linear modules, including fused and packed ones, but without experts."""
     children: list[Any] = list(module.modules())
     return sum(
         child.in_features * child.out_features
@@ -227,19 +238,23 @@ class RowLogits:
     """Logits of some rows of a batch, or of some sequences of the schedule."""
 
     at: dict[int, int]
-    """Index in `values` by row or sequence."""
+    """Index into `values`, by row or by sequence."""
     values: torch.Tensor
     """[num_rows, vocab_size], float32."""
 
 
 def compute_exit_logits(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> RowLogits:
-    """Return the exit head's logits of the sequences in mode `threshold` for which it is confident enough, given x [1,
-    num_tokens, hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer,
-    so exiting there costs later tokens nothing. Source: paper, appendix E."""
-    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.uses_exit_threshold]
-    if not asking:
+    """Return the exit head's logits of the sequences in mode `threshold` whose confidence reaches the threshold. At
+    layer l, a token's K and V of all later layers are known, so later tokens need nothing more. Source: paper, appendix
+    E.
+
+    Args:
+        x: hidden states after layer l - 1, [1, num_tokens, hidden_size].
+    """
+    candidates = [i for i in batch.next_token_rows if scheduled[i].sequence.params.uses_exit_threshold]
+    if not candidates:
         return RowLogits({}, x.new_empty(0))
-    logits = model.exit_logits(select_entries(x[0], [batch.next_token_rows[index][0] for index in asking])).float()
-    confidences = _compute_confidences(logits, [scheduled[index].sequence for index in asking])
-    sure = [row for row, confidence in enumerate(confidences) if confidence]
-    return RowLogits({asking[row]: at for at, row in enumerate(sure)}, select_entries(logits, sure))
+    logits = model.exit_logits(select_entries(x[0], [batch.next_token_rows[index][0] for index in candidates])).float()
+    confidences = _compute_confidences(logits, [scheduled[index].sequence for index in candidates])
+    exits = [row for row, confidence in enumerate(confidences) if confidence]
+    return RowLogits({candidates[row]: at for at, row in enumerate(exits)}, select_entries(logits, exits))

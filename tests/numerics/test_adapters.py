@@ -164,9 +164,9 @@ def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, 
     for number, (teacher, message) in enumerate(
         [
             (family_teacher("llama", num_hidden_layers=4), r"lacks 9 tensors: model\.layers\.4\."),
-            (family_teacher("llama", num_hidden_layers=6), r"also holds 9 tensors: model\.layers\.5\."),
+            (family_teacher("llama", num_hidden_layers=6), r"has unexpected 9 tensors: model\.layers\.5\."),
             (family_teacher("llama", intermediate_size=80), shape),
-            (family_teacher("llama").to(torch.bfloat16), "is bfloat16, and the adapter was made of float32"),
+            (family_teacher("llama").to(torch.bfloat16), "is bfloat16, but the adapter was made for float32"),
         ]
     ):
         other = save(teacher, tmp_path / f"other-{number}")
@@ -183,7 +183,7 @@ def test_a_damaged_adapter_is_refused(base: Path, full: Path, tmp_path: Path) ->
     regrouped = "key_value_group_size is 2 in config.json .* and 1 in its"
     for changes, field, message in (
         ({"format_version": 2}, ADAPTER_FILE, "format_version"),
-        ({"added": document["added"][1:]}, "adapter", "has no place for 1 tensor"),
+        ({"added": document["added"][1:]}, "adapter", "has unexpected 1 tensor"),
         ({"added": [*document["added"], "x"]}, "adapter", "lacks 1 tensor: x"),
         ({"swiftkv": grouped}, "key_value_group_size", regrouped),
     ):
@@ -207,7 +207,7 @@ def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Pat
     for tensors, message in (
         (own[1:] + of_base, "'adapter' lacks 1 tensor"),
         (own + of_base[1:], "lacks 1 tensor"),
-        ([*own, *of_base, ("base/x", torch.ones(1))], "also holds 1 tensor: x"),
+        ([*own, *of_base, ("base/x", torch.ones(1))], "has unexpected 1 tensor: x"),
         ([*own, (of_base[0][0], of_base[0][1] + 1), *of_base[1:]], "has the SHA-256"),
     ):
         with pytest.raises(ModelError, match=message):

@@ -44,7 +44,7 @@ BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
 """Number that the size of a head must be a multiple of for `attend`."""
 _CACHE_FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
-"""`Format` in the source, by the payload of a quantised cache."""
+"""`Format` in the source, by the payload of a quantized cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 
 
@@ -75,7 +75,7 @@ def _find_or_build_library() -> Path:
     build it at the same time do not meet."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in VECTOR_FLAGS:
-        raise _UnavailableError(f"the processor offers {capability}; {' or '.join(VECTOR_FLAGS)} is needed")
+        raise _UnavailableError(f"the processor has {capability}; the kernels need {' or '.join(VECTOR_FLAGS)}")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise _UnavailableError("no C++ compiler; install g++ or set CXX")
@@ -117,14 +117,14 @@ def _verify_kernels() -> None:
         query.float(), keys[None].float(), values[None].float(), is_causal=True, scale=1.0
     )
     if not torch.allclose(found, wanted, atol=0.02):
-        raise _UnavailableError("attention computed with them is wrong")
+        raise _UnavailableError("the attention kernel returned wrong numbers")
     integers = torch.arange(-64, 64, dtype=torch.int8).repeat(BLOCK_COLUMNS, 1)
     x = query.reshape(-1, integers.shape[1])[:1].expand(2 * BLOCK_COLUMNS, -1).contiguous()  # rows for tiles
     found = linear(
         x, pack_weight(IntegerWeight(integers, torch.full((BLOCK_COLUMNS, 1), 0.01), "int8")), None, BLOCK_COLUMNS
     )
     if not torch.allclose(found.float(), F.linear(x.float(), 0.01 * integers.float()), rtol=0.02, atol=0.02):
-        raise _UnavailableError("integer products computed with them are wrong")
+        raise _UnavailableError("the integer product kernel returned wrong numbers")
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def linear_rows(
     *,
     norm: NativeRMSNorm | None = None,
 ) -> torch.Tensor:
-    """`linear` of x [num_tokens, size_in], which `norm` normalises."""
+    """`linear` of x [num_tokens, size_in], which `norm` normalizes."""
     weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
     y: torch.Tensor = torch.ops.swiftkv_cpu.linear.default(x, *packed, bias, size_out, weight, epsilon)
     return y

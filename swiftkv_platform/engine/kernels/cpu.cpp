@@ -489,7 +489,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   return output;
 }
 
-// Attention of tokens by what their projections put out, [num_tokens, heads of queries, keys and values]: heads are normalised
+// Attention of tokens by what their projections put out, [num_tokens, heads of queries, keys and values]: heads are normalized
 // and rotated, keys and values go into the cache, then `attend`.
 //   query_at, key_at  where the heads of queries begin, and those of keys, which the values' follow
 //   slots             int64 [num_tokens], where keys and values go; without them they are there

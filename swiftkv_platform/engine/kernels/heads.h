@@ -17,7 +17,7 @@
 namespace {
 
 // A row of `size` numbers; `scale` is float32, rounded up to whole vectors.
-void normalise(const BFloat16* from, const float* scale, float epsilon, int64_t size, BFloat16* to) {
+void normalize(const BFloat16* from, const float* scale, float epsilon, int64_t size, BFloat16* to) {
   Floats squares(0.0f);
   for (int64_t i = 0; i < size; i += kHalves) {
     const auto [low, high] = load(from + i, rest(size, i));
@@ -42,7 +42,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   auto* out = output.data_ptr<BFloat16>();
   share(input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      normalise(in + row * size, scale, static_cast<float>(epsilon), size, out + row * size);
+      normalize(in + row * size, scale, static_cast<float>(epsilon), size, out + row * size);
     }
   });
   return output;
@@ -203,7 +203,7 @@ void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
   });
 }
 
-// Some of the heads that lie together in the projections of tokens: normalised where there is a norm (`norm` as in rms_norm,
+// Some of the heads that lie together in the projections of tokens: normalized where there is a norm (`norm` as in rms_norm,
 // one for all) and rotated where there is a rotation.
 struct Heads {
   const BFloat16* projected;
@@ -215,7 +215,7 @@ struct Heads {
   void prepare(int64_t token, int64_t head, BFloat16* to) const {
     const BFloat16* from = projected + token * stride + head * dim;
     if (norm) {
-      normalise(from, norm->const_data_ptr<float>(), epsilon, dim, to);
+      normalize(from, norm->const_data_ptr<float>(), epsilon, dim, to);
     } else {
       std::memcpy(to, from, dim * sizeof *from);
     }

@@ -94,7 +94,7 @@ void linear_to(const Tensor& x, const Tensor& packed, const std::optional<Tensor
   });
 }
 
-// The same of x that is normalised before where there is a norm, in bfloat16 [num_tokens, size_out]; then `residual`, of that
+// The same of x that is normalized before where there is a norm, in bfloat16 [num_tokens, size_out]; then `residual`, of that
 // shape, is added.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
               const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers,

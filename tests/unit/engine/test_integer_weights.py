@@ -1,4 +1,4 @@
-"""Weights rounded when a model is loaded, and weights of quantised checkpoints: which modules have integers."""
+"""Weights rounded when a model is loaded, and weights of quantized checkpoints: which modules have integers."""
 
 from pathlib import Path
 from typing import Any

@@ -41,7 +41,7 @@ def assert_rounded(actual: torch.Tensor, exact: torch.Tensor, atol: float = 1e-3
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
 def test_rms_norm(size: int, native_kernels: None) -> None:
-    """Contiguous rows are normalised, and heads of a strided view."""
+    """Contiguous rows are normalized, and heads of a strided view."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
         actual = kernels.rms_norm(x, packing.pad_to_block(weight), 1e-5)
@@ -267,15 +267,15 @@ def test_write_in_eight_bits_is_what_pack_makes(quantized_dtype: torch.dtype, na
 
 
 @pytest.mark.parametrize("quantized_dtype", [None, torch.int8])
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 def test_layers_written_at_once_are_as_one_by_one(
-    quantized_dtype: torch.dtype | None, normalised: bool, native_kernels: None
+    quantized_dtype: torch.dtype | None, normalized: bool, native_kernels: None
 ) -> None:
     """Norms, RoPE and slots of three layers are equal to the bit, on more tokens than a part has."""
     layers, heads, dim, tokens = 3, 2, 32, 70
     projected, slots = numbers(tokens, 2 * layers * heads * dim), torch.randperm(100)[:tokens]
     rotation = numbers(1, tokens, dim), numbers(1, tokens, dim, scale=0.5)
-    norms = [NativeRMSNorm(LlamaRMSNorm(dim, eps=1e-5)) for _ in range(layers)] if normalised else []
+    norms = [NativeRMSNorm(LlamaRMSNorm(dim, eps=1e-5)) for _ in range(layers)] if normalized else []
     for norm in norms:
         norm.weight.copy_(packing.pad_to_block(torch.randn(dim)))
     size, dtype = (dim, BF16) if quantized_dtype is None else (dim + 2, torch.uint8)
@@ -285,7 +285,7 @@ def test_layers_written_at_once_are_as_one_by_one(
     )
     for layer, parts in enumerate(projected.view(tokens, layers, 2, heads, dim).permute(1, 2, 3, 0, 4)):
         keys, values = parts[0][None], parts[1]
-        keys = norms[layer](keys) if normalised else keys
+        keys = norms[layer](keys) if normalized else keys
         kernels.write_slots(stored[1, layer, 0], slots, kernels.rotate(keys, rotation)[0], quantized_dtype)
         kernels.write_slots(stored[1, layer, 1], slots, values, quantized_dtype)
     assert stored[0].any()
@@ -337,7 +337,7 @@ def test_an_engine_does_without(packs: bool, swiftkv_dir: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with capture_logs() as logs:
         assert not kernels.is_available.__wrapped__()
-    assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
+    assert "the processor has AVX2; the kernels need AVX512" in logs[0]["reason"]
     monkeypatch.setattr(kernels, "is_available", lambda: False)
     if not packs:
         monkeypatch.setattr("swiftkv_platform.engine.weights.has_onednn_bfloat16", lambda: False)

@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from swiftkv_platform.contract.autoscaling import POLICY, REVISION_HEADER
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, parse_http_address
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _make_application, parse_http_address
 from swiftkv_platform.control_plane.deployments.service import check_engine_options
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import (
@@ -66,7 +66,7 @@ def test_each_rank_of_a_replica_has_its_own_device_and_named_resources_go_first(
     assert resources({"tensor_parallel_size": 4}) == (8, 4)
     assert resources({}, num_cpus=0.5) == (0.5, 1)
     assert resources({}, num_gpus=0) == (2, 0)
-    args = _application(ResolvedDeployment(**ARGS, engine={"tensor_parallel_size": 2, "device": "cuda"}), {})["args"]
+    args = _make_application(ResolvedDeployment(**ARGS, engine={"tensor_parallel_size": 2, "device": "cuda"}), {})["args"]
     assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
     assert "api_keys_file" not in args
 
@@ -119,7 +119,7 @@ def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
 def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:
     """Replicas of an older image tell no time, and the time of one with another revision does not count."""
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
-    served = _application(spec, {})["deployments"][0]["user_config"]["revision"]
+    served = _make_application(spec, {})["deployments"][0]["user_config"]["revision"]
     replicas = [{"replica_id": name, "state": "RUNNING"} for name in "abcd"]
     state = {"status": "RUNNING", "message": "", "route_prefix": "/one"}
     details = {

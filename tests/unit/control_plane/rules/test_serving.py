@@ -84,7 +84,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     assert plane.serving.applied[-1] == [sound.spec, third.spec]
     assert len(plane.serving.applied) == number, "an unreadable row causes no new apply"
     assert list(reconciler.unreadable) == [damaged.spec.id]
-    assert [entry["ids"] for entry in logs if "served on" in entry["event"]] == [[damaged.spec.id]]
+    assert [entry["ids"] for entry in logs if "keep serving unchanged" in entry["event"]] == [[damaged.spec.id]]
     with plane.database.writing() as session:
         session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
     reconciler.tick()

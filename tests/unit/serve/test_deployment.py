@@ -66,7 +66,9 @@ def test_each_rank_of_a_replica_has_its_own_device_and_named_resources_go_first(
     assert resources({"tensor_parallel_size": 4}) == (8, 4)
     assert resources({}, num_cpus=0.5) == (0.5, 1)
     assert resources({}, num_gpus=0) == (2, 0)
-    args = _make_application(ResolvedDeployment(**ARGS, engine={"tensor_parallel_size": 2, "device": "cuda"}), {})["args"]
+    args = _make_application(ResolvedDeployment(**ARGS, engine={"tensor_parallel_size": 2, "device": "cuda"}), {})[
+        "args"
+    ]
     assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
     assert "api_keys_file" not in args
 

@@ -200,7 +200,7 @@ def test_a_process_that_finds_no_place_gives_the_slot_back(plane: Plane, reconci
     job = on_cluster(plane, reconciler)
     plane.cluster.finish(f"{job.id}-1", SubmissionStatus.PENDING)
     later(plane, reconciler, DEADLINE_S + 1)
-    check_not_placed(plane, reconciler, job, "its own process")
+    check_not_placed(plane, reconciler, job, "its driver is still pending")
 
 
 def test_a_process_that_says_nothing_costs_a_retry(plane: Plane, reconciler: Reconciler) -> None:

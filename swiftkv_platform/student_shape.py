@@ -1,11 +1,10 @@
-"""What makes a student: which layers keep their own K and V, which share them, and which ones prompts run through.
+"""A student's shape: which layers compute their own K and V, which share them, and which layers prompts run through.
 
-`ShapeRequest` is what a caller asks for: the arguments of `convert`, or the `swiftkv` section of a job spec. For a
-given teacher it becomes a `StudentShape`, the keys that `config.json` and `swiftkv_adapter.json` store. The `LayerMap`
-of a shape answers what each layer of a model computes, caches and reads.
+`ShapeRequest` has the arguments of `convert` and the `swiftkv` section of a job spec. For a given teacher it resolves
+to a `StudentShape`, whose keys `config.json` and `swiftkv_adapter.json` store. A `LayerMap` applies a shape to a model:
+what each layer computes, caches and reads.
 
-Whoever needs a student's shape gets one of these objects whole. They import neither torch nor transformers, so that
-the configuration classes, the vLLM plugin, the plan and the job spec share them.
+The module imports neither torch nor transformers. Configuration classes, the vLLM plugin, plans and job specs share it.
 
 Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
@@ -21,42 +20,42 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.frozen import FrozenModel
 
 Sharing = Literal["gqa", "mqa", "mha"]
-"""Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
+"""Heads that layers >= l cache: the teacher's key-value heads, one, or one per query head (paper, appendix C)."""
 
 DecodeKeyValue = Literal["shared", "own"]
-"""Source of K and V for *deep* tokens, which run through layers >= l: x, as for prompts (the paper's form), or the
-token's own hidden state in the first layer of each group."""
+"""Source of K and V for *deep* tokens, which run through layers >= l: `shared` takes them from x, as for prompts (the
+paper's form), `own` from the token's hidden state in the first layer of each group."""
 
 MAX_LIST_LENGTH = 2000
-"""Maximum length of a written list of layers in characters."""
+"""Max characters of a list of layers such as `0-2,4,6-16`."""
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _MAX_DIGITS = 5
 _IN_GROUP = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
 
 
 class StudentShape(FrozenModel):
-    """Keys that a student's `config.json` adds to its teacher's, without those that an export sets. The first three are
-    shared with the reference implementation."""
+    """Keys of a student's `config.json` that its teacher's lacks, except those that an export sets. The reference
+    implementation has the first three too."""
 
     num_key_value_layers: int
-    """l: layers that compute their own KV."""
+    """l: number of layers that compute their own KV."""
     key_value_group_size: int
-    """g: consecutive layers >= l that share one KV-cache layer."""
+    """g: number of consecutive layers >= l that share one KV-cache layer."""
     num_key_value_heads_swiftkv: int | None = None
-    """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
+    """Key-value heads of layers >= l; None: the teacher's (paper, appendix C)."""
     early_exit: bool = False
-    """Whether the checkpoint carries `exit_norm` and `exit_head`."""
+    """Whether the checkpoint has `exit_norm` and `exit_head`."""
     own_output_projection: bool = False
-    """Whether layers >= l have their own output projection, `o_proj_swiftkv`, for the student's heads."""
+    """Whether layers >= l have their own output projection, `o_proj_swiftkv`."""
     swiftkv_decode_key_value: str = "shared"
     """A `DecodeKeyValue`."""
     swiftkv_prefill_layers: tuple[int, ...] | None = None
-    """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
+    """Layers that skipped prompt tokens run through, ascending; the last is l - 1. None: all layers < l."""
 
     @classmethod
     def from_config(cls, config: Any) -> StudentShape:
-        """Read the shape from a configuration or from the keys of its `config.json`; a teacher's is dense. Raises
-        `InvalidInputError` for an l, g or list of layers that is none."""
+        """Read the shape from a configuration object or the keys of a `config.json`; a teacher's is dense. Raises
+        `InvalidInputError` for an invalid l, g or list of layers."""
         found: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
         given = {name: found[name] for name in cls.model_fields if found.get(name) is not None}
         depth = found.get("num_hidden_layers")
@@ -92,17 +91,17 @@ class StudentShape(FrozenModel):
 
     @classmethod
     def get_config_fields(cls) -> dict[str, tuple[Any, Any]]:
-        """Return type and default of each key in `config.json`. A configuration without l is dense."""
+        """Return the type and default of each key in `config.json`. A configuration without l is dense."""
         own = {name: (field.annotation, field.default) for name, field in cls.model_fields.items()}
         layers = {"num_key_value_layers": (int | None, None), "swiftkv_prefill_layers": (list[int] | None, None)}
         return {**own, **layers, "key_value_group_size": (int, 1)}
 
     def check_family_support(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
-        """Raise `ModelError` if deep tokens have an unknown form, or prompts bypass layers where they cannot.
+        """Raise `ModelError` for an unknown `swiftkv_decode_key_value`, or bypassed layers that are not supported.
 
         Args:
             caches_latents: whether the family has multi-head latent attention.
-            prefill_only: whether the checkpoint generates no token.
+            prefill_only: whether the checkpoint is a prefill-only export.
         """
         form, listed = self.swiftkv_decode_key_value, self.swiftkv_prefill_layers
         if form not in get_args(DecodeKeyValue):
@@ -125,16 +124,16 @@ class StudentShape(FrozenModel):
 
 
 STUDENT_KEYS = ("swiftkv", *StudentShape.model_fields, "swiftkv_teacher_weights", "swiftkv_prefill_only")
-"""All keys that a student's `config.json` has in addition to its teacher's (`configs.SwiftKVConfigMixin`)."""
+"""All keys of a student's `config.json` that its teacher's lacks (`configs.SwiftKVConfigMixin`)."""
 
 
 @dataclass(frozen=True)
 class LayerMap:
-    """A student's shape in a model of L layers: which layers compute KV, and which KV-cache layer each one reads.
+    """A student's shape in a model of L layers: which layers compute KV, and which KV-cache layer each layer reads.
 
-    Layers below l own their cache layer; layers >= l form groups of g consecutive ones (the last may be shorter), and a
-    group shares one cache layer, whose projections belong to the group's first layer, its leader. Raises
-    `InvalidInputError` if l, g or a list of layers does not fit.
+    Each layer below l has its own cache layer. Layers >= l form groups of g consecutive layers (the last group may be
+    shorter). A group shares one cache layer; its projections belong to the group's first layer, the leader. Raises
+    `InvalidInputError` if l, g or the list of layers does not fit the model.
     """
 
     num_hidden_layers: int
@@ -180,16 +179,16 @@ class LayerMap:
 
     @property
     def bypassed_layers(self) -> tuple[int, ...]:
-        """Layers below l that skipped prompt tokens bypass: only their K and V are computed there."""
+        """Layers below l that compute only K and V for skipped prompt tokens."""
         return find_bypassed_layers(self.prefill_layers)
 
     @property
     def first_bypassed_layer(self) -> int:
-        """First layer that skipped prompt tokens do not run through: l, unless they bypass one below it."""
+        """First layer that skipped prompt tokens bypass: at most l."""
         return min(self.bypassed_layers, default=self.num_key_value_layers)
 
     def without_bypassed_layers(self) -> LayerMap:
-        """Return the map in which all layers below l are prefill layers."""
+        """Return the map of the same shape without bypassed layers below l."""
         return LayerMap(self.num_hidden_layers, self.shape.model_copy(update={"swiftkv_prefill_layers": None}))
 
     @property
@@ -203,17 +202,17 @@ class LayerMap:
 
     @property
     def deep_leaders(self) -> tuple[int, ...]:
-        """Leaders in which deep tokens have K and V of their own, from `{k,v}_proj_decode_swiftkv`: all or none."""
+        """Leaders with their own projections for deep tokens, `{k,v}_proj_decode_swiftkv`: all leaders or none."""
         return self.leaders if self.shape.swiftkv_decode_key_value == "own" else ()
 
     def get_leader(self, layer: int) -> int:
-        """Return the layer whose KV projections `layer` >= l uses."""
+        """Return the first layer of the group of `layer` >= l, which has its KV projections."""
         offset = layer - self.num_key_value_layers
         return layer - offset % self.key_value_group_size
 
     def is_prefill_tensor(self, name: str) -> bool:
-        """Whether skipped prompt tokens need a checkpoint's tensor: the embedding, layers < l, and K and V of the
-        groups."""
+        """Whether prefill of skipped prompt tokens reads a checkpoint's tensor: the embedding, layers < l, and the
+        groups' KV projections."""
         found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
         if found is None:
             return name.startswith(("model.embed_tokens.", "model.norm_swiftkv."))
@@ -225,7 +224,7 @@ class LayerMap:
         return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
 
     def get_cache_layer(self, layer: int) -> int:
-        """Index of the KV-cache layer that `layer` reads."""
+        """Return the index of the KV-cache layer that `layer` reads."""
         if layer < self.num_key_value_layers:
             return layer
         return self.num_key_value_layers + (layer - self.num_key_value_layers) // self.key_value_group_size
@@ -233,7 +232,7 @@ class LayerMap:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
-    """A student's shape as a caller asks for it, before a teacher is known: `convert` describes the fields."""
+    """Requested shape of a student, independent of the teacher. `convert` describes the fields."""
 
     num_key_value_layers: int | None = None
     prefill_reduction: float | None = None
@@ -246,17 +245,17 @@ class ShapeRequest:
 
     @classmethod
     def from_spec(cls, section: Any) -> ShapeRequest:
-        """Read the request from an object with its fields, such as a job spec's `swiftkv` section."""
+        """Read the request from an object with the same fields, such as a job spec's `swiftkv` section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
     def requested_depth(self) -> int | None:
-        """The l that is given, directly or by `prefill_layers`; None if neither is."""
+        """l as set directly or by `prefill_layers`; None if neither is set."""
         return self.prefill_layers[-1] + 1 if self.prefill_layers else self.num_key_value_layers
 
     @property
     def has_deep_leaders(self) -> bool:
-        """Whether deep tokens have K and V of their own."""
+        """Whether deep tokens have their own K and V."""
         return self.decode_key_value == "own"
 
     @property
@@ -265,8 +264,8 @@ class ShapeRequest:
         return bool(find_bypassed_layers(self.prefill_layers or ()))
 
     def resolve_depth(self, num_hidden_layers: int) -> int:
-        """Return l from whichever of its forms is given; half of the layers if none is. Raises `InvalidInputError` if
-        two are given, or a share is outside 0..1."""
+        """Return l from `num_key_value_layers`, `prefill_layers` or `prefill_reduction`; half of the layers without
+        them. Raises `InvalidInputError` for conflicting values or a reduction outside 0..1."""
         share = self.prefill_reduction
         if self.prefill_layers is not None:
             _check_prefill_layers(self.prefill_layers, num_hidden_layers)
@@ -290,9 +289,8 @@ class ShapeRequest:
         return num_hidden_layers - min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
 
     def to_comparable(self, num_hidden_layers: int | None) -> dict[str, Any]:
-        """Return fields and values that are equal in requests for the same student: l instead of its other forms, and
-        the list of prefill layers only if it has bypassed layers. Without `num_hidden_layers`, l is what the caller
-        gave."""
+        """Return a dictionary that is equal for requests of the same student: l replaces its other forms, and
+        `prefill_layers` is set only with bypassed layers. Without `num_hidden_layers`, l is as the caller gave it."""
         if num_hidden_layers is not None:
             depth: Any = self.resolve_depth(num_hidden_layers)
         else:
@@ -303,8 +301,8 @@ class ShapeRequest:
         return {"prefill_layers": listed} | values | {"prefill_layers": listed, "num_key_value_layers": depth}
 
     def resolve(self, num_hidden_layers: int, num_attention_heads: int | None = None) -> StudentShape:
-        """Return the shape of a teacher's student, which skips at least one layer. Raises `InvalidInputError` if l, its
-        share, g, the list of prefill layers or `sharing` is out of range, naming what is accepted.
+        """Return the shape for a given teacher; at least one layer is skipped. Raises `InvalidInputError` with the
+        accepted values if l, the reduction, g, the prefill layers or `sharing` is invalid.
 
         Args:
             num_attention_heads: the teacher's query heads, which `mha` caches.
@@ -335,7 +333,7 @@ class ShapeRequest:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Parse ascending layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
+    """Parse ascending layers, e.g. "0-2,4" -> [0, 1, 2, 4]. Raises `InvalidInputError` for another form."""
     written = text.replace(" ", "")
     layers: list[int] = []
     readable = len(text) <= MAX_LIST_LENGTH and _RANGES.fullmatch(written) is not None
@@ -354,7 +352,7 @@ def parse_layers(text: str) -> list[int]:
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """Write ascending layers as `parse_layers` reads them."""
+    """Format ascending layers for `parse_layers`, e.g. [0, 1, 2, 4] -> "0-2,4"."""
     listed = frozenset(layers)
     first = [i for i in layers if i - 1 not in listed]
     last = [i for i in layers if i + 1 not in listed]
@@ -362,12 +360,12 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def find_bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers below the last of `layers` that are not among them: [0, 1, 3] -> (2,)."""
+    """Return the layers below the last of `layers` that it omits, e.g. [0, 1, 3] -> (2,)."""
     return tuple(sorted({*range(max(layers, default=0))} - {*layers}))
 
 
 def refuse_bypass_with_latents(layers: Sequence[int], model_type: str) -> None:
-    """Raise `ModelError` for layers that prompts bypass in a model that caches latents."""
+    """Raise `ModelError` for bypassed layers in a model that caches latents (MLA)."""
     raise ModelError.for_field(
         "swiftkv.prefill_layers",
         list(layers),
@@ -389,7 +387,7 @@ def _check_integer(name: str, value: object) -> None:
 
 
 def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) -> None:
-    """Raise `InvalidInputError` for a list that is not ascending, or names a layer that prompts cannot run through."""
+    """Raise `InvalidInputError` for a list that is not ascending or has an invalid layer."""
     listed = list(layers) if isinstance(layers, list | tuple) else []
     numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed)
     if not listed or not numbers or sorted(set(listed)) != listed:
@@ -407,8 +405,8 @@ def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) 
 def equal_cache_group_size(
     num_upper_layers: int, *, num_key_value_heads: int, num_key_value_heads_swiftkv: int, key_value_group_size: int = 1
 ) -> int:
-    """Return the smallest g with which `num_key_value_heads_swiftkv` heads cache no more than the teacher's heads with
-    `key_value_group_size`; `num_upper_layers` if even one group caches more.
+    """Return the smallest g at which `num_key_value_heads_swiftkv` heads need no more cache than the teacher's heads
+    with `key_value_group_size`; `num_upper_layers` if even one group needs more.
 
     Llama-3.1-8B (16 upper layers, 8 of 32 heads): against g = 4, mha needs g = 16 and mqa g = 1 (table C.1).
     """

@@ -1,5 +1,5 @@
-"""Smallest losses that a task's samples can detect, computed before anything runs: default limits of gates on tasks,
-and a forecast of what a spec's gates can decide. Uses numbers of samples only.
+"""Statistics of quality gates on tasks, from sample counts alone: default limits, and a forecast of which losses a
+spec's gates can detect.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir
 
 DISCORDANT_SHARE = 0.08
-"""Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
+"""Assumed share of samples that exactly one of two equally good models solves."""
 PASS_PROBABILITY = 0.98
-"""Chance that a student without a loss passes all gates on tasks at the default limits. Above the promised 95%, since
-the normal distribution is an approximation."""
+"""Probability that a student without a loss passes all gates on tasks at the default limits. It is above the documented
+95% because the normal distribution is an approximation."""
 DEFAULT_DROP_RANGE = 1.0, 10.0
-"""Range of the default `max_drop` in points. With fewer samples than its upper end needs, good students stay
-undecided."""
+"""Range of the default `max_drop` in points. With too few samples for the upper end, gates are inconclusive even for
+good students."""
 WORSE_STUDENT_LOSS = 3.0
-"""Points that a worse student loses on every task; a forecast tells how often it passes all the same."""
+"""Loss in points on every task of the worse student whose pass probability is forecast."""
 MAX_FALSE_PASS_PROBABILITY = 0.05
-"""Chance that a worse student passes above which plan and `validate` warn."""
+"""Pass probability of a worse student above which plans and `validate` warn."""
 DEFAULT_NEEDLE_DROP_RANGE = 5.0, 20.0
 """Range of the default `max_needle_drop` in points."""
 NEEDLE_LENGTHS = (1024, 4096)
-"""Default lengths of needle prompts for instruction-tuned models, if the context holds them."""
+"""Default lengths of needle prompts for instruction-tuned models, up to the context length."""
 
 _PAPER = tuple(task.name for task in PAPER_TASKS)
 _NEEDLE_GATES = 16
@@ -53,33 +53,32 @@ _NUM_SAMPLES = {
 }
 _NUM_SUBJECTS, _ALL_SUBJECTS = 57, 14_042
 _BY_SUBJECT = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"})
-"""Groups of MMLU, for which `task_limit` applies to each subject."""
+"""MMLU groups. `task_limit` applies to each of their subjects."""
 
 
 class TaskForecast(FrozenModel):
-    """Forecast of what the gate on one task can decide."""
+    """Losses that the gate on one task can detect."""
 
     task: str
     field: str
     """Dotted path of the limit in the spec."""
     num_samples: int | None
-    """Samples of the task; None if known only when the task runs."""
+    """Samples of the task; None if unknown before the task runs."""
     limit: float | None
-    """Limit in points of a hundred; None if it depends on an unknown number of samples."""
+    """Limit in points (0 to 100); None if it depends on an unknown number of samples."""
     excluded: float | None
-    """Smallest true loss, in points, that the samples can exclude; see `smallest_excluded_loss`."""
+    """Smallest true loss in points that the samples can exclude, see `smallest_excluded_loss`."""
     samples_needed: int | None
-    """Samples with which a student without a loss passes; None if the task has enough, or if unknown."""
+    """Samples that a student without a loss needs to pass; None if the task has enough, or if unknown."""
     passes_worse: float | None
-    """Chance that the gate passes a student that loses `WORSE_STUDENT_LOSS` points; None if its limit or samples are
-    unknown."""
+    """Probability that the gate passes a student that loses `WORSE_STUDENT_LOSS` points; None if unknown."""
 
 
 def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
-    """Return the smallest true loss that `num_samples` paired samples can exclude, in points of a hundred, at most 100.
+    """Return the smallest true loss that `num_samples` paired samples can exclude, in points (0 to 100).
 
-    A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. At this limit,
-    a student without a loss passes `num_gates` independent gates with the probability `PASS_PROBABILITY`, given that
+    A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. With this loss
+    as the limit, a student without a loss passes `num_gates` independent gates with probability `PASS_PROBABILITY` if
     teacher and student differ on `DISCORDANT_SHARE` of the samples.
     """
     share = PASS_PROBABILITY ** (1.0 / num_gates)
@@ -91,7 +90,7 @@ def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
 
 
 def compute_pass_probability(loss: float, *, num_samples: int, limit: float) -> float:
-    """Chance that a gate on shares with `limit` passes a student with a true loss of `loss` points."""
+    """Return the probability that a gate with `limit` passes a student with a true loss of `loss` points."""
     discordant = num_samples * max(DISCORDANT_SHARE, loss / 100.0)
     margin = _Z * math.sqrt(discordant + 1.0)
     spread = math.sqrt(discordant - num_samples * (loss / 100.0) ** 2) or 1.0
@@ -99,8 +98,8 @@ def compute_pass_probability(loss: float, *, num_samples: int, limit: float) -> 
 
 
 def compute_false_pass_probability(gates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the chance that a student which loses `WORSE_STUDENT_LOSS` points on every task passes all gates on tasks,
-    without needles. None if there is no such gate, or the samples or limit of one are unknown.
+    """Return the probability that a student with a loss of `WORSE_STUDENT_LOSS` points on every task passes all gates
+    on tasks, except needles. None without such gates, or if the samples or limit of one are unknown.
 
     Args:
         gates: forecasts as plain values.
@@ -111,14 +110,13 @@ def compute_false_pass_probability(gates: Sequence[Mapping[str, Any]]) -> float 
 
 
 def compute_default_limit(num_samples: int, *, num_gates: int) -> float:
-    """Return the limit, in points of a hundred, that `auto` means for a task of shares; `num_gates`: see
-    `count_task_gates`."""
+    """Return the limit of `auto` in points for a task that scores shares. `num_gates`: see `count_task_gates`."""
     return _clamp_limit(DEFAULT_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=num_gates))
 
 
 def compute_default_needle_limit(num_samples: int) -> float:
-    """Return the default limit for one length of needle prompts, in points of a hundred. Needles do not count among the
-    tasks' gates, since only a tokenizer tells whether there are any; as they are few, the limit is wide."""
+    """Return the default limit for one length of needle prompts, in points. Needles do not count as gates on tasks,
+    since only a tokenizer decides whether they exist. They have few samples, so the limit is wide."""
     return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
 
 
@@ -127,7 +125,7 @@ def _clamp_limit(bounds: tuple[float, float], loss: float) -> float:
 
 
 def find_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
-    """Return the fewest samples that exclude a true loss of `loss` points; None if no number does."""
+    """Return the min number of samples that excludes a true loss of `loss` points; None if no number does."""
     if loss <= 0.0:
         return None
     low, high = 0, 1
@@ -143,13 +141,13 @@ def find_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
 
 
 def count_task_gates(spec: EvaluationSpec) -> int:
-    """Count the gates on tasks of a spec, the same way before a job and in its report; needles do not count."""
+    """Count the gates on tasks of a spec, without needles. Forecasts and reports share this number."""
     return max(len(_list_task_names(spec)), 1)
 
 
 def forecast_gates(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
-    """Forecast the gates on tasks of a spec. Needles are included only if the spec names their lengths, since the
-    tokenizer decides whether a model has them by default."""
+    """Forecast a spec's gates on tasks. Needles are included only if the spec sets their lengths, since the tokenizer
+    decides about the default."""
     names = _list_task_names(spec)
     num_gates = max(len(names), 1)
     found = [] if spec.max_drop is None else [_forecast_task(name, spec, num_gates) for name in names]
@@ -200,7 +198,7 @@ def _list_task_names(spec: EvaluationSpec) -> list[str]:
 
 
 def _count_samples(name: str, limit: int | None) -> int | None:
-    """Return the number of samples of a task as published; None if unknown."""
+    """Return the published number of samples of a task, up to `limit`; None if unknown."""
     if name in _BY_SUBJECT:
         return _ALL_SUBJECTS if limit is None else min(_NUM_SUBJECTS * limit, _ALL_SUBJECTS)
     known = _NUM_SAMPLES.get(name)

@@ -14,18 +14,19 @@ Trainable = Literal["qkv", "tail", "all"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of one student; tied embeddings count once."""
+    """Parameter counts of a student. Tied embeddings count once."""
 
     frozen: int
-    """Frozen parameters, including the teacher's own copy of trained layers."""
+    """Frozen parameters, including the teacher's copies of trained layers."""
     trained: int
     root: int
     """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
-    """Parameters of the largest layer as FSDP gathers it: including the student's own queries and output projection,
-    without its keys and values."""
+    """Parameters of the largest layer as FSDP gathers it, with the student's query and output projections but without
+    its KV projections."""
     shared_key_value: int
-    """Parameters of the K and V projections gathered at once: of as many groups as fit into the size of a layer."""
+    """Parameters of the KV projections that FSDP gathers together: of as many groups as fit into the size of a
+    layer."""
     trained_of_layer: int
     """Trained parameters of the largest layer."""
     largest_tensor: int
@@ -42,6 +43,7 @@ def count_dense_parameters(model: Architecture) -> int:
 
 def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> Parameters:
     """Count the parameters of a student during distillation, with its teacher's projections."""
+    # 1. new tensors: query and output projections per layer, KV projections per group, norm, exit head
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
     own = model.shared_attention
@@ -53,6 +55,7 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
     exit_head = layer_map.shape.has_exit_head * (vocabulary + hidden)
     norm = hidden * model.has_input_norm
     added = twins + key_value + norm + exit_head
+    # 2. trained tensors: the new ones, with `tail` also the layers >= l, with `all` also those below
     total = count_dense_parameters(model) + added
     teacher_projections = sum(
         layer.attention.query_parameters + layer.attention.key_value_parameters + of_output for layer in upper
@@ -60,16 +63,17 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
     trained = added
     if trainable != "qkv":
         tail = sum(_count_layer_parameters(model, layer) for layer in upper)
-        # A layer after its group's leader has no keys of its own to normalize.
+        # Layers after their group's first one have no keys to normalize.
         idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
-        total += tail + twins + key_value  # the teacher's copy has whole layers, including the student's projections
+        total += tail + twins + key_value  # the teacher's copies are whole layers with the student's projections
     if trainable == "all":
         lower = sum(_count_layer_parameters(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
         trained += lower
         total += lower
+    # 3. largest units that FSDP gathers
     first = layer_map.num_key_value_layers
-    own_of_layer += decode  # of leaders, which occur among all kinds of layers
+    own_of_layer += decode  # upper bound: any kind of layer may be a leader
     largest = max(
         _count_layer_parameters(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers)
     )
@@ -100,8 +104,8 @@ def _count_layer_parameters(model: Architecture, layer: Layer) -> int:
 
 
 def count_served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
-    """Count the parameters of a student without its teacher's projections (a dense map: of the teacher): in the layers,
-    and outside."""
+    """Count the parameters in the layers, and outside them, of a student without its teacher's projections; of the
+    teacher with a dense map."""
     first, hidden = layer_map.num_key_value_layers, model.hidden_size
     layers = sum(_count_layer_parameters(model, layer) for layer in model.layers)
     for i, layer in enumerate(model.layers[first:], start=first):
@@ -116,10 +120,9 @@ def count_served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[i
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Split a sequence into the fewest runs whose sizes add up to at most `limit`; a larger item is a run by itself.
+    """Split a sequence into the fewest slices with sums of at most `limit`; a larger item is a slice by itself.
 
-    Decides which groups of a student have their K and V projections sharded and gathered together, with the size of a
-    layer as the limit.
+    With a layer's size as the limit, it decides which groups FSDP shards and gathers together.
     """
     runs, begin, total = [], 0, 0
     for i, size in enumerate(sizes):

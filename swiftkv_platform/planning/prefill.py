@@ -1,15 +1,15 @@
-"""FLOPs of forward passes and bytes of KV caches in closed form, and what SwiftKV saves of both on one prompt (paper,
-table 1 and section 4). Imports no torch.
+"""FLOPs of forward passes and bytes of KV caches in closed form, and SwiftKV's savings on one prompt (paper, table 1
+and section 4). Imports no torch.
 
 Two conventions:
 
-- `executed`: what our forward pass runs. The embedding is a look-up; the head runs for the positions whose logits are
-  asked for; of a prompt, only those positions run through layers >= l and those below that prompts bypass.
-- `paper` (table 1): the vocabulary counts for every token, embedding and head, and no prompt token enters layers >= l.
+- `executed`: what our forward pass runs. The embedding is a look-up. The head runs for positions whose logits are
+  requested. Only these positions of a prompt run through layers >= l and through bypassed layers.
+- `paper` (table 1): embedding and head count for every token, and no prompt token enters layers >= l.
 
-Attention counts the pairs of query and key that the causal mask (and a window) lets through, as kernels that skip
-masked blocks run them; `square` counts the whole rectangle, as plain matrix products do. Norms, activations, RoPE and
-the softmax are left out, as in the paper. `model.cache.cache_bytes` measures a real cache.
+Attention counts the pairs of query and key that the causal mask and the window allow, as in kernels that skip masked
+blocks; `square` counts all pairs, as in plain matrix products. Norms, activations, RoPE and softmax are not counted, as
+in the paper. `model.cache.cache_bytes` measures a real cache.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = 2
-"""Bytes of a scale. A quantized cache has one per token and head, for keys and for values each."""
+"""Bytes of a scale. A quantized cache has one per token and head for keys, and one for values."""
 QUANTIZED = frozenset({"fp8", "int8"})
 
 
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
-    """Raise `InvalidInputError` for an unknown dtype; it names the accepted ones."""
+    """Raise `InvalidInputError` with the accepted values for an unknown dtype."""
     if name not in DTYPE_BYTES:
         raise InvalidInputError.for_field(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
 
 def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> tuple[int, int]:
-    """Return the bytes of the cache after `sequence_length` tokens of one sequence: payload, and scales.
+    """Return the payload bytes and the scale bytes of the cache after `sequence_length` tokens of one sequence.
 
-    A cache layer with a window keeps the tokens that the next token will see; a group keeps the longest window of its
-    layers.
+    A cache layer with a window keeps the tokens that the next token attends to. A group keeps its layers' longest
+    window.
     """
     payload = scales = 0
     for attention, window in list_cache_layers(model, layer_map):
@@ -54,7 +54,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
 
 
 def list_cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
-    """Return for each cache layer the attention whose entries it stores, and its window."""
+    """Return the attention and the window of each cache layer."""
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
     for leader in layer_map.leaders:
@@ -69,15 +69,15 @@ Convention = Literal["paper", "executed"]
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one forward pass; the sum over its tokens."""
+    """FLOPs of a forward pass, summed over its tokens."""
 
     vocabulary: float = 0
     query: float = 0
     key_value: float = 0
-    """Keys and values, or the latent they come from, and its expansion at attention time (MLA)."""
+    """Keys and values; for MLA the latent and its expansion at attention time."""
     output: float = 0
     mlp: float = 0
-    """MLP; a mixture of experts counts the router and the active experts."""
+    """MLP, or the router and active experts of a mixture of experts."""
     attention: float = 0
 
     def __add__(self, other: Flops) -> Flops:
@@ -102,28 +102,30 @@ def forward_flops(
     past: int = 0,
     square: bool = False,
 ) -> Flops:
-    """One forward pass of the student, `executed` convention; a dense map (l = L) gives the teacher.
+    """Return the FLOPs of one forward pass of the student by the `executed` convention; of the teacher with a dense
+    map.
 
     Args:
         num_tokens: new tokens of one sequence.
-        num_selected: the last of these tokens, which run through layers >= l and through layers that the others bypass.
+        num_selected: number of last tokens that run through layers >= l and through bypassed layers.
         num_logits: positions whose logits are computed.
-        past: tokens in the cache before them.
-        square: count attention as plain matrix products run it, over every key that the cache holds.
+        past: cached tokens.
+        square: count attention over all cached keys, as in plain matrix products.
     """
     total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
     leaders, bypassed_layers = frozenset(layer_map.leaders), frozenset(layer_map.bypassed_layers)
     cache = list_cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
         upper = i >= layer_map.num_key_value_layers
-        deep_only = upper or i in bypassed_layers
         attention, cache_window = cache[layer_map.get_cache_layer(i)]
-        num_queries = num_selected if deep_only else num_tokens
+        num_queries = num_selected if upper or i in bypassed_layers else num_tokens
+        # pairs of query and key
         if square:
             cached = past if cache_window is None else min(past, cache_window - 1)
             pairs = num_queries * (cached + num_tokens)
         else:
             pairs = attention_pairs(num_queries, past + num_tokens - num_queries, layer.window)
+        # K and V of all new tokens, once per group; MLA expands the whole context
         computes_kv = not upper or i in leaders
         num_attended = past + num_tokens if num_queries else 0
         total += Flops(
@@ -152,11 +154,11 @@ def prefill_flops(
 
 
 def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
-    """Count the pairs of query and key for `num_queries` tokens after `past`: query t (1-based) sees min(past + t,
-    window)."""
+    """Count the pairs of query and key for `num_queries` tokens after `past`: sum over t = 1..num_queries of min(past +
+    t, window)."""
     window = window or past + num_queries
-    growing = min(max(window - past, 0), num_queries)  # queries that see all tokens before them
-    return growing * past + growing * (growing + 1) // 2 + (num_queries - growing) * window
+    num_unlimited = min(max(window - past, 0), num_queries)  # queries with fewer keys than the window
+    return num_unlimited * past + num_unlimited * (num_unlimited + 1) // 2 + (num_queries - num_unlimited) * window
 
 
 def sum_linear_flops(maps: tuple[Linear, ...]) -> int:
@@ -164,7 +166,7 @@ def sum_linear_flops(maps: tuple[Linear, ...]) -> int:
 
 
 class Components(FrozenModel):
-    """FLOPs of one token by component."""
+    """FLOPs per token by component."""
 
     vocabulary: float
     """Embedding and head."""
@@ -198,23 +200,23 @@ class Plan(FrozenModel):
     num_hidden_layers: int
     num_key_value_layers: int
     prefill_layers: tuple[int, ...]
-    """Layers that prompts run through: all below l unless they bypass some."""
+    """Layers that prompts run through: all layers below l except bypassed ones."""
     key_value_group_size: int
     num_kv_cache_layers: int
     sequence_length: int
     kv_cache_dtype: str
     prefill_flops_ratio: float
-    """SwiftKV over dense as the paper counts (table 1): the vocabulary, embedding and head, for every token."""
+    """SwiftKV / dense as the paper counts (table 1): embedding and head for every token."""
     executed_prefill_flops_ratio: float
-    """SwiftKV over dense as executed: logits of the last token only, which alone enters layers >= l."""
+    """SwiftKV / dense as executed: only the last token has logits and enters layers >= l."""
     kv_bytes_per_token: float
-    """Bytes in the student's cache, scales included, over the tokens of the prompt."""
+    """Bytes of the student's cache per prompt token, including scales."""
     dense_kv_bytes_per_token: float
-    """Bytes in the teacher's cache per token, not quantized: bfloat16 if the student's cache is, or else its dtype."""
+    """Bytes of the teacher's cache per token: in bfloat16 if the student's cache is quantized, else in its dtype."""
     kv_bytes_ratio: float
-    """`kv_bytes_per_token` over `dense_kv_bytes_per_token`."""
+    """`kv_bytes_per_token` / `dense_kv_bytes_per_token`."""
     kv_payload_ratio: float
-    """The same without scales, as the paper counts (62.5% and 68.75% saved with FP8)."""
+    """`kv_bytes_ratio` without scales, as the paper counts (62.5% and 68.75% saved with FP8)."""
     prefill: dict[Convention, PrefillComparison]
     """FLOPs per prompt token by convention."""
     decode: PrefillComparison
@@ -309,7 +311,7 @@ def plan_prefill(
 
 
 def resolve_layer_map(model: Architecture, shape: StudentShape | None = None) -> LayerMap:
-    """Return the layer map of `shape`, of the student that `model` describes, or of one with half of the layers. Raises
+    """Return the layer map of `shape`; None: of the student in `model`, or of the default shape with l = L / 2. Raises
     `InvalidInputError` for a shape that does not fit the model."""
     num_layers = len(model.layers)
     layer_map = LayerMap(num_layers, shape or model.student or ShapeRequest().resolve(num_layers))

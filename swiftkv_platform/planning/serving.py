@@ -1,5 +1,5 @@
-"""Capacity of a GPU that serves a model: weights, KV blocks, sequences. Follows the engine's paged cache, which keeps
-whole contexts (windows do not shorten it).
+"""Capacity of a GPU that serves a model: weights, KV blocks, sequences. As in the engine's paged cache, windows do not
+shorten contexts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ServingSetup:
     memory_bytes: int
     """Memory of one GPU."""
     sequence_length: int
-    """Tokens of a sequence, prompt and answer."""
+    """Tokens per sequence, prompt and completion."""
     weights_dtype: str = "bfloat16"
-    """Dtype of the weights; with fp8 and int8, embeddings and heads keep 16 bits."""
+    """Dtype of the weights. With fp8 and int8, embeddings and heads stay in 16 bits."""
     kv_cache_dtype: str = "bfloat16"
     block_size: int = 16
     tensor_parallel_size: int = 1
@@ -45,12 +45,12 @@ class Capacity(FrozenModel):
 
     weights_bytes: int
     kv_block_bytes: int
-    """One block of `block_size` tokens, all cache layers, scales included."""
+    """Bytes of a block of `block_size` tokens in all cache layers, including scales."""
     num_blocks: int
     num_tokens: int
     """Tokens that fit into the cache."""
     num_sequences: int
-    """Sequences of `sequence_length` tokens, at the same time."""
+    """Concurrent sequences of `sequence_length` tokens."""
 
 
 class ServingPlan(FrozenModel):
@@ -63,9 +63,9 @@ class ServingPlan(FrozenModel):
 
 
 def plan_serving(config: ConfigSource, setup: ServingSetup, shape: StudentShape | None = None) -> ServingPlan:
-    """Compute from a `config.json` what fits; the teacher's cache has the same dtype as the student's. Raises
-    `InvalidInputError` for an unknown dtype or a size or shape out of range, `ModelError` if the configuration cannot
-    be read or its family is unknown. `shape`: see `resolve_layer_map`."""
+    """Compute the capacity for the student and the teacher of a `config.json`, with caches of the same dtype. Raises
+    `InvalidInputError` for an invalid dtype, size or shape, `ModelError` for an unreadable configuration or an unknown
+    family. `shape`: see `resolve_layer_map`."""
     _check_setup(setup)
     model = read_architecture(config, shape)
     layer_map = resolve_layer_map(model)
@@ -107,7 +107,7 @@ def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSe
 
 
 def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
-    """Return the size of a model's weights, exported without its teacher's projections."""
+    """Return the bytes of a model's weights, exported without its teacher's projections."""
     layers, others = count_served_parameters(model, layer_map)
     return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)
 

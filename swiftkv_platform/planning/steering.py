@@ -1,4 +1,4 @@
-"""Schedule of a run that is steered by its held-out KL: steps of the rate search, measurements and checkpoints."""
+"""Schedule of a training run: steps of the learning-rate search, validation measurements and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.training import ValidationSpec
 
 DEFAULT_MEASUREMENTS = 20
-"""Default number of measurements of a run."""
+"""Default number of validation measurements per run."""
 TRAINED_PER_MEASURED_ROW = 10
-"""Rows that are trained on between two measurements, at least, for each row that is measured. A forward pass takes
-about half the time of a step over the same rows, so measuring takes some 5% of a run's."""
+"""Min ratio of trained rows to measured rows between two measurements. A forward pass takes about half the time of a
+training step over the same rows, so measurements take about 5% of a run."""
 SEARCH_STEPS_SHARE = 0.15
-"""Steps of the rate search, as a share of the run's steps."""
+"""Share of a run's steps that the learning-rate search takes."""
 MAX_TRIALS = 4
 MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 4, 40
-"""Range of the steps of a trial; a run too short for the fewest is not searched."""
+"""Min and max steps per trial. Shorter runs have no learning-rate search."""
 
 
 def compute_measurement_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
@@ -28,20 +28,19 @@ def compute_measurement_interval(spec: ValidationSpec, batch_size: int, total_st
 
 
 def count_measured_rows(spec: ValidationSpec, tokens_per_row: float, rows_between: int) -> int:
-    """Return the rows of a measurement, at least one: `max_tokens` tokens in total, but no more than one row for each
-    `TRAINED_PER_MEASURED_ROW` rows trained on between two measurements."""
+    """Return the rows per measurement, at least one: up to `max_tokens` tokens, and up to one row per
+    `TRAINED_PER_MEASURED_ROW` rows trained between two measurements."""
     return max(min(int(spec.max_tokens / tokens_per_row), rows_between // TRAINED_PER_MEASURED_ROW), 1)
 
 
 def compute_trial_steps(total_steps: int) -> int | None:
-    """Return the steps of each trial of a run's rate search; None if the run is too short for one."""
+    """Return the steps per trial of the learning-rate search; None if the run is too short for a search."""
     steps = int(SEARCH_STEPS_SHARE * total_steps / MAX_TRIALS)
     return min(steps, MAX_TRIAL_STEPS) if steps >= MIN_TRIAL_STEPS else None
 
 
 def has_rate_search(spec: JobSpec) -> bool:
-    """Whether a run of `spec`, whose defaults are resolved, searches its learning rate, provided that it is long
-    enough."""
+    """Whether a run of `spec`, whose defaults are resolved, searches its learning rate if it is long enough."""
     steps = spec.training.max_steps
     long_enough = steps is None or compute_trial_steps(steps) is not None
     return bool(spec.optimizer.rate_search) and spec.training.validation is not None and long_enough
@@ -49,7 +48,7 @@ def has_rate_search(spec: JobSpec) -> bool:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """Steps of a run at which it may be saved or measured."""
+    """Steps at which a run is saved and measured."""
 
     total_steps: int
     every_steps: int
@@ -57,12 +56,11 @@ class RunSchedule:
     measurement_interval: int | None
     """Steps between measurements; None: no measurements."""
     best_every: int
-    """Fewest steps between checkpoints that are saved for their held-out KL; a multiple of `measurement_interval`."""
+    """Min steps between checkpoints of the best state; a multiple of `measurement_interval`."""
 
     @classmethod
     def for_spec(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
-        """Make the schedule of a spec whose defaults are resolved; without `measures`, for a run with nothing held
-        out."""
+        """Make the schedule of a spec whose defaults are resolved. `measures`: whether the run has validation rows."""
         training, checkpoint = spec.training, spec.checkpoint
         if training.validation is None or not measures:
             return cls(total_steps, checkpoint.every_steps, None, 1)
@@ -77,10 +75,10 @@ class RunSchedule:
         )
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether the state after `step` is saved, whatever its held-out KL."""
+        """Whether the state after `step` is saved regardless of its validation KL."""
         return step % self.every_steps == 0 or step == self.total_steps
 
     def may_be_best(self, step: int) -> bool:
-        """Whether the state after `step` may be kept as the best. Depends on the step alone, so that an interrupted run
-        goes on as if it had not been interrupted."""
+        """Whether the state after `step` may be saved as the best. This depends on the step alone, so that resumed runs
+        equal uninterrupted ones."""
         return self.is_checkpoint_due(step) or step % self.best_every == 0

@@ -1,4 +1,4 @@
-"""The control plane as an ASGI application: its routes, and the guards before them."""
+"""The control plane as an ASGI application: its routes and middleware."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Components:
         return Parents(self.jobs, self.registry, self.attempts)
 
     def find_files(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
-        """Return those uploaded files of the tenant that the spec names, by id. `usable_at`: time by which expired
-        files are left out; None for jobs that are already accepted, which keep them."""
+        """Return the tenant's uploaded files that a spec names, by id. `usable_at`: files that have expired by this
+        time are left out; None for accepted jobs, which may still use expired files."""
         ids = list_file_ids(spec)
         found = self.files.find(ids, tenant=tenant).values() if ids else ()
         return {
@@ -92,7 +92,7 @@ NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
 RayProblemDep = Annotated[CachedCall[str | None], get_from_state("ray")]
 """Problem with Ray; None if there is none."""
 RAY_TIMEOUT_S = 2.0
-"""Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
+"""Max seconds that a route waits for Ray, so that a hanging Ray does not block a page."""
 SpecParsersDep = Annotated[ParserPool, get_from_state("spec_parsers")]
 UploadParsersDep = Annotated[LimitedParserPool, get_from_state("upload_parsers")]
 ImportParsersDep = Annotated[LimitedParserPool, get_from_state("import_parsers")]

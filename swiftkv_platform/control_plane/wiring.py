@@ -51,7 +51,7 @@ from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits,
 
 _STOP_TIMEOUT_S = 20.0
 _JOBS_AT_ONCE = 16
-"""Jobs that the reconciler looks at, or submits, at the same time."""
+"""Jobs that the reconciler polls or submits concurrently."""
 _NODES_TTL_S = 5.0
 """Seconds for which Ray's report of its nodes is cached."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
@@ -63,7 +63,7 @@ variables, so they hold no secrets."""
 
 
 def build_components(settings: Settings) -> Components:
-    """Build the real parts. Opens the database and, if it is SQLite, upgrades its schema.
+    """Build the components. Opens the database and, if it is SQLite, upgrades its schema.
 
     Raises `InvalidInputError` for an address that cannot be used, and `DatabaseUnavailableError`.
     """

@@ -59,9 +59,9 @@ class QuotaAnswer(Answer):
     max_gpus: float | None
     max_cpus: float | None
     max_replicas: int | None
-    """Most replicas of its deployments together."""
+    """Max replicas of all its deployments together."""
     queued_jobs: int
-    """Jobs that wait or are paused."""
+    """Queued and paused jobs."""
     running_jobs: int
     replicas: int
     gpus: float
@@ -74,7 +74,7 @@ class QuotaAnswer(Answer):
     """Jobs, including ended ones."""
     max_stored_jobs: int | None
     max_unfinished_jobs: int | None
-    """Most jobs that have not ended."""
+    """Max jobs that have not ended."""
     deployments: int
     """Deployments, including those that are being deleted."""
     max_deployments: int | None
@@ -86,7 +86,7 @@ class QuotaAnswer(Answer):
     aliases: int
     max_aliases: int | None
     max_alias_changes: int | None
-    """Most changes in the history of each alias; a further one removes the oldest."""
+    """Max changes in the history of each alias; a further change removes the oldest."""
     pending_deliveries: int
     """Webhook deliveries that wait to be sent."""
     max_pending_deliveries: int | None
@@ -105,7 +105,7 @@ _COUNTS = {
     "aliases": "max_aliases",
     "pending_deliveries": "max_pending_deliveries",
 }
-"""Fields that count what a limit bounds."""
+"""Limit of each counted field."""
 
 
 @router.get("/quota")

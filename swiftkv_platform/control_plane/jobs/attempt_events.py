@@ -1,4 +1,4 @@
-"""What an attempt does to its job: its events, its time limits and its end. Knows no database; submits nothing."""
+"""Effects of an attempt on its job: events, time limits and the end of the attempt. No I/O except for manifests."""
 
 from __future__ import annotations
 
@@ -291,6 +291,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
 
     `submission`: None means that Ray has forgotten it, as a restarted head does.
     """
+    # 1. A job that only publishes has no artifact.
     job = update.job
     cancelling = job.status is JobStatus.CANCELLING
     ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
@@ -298,6 +299,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
     if ended_well and job.spec.is_publish_only:
         _settle_publication(update)
         return None
+    # 2. A complete artifact makes the job succeed.
     unexplained = job.attempt.stopping is None and job.attempt.failure is None
     damage: Failure | None = None
     if ended_well or (unexplained and not cancelling):
@@ -313,6 +315,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
                 if fault is None:
                     return _complete_with_model(update, model)
                 damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
+    # 3. Otherwise the job is cancelled, paused, retried or failed.
     if cancelling:
         update.move(JobStatus.CANCELLED, job.status_reason)
     elif job.status is JobStatus.PAUSING:

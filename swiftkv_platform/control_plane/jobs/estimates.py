@@ -1,5 +1,5 @@
-"""Checks of specs before anything runs, and what their jobs cost: estimated from the teacher's configuration and from
-measured jobs, and counted from time on the cluster. Imports no torch.
+"""Validation of specs before anything runs, and cost: estimated from the teacher's configuration and measured jobs, and
+counted from time on the cluster. Imports no torch.
 
 Local paths and objects are read; a hub id is not checked, and the worker reports if it does not exist. The control
 plane calls `check_spec` in a parser process.
@@ -188,12 +188,12 @@ class Prices:
 
 
 def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
-    """Return the lower of the job's own cap and its tenant's; None if there is neither."""
+    """Return the lower of the caps of the job and its tenant; None without a cap."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
 
 
 def find_exceeded_cost_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
-    """Return the reason to pause a running job that has cost more than its cap; None if it has not."""
+    """Return the reason to pause a running job above its cost cap; None below it."""
     cap, cost = cost_cap(job.spec, policy), prices.cost_so_far(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None

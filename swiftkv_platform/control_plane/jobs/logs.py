@@ -1,6 +1,6 @@
-"""Events and logs of jobs, as they happen or in pieces. Knows no HTTP.
+"""Events and logs of jobs, live or by page.
 
-Events are read once for all followers in this process. Logs of a job's attempts are read one after the other.
+Events are read once for all followers in this process. Logs of a job's attempts are concatenated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]
 _POLL_S = 0.5
 _EVENTS_PER_READ = 100
 _MAX_CACHED_EVENTS = 1000
-"""Most events of a job that are kept for slow followers."""
+"""Max events of a job that are cached for slow followers."""
 
 
 class EventTail:
-    """The newest events of one job, for as long as it has followers. `turn`: a turn of its tenant, in which it reads.
-    `after`: id of the event after which it starts to read."""
+    """Cache of the newest events of one job, for as long as it has followers.
+
+    Args:
+        turn: slot of the tenant that a read holds.
+        after: id of the event after which reading starts.
+    """
 
     def __init__(self, read: ReadEvents, turn: Turn, job_id: str, after: str | None) -> None:
         self._read = read
@@ -49,8 +53,8 @@ class EventTail:
         self.followers = 0
 
     async def after(self, last: str | None) -> Sequence[Event] | None:
-        """Return the events after the event `last`, possibly none; None if `last` is no longer kept, so that the
-        database must be read. Waits for the next read if there is nothing new. Raises what reading has raised."""
+        """Return the events after the event `last`, possibly none; None if `last` is not cached any more, so that the
+        database must be read. Waits for the next read if there is no new event. Raises what reading has raised."""
         if self._error is None and not self._events_after(last):
             await self._has_read.wait()
         if self._error is not None:
@@ -67,7 +71,7 @@ class EventTail:
         return found
 
     async def run(self) -> None:
-        """Read until that fails; every follower then gets the error."""
+        """Read until a read fails; all followers then get the error."""
         while self._error is None:
             await asyncio.sleep(_POLL_S)
             page = Page(self._newest, _EVENTS_PER_READ, order="asc")
@@ -141,14 +145,14 @@ def _is_last_event(event: Event) -> bool:
 
 
 _WATCH_DURATION_S = 60.0
-"""Seconds for which a job counts as followed after a caller has asked for it."""
+"""Seconds for which a job counts as watched after a request for it."""
 _WATCH_RENEWAL_S = 20.0
 _MAX_REMEMBERED = 1000
-"""Most jobs remembered; beyond that, some are marked more often than needed."""
+"""Max jobs that are remembered; beyond that, some are marked more often than needed."""
 
 
 class WatchedJobs:
-    """Marks jobs as followed, each at most once every 20 s, however often callers ask."""
+    """Marks jobs as watched, at most once every 20 s per job."""
 
     def __init__(self, jobs: JobRepository, clock: Clock) -> None:
         self._jobs = jobs
@@ -157,8 +161,8 @@ class WatchedJobs:
         """When each job was last marked, the latest one last."""
 
     def note(self, job_id: str) -> None:
-        """Have the job's events read often for a minute. If the database is away, only logs it: the caller's own query
-        fails as well."""
+        """Mark a job as watched for a minute. If the database is unavailable, this only logs it, since the caller's own
+        query fails as well."""
         now = self._clock()
         if job_id in self._marked_at and not is_due(
             self._marked_at[job_id] + _WATCH_RENEWAL_S, now, within=_WATCH_RENEWAL_S
@@ -175,7 +179,7 @@ class WatchedJobs:
             self._marked_at.pop(oldest, None)
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
-        """Return a job's events, as `JobRepository.events` does, and mark the job as followed."""
+        """Return a job's events, as `JobRepository.events` does, and mark the job as watched."""
         self.note(job_id)
         return self._jobs.events(job_id, page)
 

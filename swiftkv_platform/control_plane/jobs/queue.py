@@ -1,11 +1,11 @@
-"""Choice of the jobs that start next, and of attempts that end for others. Starts and ends nothing itself.
+"""The queue: chooses the jobs that start next, and the attempts that are preempted. It starts and ends nothing itself.
 
 Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest dominant
 share, relative to its weight, goes first. If shares are equal, as in a cluster that runs one job at a time, the tenant
-that has been given the least since this process began goes first. Within a tenant, jobs go by priority and age.
+with the smallest share since this process started goes first. Within a tenant, jobs go by priority and age.
 
-A running job takes its places on the cluster phase by phase: one worker prepares, all train, all evaluate. Places that
-it has not taken yet are reserved for it, so that no job starts that would make it wait.
+A running job takes its bundles phase by phase: one worker prepares, all train, all evaluate. Bundles that it has not
+taken yet are reserved for it, so that no job starts that would make it wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from swiftkv_platform.specs import JobSpec
 
 
 class FairQueue:
-    """Fair choice between tenants, which remembers what each was given; a control plane that takes over begins anew."""
+    """Chooses fairly between tenants. It remembers their shares; a new leader starts afresh."""
 
     def __init__(self, policies: Tenants) -> None:
         self._policies = policies
@@ -52,8 +52,8 @@ class FairQueue:
     def choose_next(self, snapshot: QueueSnapshot, admission: Admission, *, max_starts: int) -> list[QueuedJob]:
         """Choose at most `max_starts` waiting jobs, in the order in which they should start.
 
-        If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
-        jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
+        If the first job of a tenant exceeds its quota or cannot be scheduled, no job of that tenant is chosen, since
+        smaller jobs that overtake it could block it forever. A job that the nodes can never hold is skipped.
         """
         held = defaultdict(Demand, snapshot.held)
         queues = {tenant: deque(jobs) for tenant, jobs in snapshot.waiting.items()}
@@ -79,8 +79,8 @@ class FairQueue:
         return chosen
 
     def choose_overtaken(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
-        """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
-        others after that."""
+        """Choose the `stuck` jobs that make room for a job of another tenant. Their tenants then go to the end of the
+        queue."""
         self._raise_to_least_share(snapshot.waiting)
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
@@ -103,8 +103,7 @@ class FairQueue:
         return held.share(total) / self._policies.policy(tenant).weight, self._shares_given[tenant], first.id
 
     def _raise_to_least_share(self, queues: Collection[str]) -> None:
-        """Raise each tenant's given share to the least of those waiting: time in which a tenant did not wait earns no
-        credit."""
+        """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
         least = min((self._shares_given[tenant] for tenant in queues if tenant in self._shares_given), default=0.0)
         self._shares_given = {tenant: max(self._shares_given.get(tenant, least), least) for tenant in queues}
 
@@ -120,15 +119,15 @@ def explain_wait(
     away: str | None = None,
     lacking: Reason | None = None,
 ) -> Reason:
-    """Return why a queued job has not started, with the reason that was stored.
+    """Explain why a queued job has not started, including the stored reason.
 
     Args:
-        place: its position among its tenant's queued jobs.
+        place: position in the queue of its tenant.
         running: number of all tenants' jobs on the cluster.
-        slots: most jobs on the cluster.
-        exceeded: its tenant's limit that it would exceed: name, what would be held, and the limit.
-        away: what is wrong with the cluster.
-        lacking: the reason if the present nodes could not hold it even if they were empty.
+        slots: max jobs on the cluster.
+        exceeded: quota that it would exceed: name, use with this job, and limit.
+        away: problem with the cluster.
+        lacking: reason, if the present nodes cannot hold it even when idle.
     """
     said = job.status_reason
     parts = [away] if away is not None else []
@@ -155,13 +154,13 @@ def explain_wait(
 _REPORT_LAG_S = 10.0
 """Seconds after which Ray's report includes what was taken; it is renewed every 5 s."""
 WHOLE_GROUP_PHASES = ("train", "evaluate")
-"""Phases in which all workers have a place; in other phases one worker has."""
+"""Phases with all workers; other phases have one worker."""
 _MAX_CACHED_REQUESTS = 10_000
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """Places that a job needs to start."""
+    """Bundles that a job needs to start."""
 
     bundles: Sequence[Bundle]
     description: str
@@ -184,12 +183,12 @@ class ResourceRequest:
 
 
 def driver_bundle(settings: Settings) -> Bundle:
-    """Return the place of an attempt's driver; one that reserves nothing runs on Ray's head."""
+    """Return the bundle of an attempt's driver. A driver without reservation runs on Ray's head node."""
     return {"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory}
 
 
 def worker_bundles(spec: JobSpec) -> list[Bundle]:
-    """Return the places of the fewest workers that the spec allows, of one trial at a time."""
+    """Return one bundle for each of the min workers of a spec, for one trial at a time."""
     resources = spec.resources
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     each["memory"] = resources.memory_per_worker or 0
@@ -199,7 +198,7 @@ def worker_bundles(spec: JobSpec) -> list[Bundle]:
 
 
 def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
-    """Return the places that a job has yet to take on the cluster, beyond those in Ray's report."""
+    """Return the bundles that a job still has to take on the cluster, beyond those in Ray's report."""
     attempt = job.attempt
     if not job.status.holds_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
         return ()
@@ -217,7 +216,7 @@ def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
 
 
 def max_resources(spec: JobSpec) -> Bundle:
-    """Return the resources that a job holds at the most workers that its spec allows, over all trials."""
+    """Return the resources of a job with its max number of workers, over all trials."""
     return {name: amount * spec.max_total_workers for name, amount in worker_bundles(spec)[0].items()}
 
 
@@ -249,8 +248,8 @@ def list_nodes(cluster: RayJobs) -> Sequence[Node] | None:
 
 
 class Admission:
-    """Free places on the cluster in one round of the queue, reserved job by job. Running jobs and their needs are
-    remembered between rounds; a control plane that takes over begins anew."""
+    """Free resources of the cluster in one round of the queue, reserved job by job. Running jobs and requests are
+    remembered between rounds; a new leader starts afresh."""
 
     def __init__(self, jobs: JobRepository, cluster: RayJobs, driver: Bundle) -> None:
         self._jobs = jobs
@@ -264,7 +263,7 @@ class Admission:
         self._free: list[dict[str, float]] = []
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
-        """By job that found no place in this round: the reason."""
+        """By job that could not be scheduled in this round: the reason."""
         self.cannot_fit: set[str] = set()
         """Jobs that the present nodes cannot hold. They are skipped until the nodes change, and other jobs of their
         tenant may start before them, since those take nothing that they could have."""
@@ -283,7 +282,7 @@ class Admission:
         return list_nodes(self._cluster)
 
     def begin_round(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
-        """Look for the places that are free now.
+        """Find the resources that are free now.
 
         Args:
             stuck: jobs for which no unclaimed bundles are reserved.

@@ -1,4 +1,4 @@
-"""Brings jobs to their wanted state, one step a tick. Knows no Ray, no SQL, no HTTP.
+"""The reconciler of jobs: brings each job to its wanted state, one step per tick.
 
 Every step may be the last before a `kill -9`. Each action is stored before it is taken, under an id that Ray or the
 store can be asked for afterwards, and each step may be repeated:
@@ -206,23 +206,26 @@ class Reconciler:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self._jobs.on_cluster(), self._clock()
         if self._backoff.ready(_CLUSTER, now):
+            # 1. Poll running attempts.
             due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.ready(job_id, now)]
             after = self._run_for_each(self._load(due), lambda job: self._run_step(job, self._poll_attempt))
             self._admission.remember(after)
+            # 2. Start queued jobs in the free slots.
             ended = sum(not job.status.holds_cluster for job in after)
             self._start_queued_jobs(self._settings.max_running_jobs - len(placed) + ended)
+            # 3. End attempts that must make room for others.
             self._preempt_attempts()
         self._forget_ended_jobs()
 
     def _load(self, ids: Sequence[str]) -> Sequence[Job]:
-        """Read these jobs. An unreadable one is put off for a while."""
+        """Load these jobs. Unreadable ones are retried after a delay."""
         jobs = self._jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
             self._backoff.failed(job_id, self._clock())
         return jobs
 
     def _run_for_each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
-        """Run a step for several jobs at a time; raises the first error once all are done."""
+        """Run a step for all jobs concurrently. Raises the first error once all steps are done."""
         if self._threads is None or len(jobs) < 2:
             return [*map(step, jobs)]
         tasks = [self._threads.submit(step, job) for job in jobs]
@@ -230,7 +233,7 @@ class Reconciler:
         return [task.result() for task in tasks]
 
     def _start_queued_jobs(self, max_starts: int) -> None:
-        """Start queued jobs, as room allows. One that is put off after a failure takes no other's place."""
+        """Start up to `max_starts` queued jobs. Jobs in back-off are skipped, and do not hold up others."""
         max_starts = min(max_starts, _MAX_STARTS)
         while max_starts > 0:
             now = self._clock()
@@ -248,7 +251,7 @@ class Reconciler:
                 return
 
     def _preempt_attempts(self) -> None:
-        """End attempts that must make room: those that are not placed at once, the others at a checkpoint."""
+        """End attempts that must make room: unscheduled attempts at once, others at their next checkpoint."""
         now = self._clock()
         for job, reason in self._preemption.choose_endings(now, self._backoff.resting(now)):
             step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
@@ -265,7 +268,8 @@ class Reconciler:
         return self._update_job(job.with_attempt(yields=reason, yields_at=self._clock()))
 
     def _claim_and_submit(self, jobs: Sequence[Job]) -> int:
-        """Claim places for the jobs that can be prepared, and submit them; returns how many got a place."""
+        """Claim slots for these jobs and submit them. Returns the number of claimed slots."""
+        # 1. Find the checkpoint that each job resumes from.
         starts: dict[str, tuple[Job, Event]] = {}
 
         def prepare(job: Job) -> Job:
@@ -275,6 +279,7 @@ class Reconciler:
         self._run_for_each(jobs, lambda job: self._run_step(job, prepare))
         if not starts:
             return 0
+        # 2. Claim slots in one transaction.
         self._lease.check()
         claimed = self._jobs.claim(
             [starts[job.id] for job in jobs if job.id in starts],
@@ -282,6 +287,7 @@ class Reconciler:
             fits=self._queue.fits,
             fence=self._lease.fence,
         )
+        # 3. Submit the claimed jobs to Ray.
         waited = {job.id: job for job in jobs}
         for job in claimed:
             self._report_start(waited[job.id])
@@ -303,18 +309,18 @@ class Reconciler:
                 self._histograms.untracked.inc()
 
     def _prepare_start(self, job: Job) -> tuple[Job, Event]:
-        """Return the job as it starts, not stored yet, and the event that reports it."""
+        """Return the started job, which is not stored yet, and its event."""
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         return start(job, now=int(self._clock()), resume_from=resume_from)
 
     def _run_step(self, job: Job, step: Callable[[Job], Job]) -> Job:
-        """Run a job's step and return the job; unchanged while the job or the cluster is put off after a failure.
+        """Run a job's step and return the job, unchanged during back-off of the job or the cluster.
 
-        A failure of one job does not stop the others; an unavailable cluster or a lost lease stops all. Unavailable
-        services come back, so the job waits for them. Any other failure is a bug of ours, or a job made to cause one:
-        after a few in a row the job is failed.
+        A failure of one job does not stop the others; an unavailable cluster or a lost lease stops all. Jobs wait for
+        unavailable services. Any other error is a bug, or a job made to cause one: after several in a row, the job
+        fails.
         """
         self._lease.check()
         now = self._clock()
@@ -344,7 +350,7 @@ class Reconciler:
         return job
 
     def _fail_job(self, job: Job) -> Job:
-        """Fail a job that cannot be handled, and stop its attempt."""
+        """Fail a job after too many unexpected errors, and stop its attempt."""
         latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
@@ -358,7 +364,7 @@ class Reconciler:
         return self._update_job(failed, events=[event])
 
     def _update_job(self, job: Job, **told: Any) -> Job:
-        """Store a changed job, unless another control plane leads by now."""
+        """Store a changed job. Raises `LeaseLostError` if another control plane leads now."""
         return self._jobs.update(job, fence=self._lease.fence, **told)
 
     def _stop_submission(self, submission_id: str) -> None:
@@ -419,6 +425,7 @@ class Reconciler:
         submission = self._cluster.status(_get_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
+        # 1. Apply the attempt's new events.
         seen = job if submission is None else self._mark_submitted(job)
         # All events of an ended attempt are listed, so none can appear later.
         over = submission is None or submission.status.is_terminal
@@ -426,6 +433,7 @@ class Reconciler:
         stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MAX_EVENTS, poll_number)
         update = apply_events(seen, stored, now=int(self._clock()))
         self._report_events(stored)
+        # 2. Settle an ended attempt, else enforce the limits of a running one.
         has_more = len(stored) == _MAX_EVENTS
         after = (
             self._finish_attempt(update, submission)
@@ -457,7 +465,7 @@ class Reconciler:
             self._log.warning("inputs not deleted", job_id=job_id, reason=error.message)
 
     def _update_running_job(self, before: Job, update: AttemptUpdate, submission: Submission | None) -> Job:
-        """Store what a running attempt has reported, and stop it if it must not go on."""
+        """Store what a running attempt has reported. Stop it at a limit, and pause it at its cost cap."""
         reason = update.job.attempt.stopping or find_exceeded_limit(
             update.job, self._clock(), submission, self._settings
         )
@@ -483,19 +491,19 @@ class Reconciler:
 
 
 def _must_stop(job: Job) -> bool:
-    """Whether the attempt must be stopped now. One that pauses while it waits for a place has nothing to save."""
+    """Whether the attempt must be stopped now. An attempt that is paused before it is scheduled has nothing to save."""
     waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
     return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether a service is temporarily away. A missing or damaged object stays so."""
+    """Whether the error is a temporary outage. A missing or damaged object is permanent."""
     is_lasting = isinstance(error, (ObjectNotFoundError, ArtifactCorruptError))
     return not is_lasting and isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an unexpected error as text that can be stored and shown."""
+    """Format an unexpected error as text without secrets."""
     text = redact(f"{type(error).__name__}: {error}")[:_MAX_ERROR_CHARS]
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 
@@ -515,7 +523,7 @@ _MAX_DELETIONS = 100
 
 @dataclass
 class OrphanCleaner:
-    """Compares running attempts with stored jobs, every minute."""
+    """Stops running attempts without a stored job, every minute."""
 
     parts: Components
     stopped: int = field(default=0, init=False)

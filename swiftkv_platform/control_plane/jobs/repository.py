@@ -1,5 +1,4 @@
-"""Rows of jobs, events and metrics. Knows rows and transactions; the domain decides which status
-may follow another."""
+"""Rows of jobs, events and metrics. `job.py` decides which status may follow another."""
 
 from __future__ import annotations
 
@@ -294,29 +293,32 @@ class JobRepository(Store):
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
     ) -> Sequence[Job]:
-        """Give waiting jobs their places on the cluster, counted while no other control plane does the same.
+        """Claim slots on the cluster for queued jobs, under a lock that all control planes share.
 
         Args:
             starts: jobs in the status `starting`, at the version that was read, with the event that reports it.
-            most: most jobs on the cluster at the same time.
+            most: max jobs on the cluster at the same time.
             fits: whether a tenant may hold a demand in addition to that of its jobs and deployments.
 
-        Returns the jobs that got a place. A job that has changed since, or gets none, is left out; if one exceeds its
-        tenant's quota, no later one of the tenant gets a place. Raises `LeaseLostError`.
+        Returns the jobs that got a slot. Jobs that have changed since are left out. If a job exceeds its tenant's
+        quota, the tenant's later jobs get no slot. Raises `LeaseLostError`.
         """
+        # 1. Lock the slots and the tenants' deployments.
         tenants = sorted({job.tenant for job, _ in starts})
         claimed: list[Job] = []
         refused: set[str] = set()
         with self._database.writing() as session:
-            self._database.take_turns(session, "places on the cluster")
+            self._database.take_turns(session, "cluster slots")
             for tenant in tenants:
                 self._database.take_turns(session, deployments_lock_key(tenant))
             check_fence(session, fence)
+            # 2. Count what jobs and deployments use.
             held = held_by_jobs(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
             deployments = held_by_deployments(session, tenants=tenants)
             for tenant in tenants:
                 held[tenant] = held.get(tenant, Demand()) + deployments.get(tenant, Demand())
+            # 3. Claim slot by slot, in the order of the queue.
             for job, event in starts:
                 demand = Demand.of(job.spec)
                 if room <= 0 or job.tenant in refused:
@@ -335,7 +337,7 @@ class JobRepository(Store):
         return claimed
 
     def watch(self, job_id: str, until: float) -> None:
-        """Have the job's events read often until then. The job's version does not change."""
+        """Mark a job as watched until a time, so that its events are polled often. Its version does not change."""
         with self._database.writing() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE))
             session.execute(live.values(watched_until=until))
@@ -416,7 +418,7 @@ class JobRepository(Store):
             session.add_all(deliveries)
 
     def _check_quotas(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
-        """Raise `QuotaExceededError` if the tenant has as many jobs or bytes as it may; concurrent submissions of the
+        """Raise `QuotaExceededError` if the tenant has reached a quota of jobs or bytes. Concurrent submissions of the
         tenant wait."""
         if policy is None:
             return

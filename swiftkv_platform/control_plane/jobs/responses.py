@@ -1,4 +1,4 @@
-"""The JSON of jobs, made from domain values. Knows no route and no database."""
+"""Response models of jobs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class JobAnswer(Answer):
     def of(
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
-        """The answer. `waits`: why a queued job has not started."""
+        """Make the response. `waits`: why a queued job has not started."""
         error = None
         if (cause := job.error) is not None:
             cure = advise_on_failure(cause.code, cause.field, job.spec)

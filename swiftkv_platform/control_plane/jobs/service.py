@@ -1,4 +1,4 @@
-"""Operations on jobs that routes offer. Knows rules and ports; the reconciler does the slow part."""
+"""Operations on jobs for routes. They change stored jobs only; the reconciler acts on the cluster."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import MAX_SPEC_BYTES
 
 _MAX_UPDATE_ATTEMPTS = 5
-"""Tries to store a change, since the reconciler may change the job between reading and writing."""
+"""Max tries to store a change: the reconciler may change the job between reading and writing."""
 _MAX_MEASURED_JOBS = 100
-"""Newest jobs that are searched for a measured speed."""
+"""Max number of newest jobs that are searched for a measured speed."""
 _ACTIVE = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
 
 @dataclass
 class JobService:
-    """Submits, pauses, resumes and cancels jobs for callers, by the operator's settings."""
+    """Submits, pauses, resumes and cancels jobs for callers."""
 
     parts: Components
     settings: Settings
@@ -69,8 +69,8 @@ class JobService:
         return add_time(found, spec, speed, prices(self.settings))
 
     def _validate_spec(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
-        """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
-        estimate."""
+        """Validate a spec. Returns the spec to store, with resolved targets and checkpoint, and its estimate."""
+        # 1. Limits of the operator and the tenant.
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
         self._check_wandb_entity(spec, caller.tenant)
@@ -81,6 +81,7 @@ class JobService:
         if spec.is_publish_only:
             self._check_demand(spec, caller.tenant)
             return self._resolve_parent(spec, caller, JobEstimate())
+        # 2. Sources, quotas, webhook and prices.
         files = self.parts.find_files(spec, caller.tenant, usable_at=self.parts.clock())
         access = source_rules(self.settings).build_access(caller.tenant, organizations, files)
         self._check_demand(spec, caller.tenant)
@@ -97,7 +98,7 @@ class JobService:
         return self._resolve_parent(spec, caller, found)
 
     def _resolve_parent(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
-        """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
+        """Resolve and check the parent that a job continues from, if it has one. Returns the new spec and estimate."""
         parent = self.parts.parents.find_parent(spec, caller.tenant)
         if parent is not None:
             spec = spec.model_copy(update={"swiftkv": spec.swiftkv.inherit_from(parent.spec.swiftkv)})
@@ -144,7 +145,7 @@ class JobService:
         return self.parts.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
 
     def _check_response(self, job: Job) -> None:
-        """Serialise the job's answer, so that no job is stored that could not be returned."""
+        """Serialize the job's response, so that no job is stored that cannot be returned."""
         JobAnswer.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
 
     def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:

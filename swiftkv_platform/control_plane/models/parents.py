@@ -32,7 +32,7 @@ _TRAINABLE_BY_SIZE = ("qkv", "tail", "all")
 """Values of `distillation.trainable`; each includes what the values before it train."""
 _MAX_ANCESTORS = 64
 _MAX_NAMED_STEPS = 20
-"""Most steps that a message lists."""
+"""Max steps that a message lists."""
 
 
 @dataclass(frozen=True)

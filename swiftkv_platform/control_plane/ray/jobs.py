@@ -1,4 +1,4 @@
-"""Attempts as Ray Jobs, over the REST interface of Ray's dashboard. Knows Ray's terms, no job of ours."""
+"""Client of Ray Jobs, over the REST API of Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def _make_path(submission_id: str) -> str:
 
 
 class LogText:
-    """Normalises a log: bytes or text in; UTF-8 out, with `\\n` as line ends and this process's credentials redacted.
+    """Normalizes a log: bytes or text in; UTF-8 out, with `\\n` as line ends and this process's credentials redacted.
 
     The output does not depend on where pieces end, so a position in it can be given in bytes.
     """

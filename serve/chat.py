@@ -113,7 +113,7 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
     """Return the chat template, which may be another one if there are tools; None if there is none. Raises
     `InvalidInputError` if the tokenizer has several templates and no default one."""
     try:
-        return templates.chat_template(tokenizer, tools)
+        return templates.find_chat_template(tokenizer, tools)
     except ModelError as error:
         raise InvalidInputError(
             f"messages need a default chat template, which this model does not have: {error}",

@@ -15,7 +15,7 @@ from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import UNRESTRICTED, BuiltinSource, HubSource, PathSource, parse_source
-from swiftkv_platform.sources.gguf import SUFFIX
+from swiftkv_platform.sources.gguf import GGUF_SUFFIX
 from swiftkv_platform.sources.teacher_config import find_builtin_teacher, read_teacher_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_small_file
 from swiftkv_platform.storage.addresses import open_store
@@ -39,10 +39,10 @@ def resolve_model_path(name: str) -> str:
     Raises:
         InvalidInputError: the name stands for nothing, or for no model on this machine.
     """
-    match parse_source(name, field="model", suffixes=(SUFFIX,)):
+    match parse_source(name, field="model", suffixes=(GGUF_SUFFIX,)):
         case BuiltinSource():
             path = find_builtin_teacher(name, field="model")
-        case PathSource(path=path) if os.path.isdir(path) or path.suffix == SUFFIX:  # noqa: PTH112 (which raises for some)
+        case PathSource(path=path) if os.path.isdir(path) or path.suffix == GGUF_SUFFIX:  # noqa: PTH112 (which raises for some)
             pass
         case HubSource():
             return name
@@ -50,7 +50,7 @@ def resolve_model_path(name: str) -> str:
             raise ModelError.for_field(
                 "model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted"
             )
-    if path.suffix == SUFFIX:
+    if path.suffix == GGUF_SUFFIX:
         from swiftkv_platform.model.weights.bases import convert_gguf
 
         return str(convert_gguf(path, name, field="model"))

@@ -53,7 +53,7 @@ class RenderedText:
     """[begin, end) characters whose tokens are loss targets; None: all of the text."""
 
 
-def chat_template(tokenizer: Any, tools: object = None) -> str | None:
+def find_chat_template(tokenizer: Any, tools: object = None) -> str | None:
     """Return the tokenizer's chat template (some have a separate one for `tools`); None if it has none. Raises
     `ModelError` if it has several templates and no default one."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
@@ -78,9 +78,8 @@ class ChatRenderer:
     """Whether templates print today's date, as in serving; training data has a fixed date."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether `PLAIN_TEMPLATE` is used, since the tokenizer has no chat template."""
-        return not getattr(self.tokenizer, "chat_template", None)
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def render_prompt(
         self,
@@ -120,7 +119,7 @@ class ChatRenderer:
         """
         template = self._bind_template(conversation)
         messages = template.adapt_messages(conversation.messages)
-        template.check_calls(messages)
+        template.check_tool_calls(messages)
         counted = [
             turn
             for turn, (message, given) in enumerate(zip(messages, conversation.messages, strict=True))
@@ -130,7 +129,7 @@ class ChatRenderer:
         return turns.render_all_targets(counted) if train_on == "all" else turns.render_assistant_targets(counted)
 
     def _bind_template(self, conversation: Conversation) -> _BoundTemplate:
-        template = chat_template(self.tokenizer, conversation.tools) or PLAIN_TEMPLATE
+        template = find_chat_template(self.tokenizer, conversation.tools) or PLAIN_TEMPLATE
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         date = {} if self.use_current_date else {"date_string": f"{_TEMPLATE_DATE:%d %b %Y}"}
         template = template if self.use_current_date else _fix_date(template)
@@ -172,7 +171,7 @@ class _BoundTemplate:
                     call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
         return adapted
 
-    def check_calls(self, messages: list[Message]) -> None:
+    def check_tool_calls(self, messages: list[Message]) -> None:
         """Raise `RowError` if there are tool calls and the template leaves them out."""
         calling = [message for message in messages if message.get("tool_calls")]
         if calling and "tool_calls" not in self.template:
@@ -185,13 +184,13 @@ class _BoundTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, continue_final_message: bool = False
     ) -> str:
-        """Render fitted messages. Raises `RowError`."""
+        """Render adapted messages. Raises `RowError`."""
         return self._render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )[0]
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Render fitted messages. Returns the text and the spans marked as the assistant's. Raises `RowError`."""
+        """Render adapted messages. Returns the text and the spans marked as the assistant's. Raises `RowError`."""
         return self._render(messages, with_spans=self.has_generation_tags)
 
     def _render(

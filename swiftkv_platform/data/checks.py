@@ -32,9 +32,9 @@ from swiftkv_platform.data.formats import (
     FORMATS,
     PROMPT_FORMATS,
     NonEmptyColumns,
-    content_digest,
     describe_mismatch,
     find_row_reader,
+    hash_content,
     match_format,
 )
 from swiftkv_platform.data.messages import RowError
@@ -444,7 +444,7 @@ def _check_row(row: Row, name: str, number: int, field: str, non_empty: NonEmpty
         "auto", columns, origin=origin, source_field=field, formats=formats, non_empty=non_empty, field=field
     )
     try:
-        content_digest(reader(row))
+        hash_content(reader(row))
     except (RowError, RecursionError) as error:  # the latter from describing a deeply nested value
         raise make_row_error(field, name, number, f", read as {reader.format.name}: {error}") from error
     return _PROMPTS_FORMAT if prompts else reader.format.name

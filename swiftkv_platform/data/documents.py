@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.data.chat import ChatRenderer, RenderedText, Span
-from swiftkv_platform.data.formats import Content, content_digest
+from swiftkv_platform.data.formats import Content, hash_content
 from swiftkv_platform.data.packing import BoolArray, IntArray, Samples
 from swiftkv_platform.data.prepared import open_tokens
 from swiftkv_platform.errors import DataError
@@ -80,13 +80,15 @@ class DocumentEncoder:
 
     def render(self, content: Content) -> RenderedDocument:
         """Render a document. Raises `RowError` if the chat template refuses it, or if it has lone surrogates."""
-        digest = content_digest(content)
+        digest = hash_content(content)
         if isinstance(content, str):
             return RenderedDocument(
                 [RenderedText(content, None)], digest, is_conversation=False, add_special_tokens=True
             )
         texts = self._renderer.render_for_training(content, "assistant" if self._assistant_only else "all")
-        return RenderedDocument(texts, digest, is_conversation=True, add_special_tokens=self._renderer.is_plain)
+        return RenderedDocument(
+            texts, digest, is_conversation=True, add_special_tokens=not self._renderer.has_chat_template
+        )
 
     def encode(self, documents: Sequence[RenderedDocument]) -> list[EncodedDocument]:
         """Tokenize many documents at once. Raises `DataError` if assistant tokens must be found and the tokenizer has
@@ -142,11 +144,11 @@ class DocumentEncoder:
     def encode_prompt(self, content: Content) -> TokenIds:
         """Return the tokens of a prompt for the teacher: a text, or a conversation with the generation prompt. Raises
         as `render`."""
-        content_digest(content)  # raises for lone surrogates
+        hash_content(content)  # raises for lone surrogates
         if isinstance(content, str):
             text, add_special_tokens = content, True
         else:
-            text, add_special_tokens = self._renderer.render_prompt(content), self._renderer.is_plain
+            text, add_special_tokens = self._renderer.render_prompt(content), not self._renderer.has_chat_template
         ids = np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
         bos = self._tokenizer.bos_token_id
         return (
@@ -205,7 +207,7 @@ class DocumentEncoder:
 
 
 def _merge_encoded(parts: Sequence[EncodedDocument]) -> EncodedDocument:
-    """Join the encoded passages of one document."""
+    """Merge the encoded texts of one document."""
     if len(parts) == 1:
         return parts[0]
     return EncodedDocument(
@@ -280,7 +282,7 @@ class DocumentWriter:
         self._source_splits = array("b")  # -1: not assigned by the source, 0: train, 1: held out
 
     def add(self, encoded: EncodedDocument, *, digest: int, source: int, held_out: bool | None) -> None:
-        """Add a document. `held_out`: its split in the source; None if the source has no splits."""
+        """Add a document. `held_out`: whether its source holds it out; None if the source has no splits."""
         for tokens, loss_mask in encoded.samples:
             self._tokens.write(tokens.astype(self._dtype).tobytes())
             self._counts.write(loss_mask.tobytes())

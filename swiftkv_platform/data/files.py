@@ -101,7 +101,7 @@ class Table:
     unit: str = "row"
     """Unit of row numbers: `line` or `row`."""
     held_out: bool | None = None
-    """The rows' split in the source; None: `validation_fraction` decides."""
+    """Whether the source holds these rows out; None: `validation_fraction` decides."""
 
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24

@@ -157,7 +157,7 @@ def describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[R
     return f"{origin} has the columns {listed}; these are accepted: {accepted}"
 
 
-def content_digest(content: Content) -> int:
+def hash_content(content: Content) -> int:
     """Return a 64-bit hash of a sample's content, the same for every file, format and tokenizer. Raises `RowError` for
     a lone surrogate, which JSON can express but UTF-8 cannot encode."""
     data = content if isinstance(content, str) else content.to_json()

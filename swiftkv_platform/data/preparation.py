@@ -172,7 +172,7 @@ def _select_share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction
 
 
 def _hash_integers(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash integers to 64 bits by the finaliser of splitmix64, which maps 0 to 0."""
+    """Hash integers to 64 bits by the finalizer of splitmix64, which maps 0 to 0."""
     bits = numbers.astype(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -168,7 +168,7 @@ def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
         return [_make_table(name, "prompt", prompts)]
     modules = list(read_standard_library())
     return [
-        _make_table(name, "text", [module.text for module in modules if module.held_out is side], held_out=side)
+        _make_table(name, "text", [module.text for module in modules if module.is_held_out is side], held_out=side)
         for side in (False, True)
     ]
 
@@ -252,7 +252,7 @@ class SourceRow:
     unit: str
     number: int
     held_out: bool | None
-    """The row's split in the source; None if the source has no splits."""
+    """Whether the source holds the row out; None if the source has no splits."""
 
     def make_error(self, why: RowError, source_field: str) -> DataError:
         """Return the error for an unusable row."""

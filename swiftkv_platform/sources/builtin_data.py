@@ -38,7 +38,7 @@ class Module:
     """The whole file, decoded as UTF-8."""
 
     @property
-    def held_out(self) -> bool:
+    def is_held_out(self) -> bool:
         return is_held_out_module(self.name)
 
 

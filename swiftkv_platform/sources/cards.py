@@ -29,8 +29,8 @@ CARDS = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second overrides the first."""
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 _BRACKETS, _MAX_DEPTH = re.compile(rb"[\[\]{}]"), 100
-_PICKLES = (".pkl", ".pickle", ".pt", ".pth")
-_PROSE = frozenset({"config_name", "description"})
+_PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth")
+_PROSE_KEYS = frozenset({"config_name", "description"})
 """Keys of a configuration whose text names no file."""
 
 
@@ -57,7 +57,7 @@ def check_card(path: Path, field: str) -> None:
     if not isinstance(document, Mapping):
         return
     for pattern in _iter_strings(document.get("configs")):
-        if pattern.endswith(_PICKLES):
+        if pattern.endswith(_PICKLE_SUFFIXES):
             raise _make_error(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
         if escapes_directory(pattern):
             raise _make_error(
@@ -101,7 +101,7 @@ def _parse_yaml(data: bytes) -> Any:
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
-    """Yield every string in nested lists and mappings, except under `_PROSE`, since builders' configurations differ."""
+    """Yield every string in nested lists and mappings, except under `_PROSE_KEYS`."""
     pending, seen = [value], set[int]()  # with YAML's aliases one list may occur many times
     while pending:
         item = pending.pop()
@@ -109,7 +109,9 @@ def _iter_strings(value: Any) -> Iterator[str]:
             yield item
         elif isinstance(item, Mapping | list) and id(item) not in seen:
             seen.add(id(item))
-            pending += item if isinstance(item, list) else [each for key, each in item.items() if key not in _PROSE]
+            pending += (
+                item if isinstance(item, list) else [each for key, each in item.items() if key not in _PROSE_KEYS]
+            )
 
 
 def _read_json(path: Path, field: str) -> Mapping[str, Any]:

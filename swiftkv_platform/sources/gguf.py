@@ -17,7 +17,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 MAX_HEADER_BYTES = 32 << 20
 """Max bytes of a header; a vocabulary of 256,000 tokens with its merges takes 12 MB."""
 _MAX_STRING_BYTES = 1 << 20

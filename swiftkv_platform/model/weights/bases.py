@@ -32,10 +32,10 @@ from swiftkv_platform.sources import (
     PathSource,
     S3Source,
 )
-from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, fetch_model_directory
 from swiftkv_platform.sources.names import refuse_shadowed_id
-from swiftkv_platform.sources.teacher_config import SPEC_FIELD, find_builtin_teacher
+from swiftkv_platform.sources.teacher_config import TEACHER_FIELD, find_builtin_teacher
 
 Download = Callable[[str], Path]
 """Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""
@@ -47,7 +47,7 @@ def resolve_model_directory(
     *,
     access: Access = UNRESTRICTED,
     download: Download | None = None,
-    field: str = SPEC_FIELD,
+    field: str = TEACHER_FIELD,
 ) -> str:
     """Return a name that transformers can load: a directory, or an unchanged hub id if access is unrestricted. A GGUF
     file becomes a directory in this machine's cache.
@@ -66,7 +66,7 @@ def resolve_model_directory(
     match access.parse_model(name, field):
         case BuiltinSource(name):
             path = find_builtin_teacher(name, field=field)
-            return str(path if path.suffix != SUFFIX else convert_gguf(path, name, field=field))
+            return str(path if path.suffix != GGUF_SUFFIX else convert_gguf(path, name, field=field))
         case S3Source(name):
             if download is None:
                 raise ModelError(
@@ -77,7 +77,7 @@ def resolve_model_directory(
                 )
             return str(download(name))
         case PathSource(name, path):
-            if path.suffix == SUFFIX:
+            if path.suffix == GGUF_SUFFIX:
                 return str(convert_gguf(path, name, field=field, boundary=access.boundary))
             if not access.is_restricted:
                 return str(path) if path.exists() else name
@@ -145,7 +145,7 @@ def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, fie
     """Convert a copy of an open file to `directory`. Raises `ModelError` if the copy has another digest."""
     with tempfile.TemporaryDirectory(prefix=".file-", dir=directory.parent) as workspace:
         # The copy is alone in its directory: transformers also reads other files there, e.g. tokenizer_config.json.
-        copy = Path(workspace) / f"model{SUFFIX}"
+        copy = Path(workspace) / f"model{GGUF_SUFFIX}"
         stream.seek(0)
         with copy.open("xb") as target:
             shutil.copyfileobj(stream, target, _COPY_CHUNK_BYTES)

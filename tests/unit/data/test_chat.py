@@ -96,7 +96,7 @@ def test_an_assistant_turn_is_its_content_and_what_closes_it_whatever_the_templa
 
 
 def test_without_a_template_messages_stand_under_headings() -> None:
-    assert renderer().is_plain
+    assert not renderer().has_chat_template
     headed = "### System:\nBe brief.\n### User:\nassistant\n### Assistant:\nuser\n"
     assert render_text(None, Conversation(TALK[:3])) == headed
 

@@ -14,8 +14,8 @@ from swiftkv_platform.data.formats import (
     PROMPT_FORMATS,
     Content,
     Conversation,
-    content_digest,
     find_row_reader,
+    hash_content,
 )
 from swiftkv_platform.data.messages import ROLES, Message, RowError
 from swiftkv_platform.errors import DataError
@@ -180,15 +180,15 @@ def test_unknown_columns_are_named_beside_those_that_are_known() -> None:
 
 def test_the_digest_is_of_what_is_said_not_of_how_it_is_stored() -> None:
     alpaca = read({"instruction": "2 + 2?", "output": "4"})[1]
-    assert content_digest(alpaca) == content_digest(read({"messages": [QUESTION, ANSWER]})[1])
-    assert content_digest(alpaca) != content_digest(said(ANSWER, QUESTION))
-    assert content_digest("a") != content_digest("b")
-    assert content_digest(said(QUESTION)) != content_digest(said(QUESTION, tools=[TOOL]))
-    assert content_digest(said({**QUESTION, "time": datetime(2026, 1, 1, tzinfo=UTC)}))  # as Parquet has it
+    assert hash_content(alpaca) == hash_content(read({"messages": [QUESTION, ANSWER]})[1])
+    assert hash_content(alpaca) != hash_content(said(ANSWER, QUESTION))
+    assert hash_content("a") != hash_content("b")
+    assert hash_content(said(QUESTION)) != hash_content(said(QUESTION, tools=[TOOL]))
+    assert hash_content(said({**QUESTION, "time": datetime(2026, 1, 1, tzinfo=UTC)}))  # as Parquet has it
 
 
 def test_a_weight_changes_what_is_counted_and_not_what_is_said() -> None:
-    assert content_digest(said(QUESTION, {**ANSWER, "weight": 0})) == content_digest(said(QUESTION, ANSWER))
+    assert hash_content(said(QUESTION, {**ANSWER, "weight": 0})) == hash_content(said(QUESTION, ANSWER))
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])

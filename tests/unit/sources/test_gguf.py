@@ -105,7 +105,7 @@ def test_the_vocabulary_is_counted_and_the_rest_of_the_lists_passed_over(tmp_pat
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "ends early"),
+        (b"", "is truncated or damaged"),
         (b"PK\3\4" + bytes(64), "is not a GGUF file"),
         (gguf(LLAMA, version=1), "version is 1; 2 and 3 are supported"),
         (gguf(LLAMA | {"general.architecture": "gemma2"}), "gemma2; llama, qwen2, qwen3, gemma3 are read"),
@@ -116,7 +116,7 @@ def test_the_vocabulary_is_counted_and_the_rest_of_the_lists_passed_over(tmp_pat
         (gguf({"general.architecture": "llama"}), "no single number as llama.block_count"),
         (START + struct.pack("<QQ", 1, 1 << 62), "declares 1 tensors and"),
         (START + struct.pack("<QQQ", 0, 1, 1 << 62), "a string in its header has"),
-        (START + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IIQ", 9, 10, 1 << 60), "ends early"),
+        (START + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IIQ", 9, 10, 1 << 60), "is truncated or damaged"),
         (START + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<I", 77), "unknown type 77"),
     ],
 )

@@ -202,9 +202,9 @@ def test_every_field_of_a_family_is_kept(name: str) -> None:
     assert own
     for key, kind in own.items():
         if not _is_of_numbers(kind):
-            assert key in loader_rules._CONFIG.known, f"{key}: {kind}"
+            assert key in loader_rules._CONFIG_RULES.known, f"{key}: {kind}"
     texts = {key for key in STUDENT_KEYS if key == "swiftkv_decode_key_value"}
-    assert texts <= loader_rules._CONFIG.known.keys()
+    assert texts <= loader_rules._CONFIG_RULES.known.keys()
 
 
 def _is_of_numbers(kind: Any) -> bool:

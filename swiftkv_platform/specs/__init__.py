@@ -1,7 +1,7 @@
-"""The job spec: what a user asks for, independent of how it is done. Frozen, torch-free, no I/O.
+"""The job spec and the deployment spec. Frozen, torch-free, no I/O.
 
 Every key of the YAML or JSON spec is a field here; unknown keys are refused. Checks that need the model's configuration
-(is l below its number of layers?) are made where that configuration is read.
+(e.g. l < number of layers) are made where that configuration is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data that a job trains on."""
+"""Section `data` of a job spec: the training data."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ BUILTIN_DATA = "builtin:python-stdlib"
 BUILTIN_CHATS, BUILTIN_RECALL = "builtin:chat-prompts", "builtin:recall-prompts"
 BUILTIN_LONG_RECALL = "builtin:long-recall-prompts"
 BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL, BUILTIN_LONG_RECALL)
-"""Requests for the teacher to answer: from its knowledge, or from a text in the request."""
+"""Prompts that the teacher answers, from its knowledge or from a text in the prompt."""
 
 
 class CompletionSpec(Spec):
-    """Settings for the teacher's answers to a source's prompts."""
+    """How the teacher answers a source's prompts."""
 
     max_tokens: Size = 512
-    """Most tokens of an answer."""
+    """Max tokens per answer."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
-    """0 takes the most probable token."""
+    """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Samples among the fewest tokens whose probabilities sum to at least this."""
+    """Nucleus sampling."""
     num_completions: Annotated[int, Range(1, 10_000)] = 1
-    """Answers to each prompt."""
+    """Answers per prompt."""
     prompt_tokens: Size | None = None
-    """Most tokens from the beginning of a text to use as the prompt."""
+    """For texts: max tokens from the start of a text to use as the prompt."""
     seed: Seed = 0
-    """Seed of every draw, combined with the prompt's tokens."""
+    """Sampling seed, combined with the prompt's tokens."""
 
 
 class DataSourceSpec(Spec):
@@ -41,27 +41,26 @@ class DataSourceSpec(Spec):
     """Hub id, file (`.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.py`; all but Parquet also
     compressed: `.gz`, `.bz2`, `.xz`, `.zst`), directory of such files, `s3://` object or prefix, `file-...` (rows
     uploaded to the control plane), `builtin:python-stdlib` (source code of the interpreter's standard library),
-    `builtin:chat-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts` (requests for the teacher to
-    answer with `complete`: from its knowledge, or from a text in the request)."""
+    `builtin:chat-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts` (prompts that the teacher answers
+    with `complete`, from its knowledge or from a text in the prompt)."""
     split: Word = "train"
-    """Split of a hub or built-in data set, or of a directory or prefix whose file names contain one (`train`,
-    `validation`, `test`, or another). `held_out` of built-in requests is used for measuring only and shares no subject
-    or person with `train`. `unseen` of `builtin:chat-prompts` is held out as well, in wording that no other request
-    uses."""
+    """Split of a hub or built-in data set, or of a directory or prefix whose file names contain the split. Built-in
+    prompts have a split `held_out` for evaluation, which shares no subject or person with `train`, and
+    `builtin:chat-prompts` also `unseen`, with wording that the other splits do not use."""
     subset: Annotated[Word, Field(min_length=1)] | None = None
-    """Configuration of a data set on the hub, or in the hub's layout, that has several: `main` of `openai/gsm8k`.
-    Refused for other sources."""
+    """Configuration of a hub data set, or of a directory in the hub's layout, e.g. `main` of `openai/gsm8k`. Not for
+    other sources."""
     sample_count: Count | None = None
-    """Take only this number of samples, chosen by the seed."""
+    """Use only this many samples, chosen by the seed."""
     weight: Annotated[float, Range(1e-9, 1e6)] = 1.0
-    """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
+    """Weight relative to other sources: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
-    """Row format; `auto` detects it from the columns that hold something."""
+    """Row format; `auto` detects it from the non-empty columns."""
     complete: CompletionSpec | None = None
-    """The teacher answers the rows, as prompts, before training; answers in the rows are dropped. Conversations are
-    answered at their last user message, texts are continued."""
+    """Before training, the teacher answers the rows as prompts: it answers a conversation's last user message and
+    continues a text. Answers in the rows are dropped."""
     streaming: bool = False
-    """Keep only the tokens of a hub or `s3://` source on disk. `sample_count` then takes the first samples."""
+    """Read a hub or `s3://` source without storing its files. `sample_count` then uses the first samples."""
 
     @property
     def is_held_out(self) -> bool:
@@ -76,12 +75,12 @@ class DataSpec(Spec):
         DataSourceSpec(name_or_path=BUILTIN_DATA),
     )
     max_length: Annotated[int, Range(16, 1 << 24)] = 8192
-    """Tokens per sequence, at most the model's context (`max_position_embeddings`); a longer sample is cut."""
+    """Max tokens per row, limited by the model's context (`max_position_embeddings`); longer samples are truncated."""
     packing: bool = True
-    """Pack samples into one sequence; each attends to itself only, and positions restart."""
+    """Pack several samples into one row. Each sample attends only to itself, with its own positions."""
     train_on: Literal["assistant", "all"] = "all"
-    """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count; messages of
-    weight 0 never do."""
+    """Positions that count for the loss: those that predict assistant tokens, or all. Plain text always counts,
+    messages with weight 0 never."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
-    """Share of the documents held out for evaluation, chosen by a hash of their content. If that is less than one
-    document, parts of documents are held out. `builtin:python-stdlib` has its own held-out modules instead."""
+    """Share of documents held out for evaluation, chosen by a hash of their content; parts of documents if the share is
+    less than one document. `builtin:python-stdlib` has its own held-out modules."""

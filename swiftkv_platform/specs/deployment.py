@@ -1,9 +1,8 @@
 """The deployment spec: the model to serve, and the replicas that serve it. Frozen; no I/O.
 
-Each field is defined here once, with bounds and description. The bodies of `POST` and `PATCH /deployments`, their
-answers, the stored form, the options of `swiftkv deploy` and the arguments of replicas derive from these classes.
-Engine options are those of `EngineConfig`.
-"""
+Each field is defined here once, with bounds and description. Bodies and responses of `POST` and `PATCH /deployments`,
+the stored form, the options of `swiftkv deploy` and the arguments of replicas derive from these classes. Engine options
+are those of `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -18,28 +17,28 @@ from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, Ongoing
 
 @dataclass(frozen=True)
 class Change:
-    """Rule for changing a field of a deployment that exists; metadata of the field."""
+    """Metadata of a field: what `PATCH /deployments` may change, and with which effect."""
 
     effect: str = ""
-    """Sentence appended to the field's description in the request to change it."""
+    """Appended to the field's description in the body of `PATCH`."""
     allowed: bool = True
 
 
 MAX_TEMPLATE_LENGTH = 1 << 16
-"""Characters of a chat template."""
+"""Max characters of a chat template."""
 ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"]
-"""Model families by their format of tool calls."""
+"""Tool-call formats, named by model family."""
 ModelName = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Range(0.0, 1.0)]
 
 
 class CandidateSpec(FiniteModel):
-    """A second model in every replica. It needs the memory of another model and KV cache."""
+    """A second model in every replica, with its own weights and KV cache."""
 
     model: ModelName
-    """`mdl_` id, which the candidate's answers carry."""
+    """`mdl_` id; the `model` of its responses."""
     share: Share = 0.0
-    """Share of the requests that it answers, drawn for each; a request may also name either model."""
+    """Share of requests that it serves, chosen at random; a request may also name either model."""
 
 
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
@@ -51,64 +50,65 @@ Candidate = TypeVar("Candidate", bound=CandidateSpec)
 
 
 class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
-    """Models of a deployment. Running replicas swap in changes of these fields."""
+    """Models and options that running replicas can change without downtime."""
 
-    model: Annotated[ModelName, Change("Loaded beside the serving model, and swapped in without a failed request.")]
-    """`mdl_` id, the `job_` id of a job that succeeded, a name that only one model has, or an alias: models promoted to
-    it later are swapped in. Answers carry the `mdl_` id."""
+    model: Annotated[
+        ModelName, Change("The new model is loaded next to the serving one and swapped in; no request fails.")
+    ]
+    """`mdl_` id, `job_` id of a succeeded job, unique name, or alias. With an alias, models promoted to it later are
+    swapped in. Responses contain the `mdl_` id."""
     engine: Annotated[
         Engine,
         Change(
-            "Only the given options change; null resets an option to its default. Swapped in like a model. "
-            "Another device or number of cores replaces the replicas. Null: resets all options."
+            "Only given options change; null resets an option, or all. Applied like a new model. Another device or "
+            "number of cores replaces the replicas."
         ),
     ] = Field(default={}, validate_default=True)
     """Engine options."""
     candidate: Annotated[
         Candidate | None,
-        Change("Loaded like a model; a new `share` of a loaded one takes effect at once. Null: removes it."),
+        Change("Loaded like a new model; a new `share` takes effect at once. Null removes the candidate."),
     ] = None
-    """Second model, for some of the requests."""
+    """Second model, for a share of the requests."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
         Change("Takes effect at once, without loading. Null: removes all."),
     ] = None
-    """Fields of requests to OpenAI's routes, refused or unknown ones, to accept and ignore; `*` means all unknown
-    ones."""
+    """Unknown or unsupported request fields of OpenAI's routes to ignore instead of refusing; `*`: all unknown
+    fields."""
 
     cors_origins: Annotated[
         tuple[Origin, ...] | None,
         Field(max_length=64),
         Change("Takes effect at once, without loading. Null: removes all."),
     ] = None
-    """Origins, such as `https://chat.example.org`, whose pages may send requests from a browser (CORS); `*` means all.
-    Null: none."""
+    """Origins whose web pages may send requests (CORS), such as `https://chat.example.org`; `*`: all; null: none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
-        Change("Swapped in like a model. Null: back to the model's own."),
+        Change("Applied like a new model. Null: the model's own."),
     ] = None
-    """Jinja template for conversations, used instead of the model's and the candidate's own. With API keys, the
-    operator has to grant it (`chat_templates` of the tenant)."""
-    tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in like a model.")] = None
-    """Model family whose format of tool calls is parsed; null: detected from the chat template."""
+    """Jinja chat template, instead of those of the model and the candidate. With API keys, the operator must allow it
+    (`chat_templates` of the tenant)."""
+    tool_call_parser: Annotated[ToolCallParser | None, Change("Applied like a new model.")] = None
+    """Tool-call format, by model family; null: detected from the chat template."""
 
 
 class ScalingSpec(FiniteModel):
-    """Bounds of a deployment's number of replicas, named as in Ray Serve's `autoscaling_config`."""
+    """Autoscaling of replicas; names as in Ray Serve's `autoscaling_config`."""
 
     min_replicas: MinReplicas = 1
-    """0: no replica while there are no requests; the first request then waits for one to start."""
+    """0: no replicas without requests; the first request then waits for a replica to start."""
     max_replicas: MaxReplicas = 1
-    """Most replicas to start under load."""
+    """Max replicas under load."""
     target_ongoing_requests: OngoingRequests | None = None
-    """Requests that a replica should handle at once, waiting ones included; with more, replicas are added. Null: scale
-    by the engine's load, that is waiting prompt tokens and KV cache in use."""
+    """Target number of concurrent requests per replica, queued ones included. Null: scale by the engine's load (waiting
+    prompt tokens and KV cache usage)."""
     upscale_delay_s: Delay = 10.0
-    """Seconds for which the load must require more replicas before they are started."""
+    """Seconds that the load must be high before replicas are started."""
     downscale_delay_s: Delay = 300.0
-    """Seconds for which the load must require fewer before replicas are drained."""
+    """Seconds that the load must be low before replicas are drained."""
 
     @model_validator(mode="after")
     def _validate_replica_bounds(self) -> Self:
@@ -119,17 +119,17 @@ class ScalingSpec(FiniteModel):
 
 
 class ReplicasSpec(ScalingSpec):
-    """HTTP path of a deployment, and the number of its replicas."""
+    """HTTP path and autoscaling of a deployment."""
 
     route_prefix: Annotated[
         str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200), Change(allowed=False)
     ] = "/"
-    """HTTP path prefix, unique among deployments. With API keys it is below `/t/{tenant}`: `/chat` becomes
-    `/t/acme/chat`, as the answer shows."""
+    """HTTP path prefix, unique among deployments. With API keys, it is below `/t/{tenant}`: `/chat` becomes
+    `/t/acme/chat`."""
 
 
 class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec]):
-    """Request for a deployment: the model to serve and the number of its replicas."""
+    """Request for a deployment: model, options and replicas."""
 
 
 class ResolvedCandidate(CandidateSpec):
@@ -140,9 +140,9 @@ class ResolvedCandidate(CandidateSpec):
 
 
 class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate]):
-    """A deployment spec with resolved names, as stored and as passed to the serving cluster."""
+    """A deployment spec with resolved model names, as stored and passed to the serving cluster."""
 
-    # Rows that a newer version has written are still served.
+    # Ignore unknown fields, so that rows of newer versions are still served.
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -150,6 +150,6 @@ class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandid
     artifact_uri: str
     """Address of the model's artifact."""
     alias: str | None = None
-    """Alias that the deployment follows, if it was created with one; later promotions to it are swapped in."""
+    """Alias that the deployment follows: later promotions are swapped in."""
     tenant: str | None = None
-    """Tenant whose API keys it accepts, if replicas check keys; None: every tenant's."""
+    """Tenant whose API keys replicas accept; None: all tenants."""

@@ -1,4 +1,4 @@
-"""Configuration of an engine. Frozen; loads no tensor and reads no file."""
+"""Engine options. Frozen; no I/O."""
 
 from __future__ import annotations
 
@@ -28,90 +28,87 @@ from swiftkv_platform.specs.base import (
 )
 
 Backend = Literal["native", "vllm"]
-"""Engines that a replica can run."""
+"""Engines of replicas."""
 NATIVE_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("float32", "int8"),
     "fuse_weights": (False,),
     "native_kernels": (False,),
     "weights": ("bfloat16", "int8", "int4"),
 }
-"""Option values that vLLM does not support."""
+"""Option values that vLLM does not support, by option."""
 
 
 class EngineConfig(FiniteModel):
-    """Settings for loading and running a model. Unknown keys are refused."""
+    """Options for loading and running a model. Unknown options are refused."""
 
     backend: Literal["auto", "native", "vllm"] = "auto"
-    """Engine of a deployment's replicas: `native` is this project's own, `vllm` is vLLM with this project's plugin.
-    `auto` uses vLLM on a GPU if it is installed and supports the model and these options, otherwise native."""
+    """Engine of a deployment's replicas: `native` (this project's engine) or `vllm` (vLLM with this project's plugin).
+    `auto`: vLLM on a GPU if it is installed and supports the model and these options, otherwise native."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights in memory; `auto` keeps the checkpoint's."""
+    """Dtype of the weights in memory; `auto`: that of the checkpoint."""
     weights: Literal["auto", "bfloat16", "int8", "int4"] = "auto"
-    """Format of the projections' weights on a CPU. `auto` multiplies with the integers of a quantised checkpoint;
-    `bfloat16` converts them back to floats. `int8` and `int4` round float weights on loading, and the heads to int8;
-    `int4` keeps queries, keys and values in int8. `swiftkv export --quantize --calibration` rounds better."""
+    """Format of linear weights on a CPU. `auto`: integer matrix products for a quantized checkpoint; `bfloat16`:
+    dequantize it. `int8` and `int4` quantize float weights on loading (output heads, and with `int4` also q, k and v,
+    to int8). `swiftkv export --quantize --calibration` preserves more quality."""
     swiftkv: bool = True
-    """False serves the teacher that a student's checkpoint contains; no effect on a dense model."""
+    """False: serve the teacher that a student's checkpoint contains. No effect on a dense model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; `auto` takes a GPU if there is one. A deployment's replicas see only the GPUs that they
-    reserve: one for each rank with `cuda`, none with `auto`."""
+    """Device of the model; `auto`: a GPU if available. Replicas of a deployment see only the GPUs that they reserve:
+    one per rank with `cuda`, none with `auto`."""
     max_model_len: ContextLength | None = None
-    """Most tokens of prompt and answer together, at most the model's own context; None: the model's own."""
+    """Max tokens of prompt and answer together, at most the model's context; null: the model's context."""
     max_num_seqs: Sequences = 64
-    """Sequences that run at the same time; more wait."""
+    """Max concurrent sequences; further ones wait."""
     max_num_batched_tokens: StepTokens = 2048
-    """Most tokens of one step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
+    """Max tokens per step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
     kv_cache_bytes: CacheBytes | None = None
-    """Memory of the KV cache in bytes, on each device. None: as much as `max_num_seqs` sequences of `max_model_len`
-    tokens need, at most a quarter of a host's free memory; on a GPU what the largest step leaves of 0.9 of its memory.
-    """
+    """Bytes of the KV cache per device. Null: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most a
+    quarter of a host's free memory; on a GPU, 0.9 of its memory minus weights and activations of the largest step."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
-    """Dtype of K and V in the cache; `auto` is that of the weights, and the only one on a GPU. `fp8` and `int8` add one
-    scale per token and head."""
+    """Dtype of the KV cache; `auto`: that of the weights, the only one on a GPU. `fp8` and `int8` add one scale per
+    token and head."""
     block_size: BlockSize | None = None
-    """Tokens of a block, the unit of allocation and of prefix caching in the KV cache. None: 16, and 256 on a GPU,
-    where attention reads blocks of a multiple of 256."""
+    """Tokens per KV cache block, the unit of allocation and prefix caching. Null: 16, or 256 on a GPU, where it must be
+    a multiple of 256."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of prompts that share a prefix."""
+    """Reuse the KV cache of prompts with a common prefix."""
     fuse_weights: bool = True
-    """Fuse the matrix products of q, k and v and of gate and up; on a CPU in bfloat16 also prepack weights, which
-    replaces the originals in memory."""
+    """Fuse the projections q, k, v and gate, up into one matrix product each; on a CPU in bfloat16, also prepack the
+    weights in place."""
     native_kernels: bool = True
-    """Run attention, norms, RoPE and SiLU on a CPU in bfloat16 by the engine's own operators, compiled on first use.
-    Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
+    """On a CPU in bfloat16, use this project's kernels for attention, norms, RoPE and SiLU, compiled on first use.
+    False, without a C++ compiler or without AVX-512: use PyTorch's."""
     max_num_waiting: Waiting = WAITING_SEQUENCES.default
-    """Most sequences of one caller that may wait in `AsyncLLMEngine`, each of a request's `n` samples counting as one;
-    further ones are refused at once. While others hold some, a caller may hold less by half of that."""
+    """Max waiting sequences per caller, minus half of those of other callers; further ones are refused. Each of a
+    request's `n` samples counts."""
     max_waiting_prompt_tokens: Tokens | None = None
-    """Prompt tokens of one caller that may wait for prefill in `AsyncLLMEngine`, less by half of those of others; once
-    there are that many, its requests are refused. None: only `max_num_waiting` limits the queue."""
+    """Max waiting prompt tokens per caller, minus half of those of other callers; further requests are refused. Null:
+    only `max_num_waiting` limits the queue."""
     max_queue_s: Wait | None = None
-    """Longest estimated time in seconds that a request may wait in `AsyncLLMEngine`, from the rate at which places
-    become free; a request that would wait longer is refused at once. None: only `max_num_waiting` limits the queue."""
+    """Max estimated queue time in seconds; a request that would wait longer is refused. Null: only `max_num_waiting`
+    limits the queue."""
     max_prompt_bytes: PromptBytes | None = None
-    """Bytes of a prompt's text, or of a conversation's messages together; a longer one is refused before it is
-    tokenized. None: `max_model_len` times the longest token of the vocabulary, at most 16 bytes
-    (`limits.MAX_BYTES_PER_TOKEN`)."""
+    """Max bytes of a prompt, or of all messages of a conversation; longer ones are refused before tokenization. Null:
+    `max_model_len` times the bytes of the longest token, at most 16 (`MAX_BYTES_PER_TOKEN`)."""
     stream_interval_s: Annotated[float, Range(0.0, MAX_STREAM_INTERVAL_S)] | None = None
-    """Seconds for which a stream of `AsyncLLMEngine` may collect tokens before it sends them together, to save the
-    engine time. The first and the last are sent at once. 0: send every token by itself. None: by load, from every token
-    for a single stream up to 0.05 s."""
+    """Seconds for which a stream may collect tokens and send them together, to save CPU time. The first and the last
+    token are sent at once. 0: send each token. Null: by load, from 0 for a single stream up to 0.05 s."""
     seed: Seed | None = None
-    """Seed from which requests without their own seed draw theirs; None: different in every process."""
+    """Seed for requests without a seed; null: random."""
     tensor_parallel_size: Ranks = 1
-    """Devices, of one machine, that share the model; the engine starts a process for each beyond the first."""
+    """Number of tensor-parallel devices, on one machine; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Range(1, MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
-    """Most bytes of a schema, expression or grammar that constrains an answer; a longer one is refused."""
+    """Max bytes of a JSON schema, regular expression or grammar of structured outputs."""
     grammar_timeout_s: GrammarSeconds = 5.0
-    """Most seconds to compile a grammar; the engine keeps running meanwhile."""
+    """Max seconds to compile a grammar; other requests continue meanwhile."""
     num_threads: Threads | None = None
-    """Threads of one CPU operator; None leaves torch's setting (one thread per core, or `OMP_NUM_THREADS`)."""
+    """Threads per CPU operator; null: PyTorch's default (one per core, or `OMP_NUM_THREADS`)."""
 
     @field_validator(*NATIVE_ONLY_VALUES)
     @classmethod
     def _validate_backend(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("backend") == "vllm" and value in NATIVE_ONLY_VALUES[info.field_name or ""]:
-            raise ValueError(f"{value!r} is an option of backend native only; backend is 'vllm'")
+            raise ValueError(f"{value!r} needs backend native; backend is 'vllm'")
         return value
 
     @property

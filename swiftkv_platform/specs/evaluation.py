@@ -1,4 +1,4 @@
-"""Evaluation of a student, its quality gates, and the sweep that searches for a student within them."""
+"""Sections `evaluation` (with quality gates) and `sweep` of a job spec."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:ifeval": ("input_data.jsonl",),
     "builtin:tool-calls": (),
 }
-"""Glob patterns of the built-in tasks' files below `data_dir`; empty if a script generates the task."""
+"""Files of the built-in tasks below `data_dir`, as glob patterns; empty for a generated task."""
 INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:tool-calls"})
-"""Built-in tasks whose prompts are instructions in plain words."""
+"""Built-in tasks with instructions as prompts."""
 
 
 class TaskSpec(Spec):
-    """A task of lm-evaluation-harness, answered by teacher and student."""
+    """A task of lm-evaluation-harness, run with teacher and student."""
 
     name: Annotated[Name, Field(min_length=1)]
     """Name of a task or group of the harness, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`, `builtin:gsm8k`
     or `builtin:ifeval` (over their authors' files in `data_dir`), `builtin:tool-calls` (whether tool calls are valid
     JSON), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
-    """Directory of the relative `data_files` of a file or built-in task; default: the file's directory."""
+    """Base directory of relative `data_files` of a task file or built-in task; default: the file's directory."""
     num_fewshot: Annotated[int, Range(0, 10_000)] | None = None
-    """Examples in the prompt; default: the task's own number."""
+    """Few-shot examples; default: the task's."""
     metric: Word | None = None
-    """Score that counts, such as `acc_norm`; default: the task's first one of which higher is better. A score of which
-    lower is better, such as `word_perplexity`, has to be named."""
+    """Metric, such as `acc_norm`; default: the task's first metric where higher is better. Metrics where lower is
+    better, such as `word_perplexity`, must be named."""
     chat_template: bool | None = None
-    """Use the tokenizer's chat template, with examples as separate turns. null: only for `builtin:ifeval` and
+    """Use the tokenizer's chat template, with few-shot examples as separate turns. Null: only for `builtin:ifeval` and
     `builtin:tool-calls` with instruction-tuned models."""
 
 
@@ -47,7 +47,7 @@ def is_task_file_name(name: str) -> bool:
 
 
 def get_task_name_and_data_dir(task: str | TaskSpec) -> tuple[str, str | None]:
-    """Name and `data_dir` of an entry of `EvaluationSpec.tasks`, without a `TaskSpec` for each of a thousand names."""
+    """Return name and `data_dir` of an entry of `EvaluationSpec.tasks`."""
     return (task, None) if isinstance(task, str) else (task.name, task.data_dir)
 
 
@@ -60,67 +60,66 @@ PAPER_TASKS = (
     TaskSpec(name="mmlu_cot_llama", num_fewshot=0, metric="exact_match", chat_template=True),
     TaskSpec(name="gsm8k_llama", num_fewshot=8, metric="exact_match,strict_match", chat_template=True),
 )
-"""Table B.1 of the paper; its chat prompts (appendix B.1) are used if the tokenizer has a template."""
+"""Tasks of table B.1 of the paper."""
 
 
 class EvaluationSpec(Spec):
-    """The report of a job, and its quality gates. If a gate fails, the job fails with `quality_gate`; if one is
-    undecided, the model is made, but promoting it requires an explicit acknowledgement."""
+    """Evaluation of the student, and quality gates. If a gate fails, the job fails with `quality_gate`. If a gate is
+    undecided, the job succeeds, but promoting the model requires `accept_undecided`."""
 
     max_tokens: Annotated[int, Range(64, 10**12)] = 65536
-    """Held-out tokens to measure."""
+    """Max held-out tokens to evaluate."""
     tasks: Annotated[
         tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000, fail_fast=True)
     ] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
     task_limit: Count | None = None
-    """Samples of each task, taken from its beginning; default: all."""
+    """Evaluate only the first samples of each task; default: all."""
     task_batch_size: Size | None = None
-    """Prompts of a task per forward pass, or answered at a time; default: as many as make 8,192 tokens, and 256."""
+    """Batch size of tasks. Default: rows for 8,192 tokens when scoring, 256 when generating."""
     max_minutes: Annotated[float, Range(1e-3, 1e6)] | None = None
-    """Minutes after which no further task starts; the report names the tasks left out, which have no gates. null: no
+    """Minutes after which no more tasks start. The report lists the skipped tasks, which have no gates. Null: no
     limit."""
     continuations: Annotated[int, Range(0, 1_000_000)] = 16
-    """Held-out prompts that teacher and student continue greedily."""
+    """Number of held-out prompts that teacher and student continue greedily, for the report."""
     continuation_tokens: Size = 32
     """Tokens of each continuation."""
     needle_lengths: (
         Annotated[tuple[Annotated[int, Range(128, 1 << 20)], ...], Field(max_length=64, fail_fast=True)] | None
     ) = None
-    """Lengths in tokens of generated prompts in which a number has to be found (needle in a haystack). null: for
-    instruction-tuned models 1,024 and 4,096 if the context holds them, none for others."""
+    """Prompt lengths in tokens of needle-in-a-haystack tasks (find a number in a long text). Null: 1,024 and 4,096 for
+    instruction-tuned models with enough context, none for others."""
     needle_samples: Annotated[int, Range(1, 100_000)] = 60
-    """Prompts of each length."""
+    """Prompts per length."""
     max_kl: Positive | Literal["auto"] | None = "auto"
-    """Gate: largest KL (nats) on held-out text. `auto`: 0.2 for instruction-tuned models (their chat template has
-    tokens of its own), none for others."""
+    """Gate: max KL to the teacher in nats on held-out text. `auto`: 0.2 for instruction-tuned models (whose chat
+    template has special tokens), none for others."""
     max_perplexity_ratio: Positive | None = None
-    """Gate: most perplexity on held-out text, as a multiple of the teacher's."""
+    """Gate: max perplexity on held-out text, relative to the teacher's."""
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
-    """Gate: smallest share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8
-    for instruction-tuned models, none for others."""
+    """Gate: min share of held-out positions where teacher and student have the same most likely token. `auto`: 0.8 for
+    instruction-tuned models, none for others."""
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate like `max_drop` for each of `needle_lengths` at which the teacher finds 80% or more; `auto` is 5 to 20."""
+    """Gate like `max_drop`, for `needle_lengths` where the teacher finds 80% or more; `auto`: 5 to 20."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate: most points of a hundred lost against the teacher on any of `tasks`; for a score outside 0..1, or of which
-    lower is better, most percent of the teacher's. Passed if the whole 95% interval of the paired differences is within
-    the limit, failed if it is entirely beyond, undecided otherwise. `auto`: for each task the smallest true loss that
-    its number of samples can exclude, from 1 to 10. null: tasks are only reported."""
+    """Gate: max loss against the teacher on each of `tasks`, in percentage points; in percent of the teacher's score
+    for scores outside 0..1 or where lower is better. Passed if the 95% interval of the paired differences is within the
+    limit, failed if it is entirely beyond, otherwise undecided. `auto`: per task the smallest loss that its number of
+    samples can exclude, from 1 to 10. Null: no gate."""
 
     @property
     def has_gate(self) -> bool:
-        """Whether the spec sets a limit of its own."""
+        """Whether the spec sets a gate explicitly."""
         limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement
         gates_tasks = bool(self.tasks) and self.max_drop is not None
         return gates_tasks or any(limit not in (None, "auto") for limit in limits)
 
 
 def compute_points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
-    """Return the drop that `max_drop` limits; negative if the student wins.
+    """Return the loss that `max_drop` limits; negative if the student is better.
 
-    In points of a hundred if higher is better and both scores are within 0..1; otherwise in percent of the teacher's
-    score, where 0 is replaced by 1.
-    """
+    In percentage points if higher is better and both scores are within 0..1; otherwise in percent of the teacher's
+    score (of 1 if it is 0)."""
     unit = compute_points_per_unit(teacher, student, higher_is_better=higher_is_better)
     return round(unit * (teacher - student), 6)  # so that 0.50 - 0.49 is exactly one point
 
@@ -133,15 +132,15 @@ def compute_points_per_unit(teacher: float, student: float, *, higher_is_better:
 
 
 def is_share(teacher: float, student: float, *, higher_is_better: bool) -> bool:
-    """Whether losses are in points of a hundred: higher is better, and both scores are within 0..1."""
+    """Whether losses are in percentage points: higher is better, and both scores are within 0..1."""
     return higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
 
 
 class SweepSpec(Spec):
-    """One trial for every combination of the given values; all else is as in the spec.
+    """One trial per combination of the given values.
 
-    The gates of `evaluation` are the sweep's accuracy budget: among the trials that pass them, the one with the least
-    prefill compute, then the smallest cache, then the lowest KL becomes the artifact.
+    Of the trials that pass all gates of `evaluation`, the one with the least prefill compute becomes the artifact; on a
+    tie the smallest KV cache, then the lowest KL.
     """
 
     num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
@@ -151,17 +150,17 @@ class SweepSpec(Spec):
     learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `optimizer.learning_rate`."""
     max_concurrent: Annotated[int, Range(1, _MAX_TRIALS)] = 1
-    """Trials that train at the same time, each with the workers that `resources` asks for."""
+    """Max concurrent trials, each with the workers of `resources`."""
 
     @model_validator(mode="after")
     def _validate_num_trials(self) -> Self:
         for name in ("num_key_value_layers", "key_value_group_size", "learning_rate"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
-                raise ValueError(f"{name} names a value twice")
+                raise ValueError(f"{name} has a duplicate value")
         count = self.num_trials
         if not 2 <= count <= _MAX_TRIALS:
-            raise ValueError(f"its lists make {count} trials; 2..{_MAX_TRIALS} are accepted")
+            raise ValueError(f"its lists result in {count} trials; 2..{_MAX_TRIALS} are accepted")
         return self
 
     @property

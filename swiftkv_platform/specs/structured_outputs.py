@@ -1,8 +1,8 @@
-"""Constraint on the text of an answer: JSON, a regular expression, one of some choices, a grammar. Compiles nothing.
+"""Structured outputs: constraints on an answer by JSON schema, regular expression, choices or grammar. No compilation.
 
-Field names are those of vLLM's `StructuredOutputsParams`. In JSON Schema, unknown formats and keywords are annotations.
-The compiler, llguidance, ignores unknown keywords but refuses unknown formats, so annotations are dropped from schemas,
-and constraints that cannot be enforced are found with their place.
+Field names are those of vLLM's `StructuredOutputsParams`. The compiler, llguidance, ignores unknown keywords of JSON
+Schema but refuses unknown formats. So formats that are annotations are removed, and constraints that cannot be enforced
+are reported with their path.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between two tokens of JSON: enough for indented text, but bounded."""
+"""Whitespace between JSON tokens: enough for indented text, but bounded."""
 _LINE_PREFIX = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
-"""Prefix of compiler messages that names the line of a schema in a grammar."""
+"""Prefix of compiler messages with the line of a schema in a grammar."""
 _EXCERPT_START = re.compile(r"\n +\d+ \| ")
-"""Start of the grammar's excerpt in compiler messages."""
+"""Start of the excerpt of the grammar in compiler messages."""
 Schema = Mapping[str, Any]
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
-"""Formats that are enforced on an answer's strings; others are ignored."""
+"""Enforced formats of strings; others are ignored."""
 _SCHEMA_KEYWORDS = frozenset(
     (
         *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
         *("unevaluatedItems", "unevaluatedProperties"),
     )
 )
-"""Keywords whose value is a schema."""
+"""Keywords whose value is a schema; below: a list of schemas, and a mapping of names to schemas."""
 _SCHEMA_LIST_KEYWORDS = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
 _SCHEMA_MAP_KEYWORDS = frozenset(
     ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
@@ -53,34 +53,34 @@ _UNSUPPORTED_KEYWORDS: Mapping[str, tuple[Any, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-"""Constraining keywords that the compiler lacks, with the values that constrain nothing."""
+"""Keywords that the compiler does not support, with the values that have no effect."""
 _DEPENDENT_KEYWORDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-"""Keywords that have no effect without another one."""
+"""Keywords that have no effect without another keyword."""
 _MESSAGE_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
-"""Words in compiler messages about a keyword, if they are not the keyword in quotes."""
+"""Words in compiler messages about a keyword, if not the quoted keyword."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """One constraint. Raises `InvalidInputError` unless exactly one is given, and for text that is not Unicode, a
-    schema that is not a JSON object, or a constraint too long or too deep to compile (limits: `specs/base.py`)."""
+    """One constraint. Raises `InvalidInputError` unless exactly one is set, and for an invalid one, or one that is too
+    long or too deeply nested to compile (limits: `specs/base.py`)."""
 
     json: str | Mapping[str, Any] | None = None
-    """JSON schema that the answer validates against: its text, or the object."""
+    """JSON schema of the answer, as text or object."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """Regular expression that the whole answer matches; no look-around, no back references."""
+    """Regular expression for the whole answer; without look-around and back references."""
     choice: tuple[str, ...] | None = None
-    """Strings, one of which is the answer."""
+    """The answer is one of these strings."""
     grammar: str | None = None
-    """Lark grammar for the answer (llguidance's dialect); its start rule is `start`."""
+    """Lark grammar (llguidance's dialect) with the start rule `start`."""
     disable_any_whitespace: bool = False
-    """Allow no whitespace between the tokens of JSON."""
+    """Allow no whitespace between JSON tokens."""
     source: str | None = field(default=None, compare=False)
     """Name of the constraint in errors; None: `structured_outputs.` and the field's name."""
     parts: Mapping[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
-    """Schemas inside a grammar, as (name in errors, schema) by their line, counted from 1."""
+    """Schemas inside a grammar: (name in errors, schema) by line, counted from 1."""
 
     def __post_init__(self) -> None:
         given = self._list_constraints()
@@ -95,19 +95,18 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", self._validate_choice(self.choice))
         self._check_size(getattr(self, self.kind))
-        self.text  # noqa: B018  # what is no text is refused here
+        self.text  # noqa: B018  # refuses values that are not text
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | Self | None) -> Self | None:
-        """Parse the fields by name, or return the constraint itself or None. Raises `InvalidInputError`, which names
-        the field and what it accepts."""
+        """Parse a mapping of the fields; return a `StructuredOutputs` or None unchanged. Raises `InvalidInputError`."""
         if value is None or isinstance(value, cls):
             return value
         known = cls.keys()
         if not isinstance(value, Mapping) or not set(value) <= set(known):
             wrong = sorted(map(str, set(value) - set(known))) if isinstance(value, Mapping) else [type(value).__name__]
             raise InvalidInputError(
-                f"structured_outputs has {', '.join(wrong)}; it must be some of {', '.join(known)} by name",
+                f"structured_outputs has {', '.join(wrong)}; it must be an object with {', '.join(known)}",
                 field="structured_outputs",
                 value=value,
             )
@@ -125,7 +124,7 @@ class StructuredOutputs:
 
     @cached_property
     def text(self) -> str:
-        """Constraint as text: a schema and choices as JSON. Equal constraints have equal texts."""
+        """Canonical text of the constraint; schemas and choices as JSON."""
         try:
             text = self._format_constraint(getattr(self, self.kind))
             text.encode()
@@ -142,12 +141,12 @@ class StructuredOutputs:
         return self.source or f"structured_outputs.{self.kind}"
 
     def check_supported(self) -> None:
-        """Raise `InvalidInputError` if the schema has a constraint that cannot be enforced, naming its place."""
+        """Raise `InvalidInputError` if the schema has a constraint that cannot be enforced."""
         if self.kind == "json":
             check_supported(json.loads(self.text), self.name)
 
     def make_error(self, why: str) -> InvalidInputError:
-        """Return an error that names the constraint, and the place in it that the compiler's message `why` is about."""
+        """Return an error for the compiler's message `why`, with the path in the schema that it is about."""
         name, schema = self.name, json.loads(self.text) if self.kind == "json" else {}
         if at := _LINE_PREFIX.search(why):
             name, schema = self.parts.get(int(at[1]), (name, schema))
@@ -174,9 +173,9 @@ class StructuredOutputs:
         return tuple(choice)
 
     def _check_size(self, value: Any) -> None:
-        """Refuse a value that is too large before processing it: it may be as long as the body of a request."""
+        """Refuse a value that is too large before processing it."""
         if isinstance(value, str):
-            # A schema's text may contain spaces, which are not compiled.
+            # The text of a schema may contain whitespace, which does not count.
             longest = MAX_GRAMMAR_BYTES * (4 if self.kind == "json" else 1)
             if len(value) > longest:
                 raise self._make_size_error(f"has {len(value)} characters; at most {longest} are accepted")
@@ -215,13 +214,14 @@ class StructuredOutputs:
 
 
 def check_supported(schema: Mapping[str, Any], name: str) -> None:
-    """Raise `InvalidInputError` if a schema, called `name` in the request, has a constraint that cannot be enforced."""
+    """Raise `InvalidInputError` if a schema has a constraint that cannot be enforced. `name`: of the schema in
+    errors."""
     found = find_unsupported(schema)
     if found is not None:
         path, keyword = found
         where = f"{name}.{path}" if path else name
         message = (
-            f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; leave it out, or express it differently"
+            f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; remove it, or express it differently"
         )
         raise InvalidInputError(message, field=name)
 
@@ -230,7 +230,7 @@ _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON; None if it is invalid or too deep. `text` raises the error later."""
+    """Parse JSON; None if it is invalid or too deep (`text` raises the error later)."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -238,8 +238,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _format_schema(schema: Any) -> str:
-    """Return the same text for schemas that mean the same, regardless of spacing. Raises `ValueError`, `TypeError`,
-    `RecursionError`."""
+    """Return the canonical JSON of a schema. Raises `ValueError`, `TypeError`, `RecursionError`."""
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
@@ -248,8 +247,7 @@ def _format_schema(schema: Any) -> str:
 
 
 def normalize_schema(schema: Schema) -> dict[str, Any]:
-    """Return the schema without keywords that have no effect but would be refused. Names of properties and values stay
-    as they are."""
+    """Return the schema without keywords that have no effect but that the compiler would refuse."""
     kept = {key: value for key, value in schema.items() if not _has_no_effect(schema, key, value)}
     for key, value in kept.items():
         if key in _SCHEMA_KEYWORDS and isinstance(value, Mapping):
@@ -264,8 +262,7 @@ def normalize_schema(schema: Schema) -> dict[str, Any]:
 
 
 def find_unsupported(schema: Schema) -> tuple[str, str] | None:
-    """Find the first constraint that cannot be enforced on an answer: (dotted place, keyword), or None. The place of
-    the schema itself is empty."""
+    """Return (dotted path, keyword) of the first constraint that cannot be enforced, or None."""
     return next(
         (
             (path, key)
@@ -278,7 +275,8 @@ def find_unsupported(schema: Schema) -> tuple[str, str] | None:
 
 
 def find_path_in_message(schema: Schema, error: str) -> str:
-    """Find the dotted place that a compiler's message is about, if it quotes a value of the schema; otherwise empty."""
+    """Return the dotted path that a compiler's message is about, if the message quotes the value there; otherwise
+    ''."""
     for path, one in iterate_subschemas(schema):
         for key, value in one.items():
             named = _MESSAGE_WORDS.get(key, f"'{key}'") in error
@@ -288,7 +286,7 @@ def find_path_in_message(schema: Schema, error: str) -> str:
 
 
 def iterate_subschemas(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """(dotted place, schema) of the schema and all within it."""
+    """Yield (dotted path, schema) of the schema and all subschemas."""
     yield path, schema
     for key, value in schema.items():
         inside: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Section of the job spec on the SwiftKV transformation."""
+"""Section `swiftkv` of a job spec: the shape of the student."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, make_fi
 from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _MAX_SHOWN_LENGTH = 120
-"""Characters of a refused list in a message."""
+"""Max characters of a list in a message."""
 
 
 def _make_layer_list_error(layers: list[int] | str, problem: str) -> PydanticCustomError:
-    """An error about `swiftkv.prefill_layers`."""
     field, written = "swiftkv.prefill_layers", repr(layers)
     shown = written if len(written) <= _MAX_SHOWN_LENGTH else f"{written[:_MAX_SHOWN_LENGTH]}...{written[-1]}"
     return make_field_error(field, layers, f"{field} is {shown}: {problem}")
@@ -39,43 +38,43 @@ _PrefillLayers = Annotated[
 
 
 class SwiftKVSpec(Spec):
-    """The transformation (paper, section 3)."""
+    """Shape and initialization of the student (paper, section 3)."""
 
     num_key_value_layers: Layers | None = None
-    """l: layers that compute their own KV, 1..L-1. Exclusive with `prefill_reduction`."""
+    """l, 1..L-1: number of layers that prompts run, each with its own KV cache. Exclusive with `prefill_reduction`."""
     prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the layers that prefill skips; l = L - round(share x L). Default: 0.5 if neither is given."""
+    """Share of the L layers that prompts skip: l = L - round(share x L). Default: 0.5 if l is not set either."""
     key_value_group_size: Layers = 1
-    """AcrossKV: consecutive layers that share one KV cache layer; 1 shares nothing."""
+    """g (AcrossKV): number of consecutive layers >= l that share one KV cache layer; 1: no sharing."""
     sharing: Literal["gqa", "mqa", "mha"] = "gqa"
-    """Key-value heads of layers >= l (paper, appendix C): the teacher's, one, or one for each query head. The cache
-    grows with them; the g of equal size is `planning.equal_cache_group_size`."""
+    """Key-value heads of layers >= l (paper, appendix C). `gqa`: as in the teacher; `mqa`: one; `mha`: one per query
+    head. The cache size is proportional; `planning.equal_cache_group_size` returns the g of equal size."""
     early_exit: bool = False
-    """Train an exit head at layer l."""
+    """Train an early-exit head after layer l - 1."""
     own_output_projection: bool = False
-    """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
-    which is trained with q, k and v. It recovers most of the quality that sharing costs, and is free in serving; other
-    engines do not support it."""
+    """Add a trained output projection `o_proj_swiftkv` to layers >= l, calibrated to the values that a group shares. It
+    recovers most of the quality loss of sharing at no serving cost. Not supported by other engines."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
-    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
+    """Initialization of `{k,v}_proj_swiftkv`. `calibrated`: ridge regression on the teacher's K and V; `copied`: mean
+    of the teacher's weights."""
     decode_key_value: Literal["shared", "own"] = "own"
-    """Source of K and V in layers >= l for tokens that run through them: a prompt's last token and all generated ones.
-    `own`: their own hidden state in the first layer of each group, as in the teacher, by projections that are trained
-    too. Prefill costs the same, and far less of the teacher's quality is lost. A text whose tokens all count is then
-    split at random into a prompt, which is not counted, and the rest. `shared`: x, as for the rest of a prompt (the
-    paper's form); the default for a job that continues from a student in this form."""
+    """Input of K and V in layers >= l for tokens that run these layers (a prompt's last token and generated tokens).
+    `own`: the hidden state of the first layer of each group, as in the teacher; prefill costs the same and quality is
+    much higher. In training, texts whose tokens all count are split at random into a prompt, which does not count, and
+    a completion. `shared`: the output of layer l - 1, as for other prompt tokens (the paper's form); the default for a
+    job that continues from such a student."""
     prefill_layers: _PrefillLayers = None
-    """Layers that prompts run through, ascending, as a list or as `0-2,4,6-16`, instead of `num_key_value_layers`,
-    which is then the last of them + 1. Prompts bypass the layers in between, where only their K and V are computed, so
-    that the same prefill compute goes to the layers that matter more; `swiftkv analyze --num-prefill-layers` measures
-    which. Requires `decode_key_value: own`. Served by this project's engine, not by vLLM."""
+    """Layers that prompts run, instead of the first l: an ascending list, or text such as `0-2,4,6-16`. l is then the
+    last of them + 1. In skipped layers below l, only K and V are computed, so the same compute is spent on the more
+    important layers; `swiftkv analyze --num-prefill-layers` selects them. Requires `decode_key_value: own`. Not
+    supported by vLLM."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
-    """Tokens used for the calibrated start."""
+    """Number of tokens for the calibrated initialization."""
 
     @model_validator(mode="after")
     def _validate_one_l(self) -> Self:
         if self.num_key_value_layers is not None and self.prefill_reduction is not None:
-            raise ValueError("give num_key_value_layers or prefill_reduction, not both")
+            raise ValueError("set num_key_value_layers or prefill_reduction, not both")
         return self
 
     @model_validator(mode="after")
@@ -86,11 +85,11 @@ class SwiftKVSpec(Spec):
         if not layers or sorted(set(layers)) != layers:
             problem = "use an ascending list without repeats, such as [0, 1, 2, 4, 5]"
         elif self.prefill_reduction is not None:
-            problem = f"it cannot be combined with prefill_reduction {self.prefill_reduction}; leave that out"
+            problem = f"it cannot be combined with prefill_reduction {self.prefill_reduction}; remove prefill_reduction"
         elif self.num_key_value_layers not in (None, layers[-1] + 1):
             problem = (
-                f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
-                "that out"
+                f"its last layer implies num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; "
+                "remove num_key_value_layers"
             )
         elif self.request.has_bypassed_layers and self.decode_key_value != "own":
             problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
@@ -104,16 +103,16 @@ class SwiftKVSpec(Spec):
         return ShapeRequest.from_spec(self)
 
     def inherit_from(self, parent: Self) -> Self:
-        """Return the section of a job that continues from `parent`, with its form of deep tokens by default."""
+        """Return the section of a job that continues from `parent`: `decode_key_value` defaults to the parent's."""
         if "decode_key_value" in self.model_fields_set:
             return self
         return self.model_copy(update={"decode_key_value": parent.decode_key_value})
 
     def make_layer_list_error(self, problem: str) -> PydanticCustomError:
-        """Return an error about `prefill_layers`."""
+        """Return a validation error for `prefill_layers`."""
         return _make_layer_list_error(self.prefill_layers or [], problem)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the start is fitted to the teacher's activations."""
+        """Whether the initialization is fitted to the teacher's activations."""
         return self.initialization != "copied"

@@ -1,5 +1,4 @@
-"""Sections of a job spec on training: optimizer, length, the held-out KL that steers it, and the parent it continues
-from."""
+"""Sections `optimizer` and `training` of a job spec."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class ParentName:
-    """A model's id, or a checkpoint's job and step."""
+    """Parsed `training.from`: a model's id, or a checkpoint's job and step."""
 
     model: str | None = None
     job: str | None = None
     step: int | None = None
     attempt: int | None = None
-    """Attempt that made the checkpoint; None for the newest one that reached the step."""
+    """Attempt of the checkpoint; None: the latest attempt that has the step."""
 
     @classmethod
     def parse(cls, text: str) -> ParentName:
-        """Parse a reference. Raises `ValueError` if it has neither form."""
+        """Parse a reference. Raises `ValueError` for an invalid one."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text[:80]!r} names neither a model nor a checkpoint; a model's id (mdl_...), JOB:STEP "
-                "(job_...:100) or a checkpoint as OpenAI's API lists it (job_...:ckpt_00000100_0001) is accepted"
+                f"{text[:80]!r} is neither a model nor a checkpoint; use a model's id (mdl_...), JOB:STEP "
+                "(job_...:100) or a checkpoint's id of the fine-tuning API (job_...:ckpt_00000100_0001)"
             )
         if match["model"] is not None:
             return cls(model=match["model"])
@@ -62,97 +61,93 @@ ParentReference = Annotated[str, Field(max_length=200), AfterValidator(_validate
 
 class OptimizerSpec(Spec):
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
-    which keeps flat shards instead of matrices."""
+    """`muon`: Muon for trained matrices and AdamW for other parameters, with one learning rate. Not with `deepspeed`,
+    which has flat shards."""
     learning_rate: Positive | None = None
-    """Default: found by `rate_search` around 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller
-    ones, at most 3e-3; far lower with `trainable: all`."""
+    """Peak learning rate. Default: found by `rate_search`, starting from min(3e-4 x max(1, 2048 / hidden size), 3e-3);
+    lower with `trainable: all`."""
     rate_search: bool | None = None
-    """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest. These
-    steps are in addition to the run's, at most 15% of them. Default: true if `learning_rate` is not set. If it is set,
-    the search starts there, with `trainable: all` at a fifth of it."""
+    """Before training, try a few learning rates for a few steps each, and use the one with the lowest held-out KL. Adds
+    at most 15% of the run's steps. Default: true if `learning_rate` is not set. Otherwise the search starts from
+    `learning_rate`, or a fifth of it with `trainable: all`."""
     weight_decay: NonNegative = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """Betas of AdamW."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Momentum of Muon."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """Share of the steps with a linearly rising learning rate. Default: 0.05 but at least 20 steps; a fifth of a run
-    shorter than 100 steps."""
+    """Share of steps with linear warmup. Default: 0.05 but at least 20 steps; a fifth of runs under 100 steps."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     max_grad_norm: Positive = 1.0
 
 
 class ValidationSpec(Spec):
-    """Held-out KL while a run trains: a forward pass over the same few held-out rows, at an interval of steps."""
+    """Validation during training: held-out KL on a few fixed rows."""
 
     every_steps: Count | None = None
-    """Optimizer steps between measurements. Default: a twentieth of the run; the last step is always measured."""
+    """Optimizer steps between validations. Default: a twentieth of the run. The last step is always validated."""
     max_tokens: Count = 16384
-    """Held-out tokens of a measurement: at most a tenth of the tokens trained on between two measurements, but at least
-    one row."""
+    """Max held-out tokens per validation; also at most a tenth of the tokens trained on between two validations, but at
+    least one row."""
 
 
 class EarlyStoppingSpec(Spec):
     patience: Count = 5
-    """Measurements of held-out KL in a row without an improvement after which the run ends."""
+    """Number of consecutive validations without improvement after which training ends."""
     min_delta: NonNegative = 1e-3
-    """Least fall of held-out KL, in nats, that counts as an improvement."""
+    """Min decrease of held-out KL in nats that counts as an improvement."""
 
 
 class GuardSpec(Spec):
-    """Protection against divergence: if held-out KL rises above its value at the start, or far above its best, training
-    goes back to the best state so far and continues with a lower learning rate."""
+    """Guard against divergence: if held-out KL rises above its initial value, or far above its lowest, training rolls
+    back to the best state and continues with a lower learning rate."""
 
     max_rollbacks: Annotated[int, Range(0, 100)] = 3
-    """Times that a run may go back; after that, it ends with the best state instead."""
+    """Max rollbacks; after that, training ends with the best state."""
     divergence_factor: Annotated[float, Field(gt=1.0, le=1e30)] = 1.5
-    """Factor over the best held-out KL from which it counts as far above it."""
+    """Roll back if held-out KL exceeds its lowest value by this factor."""
     rate_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Factor of the learning rate each time."""
+    """Learning-rate factor per rollback."""
 
 
 class TrainingSpec(Spec):
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: ParentReference | None = Field(default=None, alias="from")
-    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, with the same teacher, l and g; null starts
-    from the teacher. Steps and learning rate start anew."""
+    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, with the same teacher, l and g; null: start
+    from the teacher. Steps and learning-rate schedule restart."""
     load_optimizer_state: bool = False
-    """Load the optimizer state of the checkpoint that `from` names; otherwise the optimizer starts fresh."""
+    """Also load the optimizer state of the checkpoint `from`."""
     num_epochs: Epochs = 2
     max_steps: Annotated[int, Range(0, 10**12)] | None = None
-    """Overrides `num_epochs`. 0 trains nothing: the checkpoint that `from` names is evaluated and published."""
+    """Number of optimizer steps; overrides `num_epochs`. 0: only evaluate and publish the checkpoint `from`."""
     batch_size: Size | None = None
-    """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 400
-    steps."""
+    """Rows per optimizer step, over all workers. Default: 32, halved while the epochs are fewer than 400 steps."""
     micro_batch_size: Size = 1
-    """Packed sequences per forward and worker; must divide batch_size / num_workers."""
+    """Rows per forward pass and worker; must divide batch_size / num_workers."""
     gradient_checkpointing: bool = False
-    """Recompute activations of the student's upper layers in the backward pass."""
+    """Recompute activations of the student's layers >= l in the backward pass."""
     compile: bool = False
-    """Compile the layers with `torch.compile`: the first steps take minutes, later ones are faster."""
+    """Compile layers with `torch.compile`: the first steps take minutes, later ones are faster."""
     deterministic: bool = False
-    """Avoid faster GPU operators that add in no fixed order, so that an interrupted run ends bit-identical to an
-    uninterrupted one. Not needed on a CPU."""
+    """Use deterministic GPU operators, which are slower, so that a resumed run is bit-identical to an uninterrupted
+    one. Not needed on a CPU."""
     attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
-    """Attention within each sample of a row. `varlen_attn`: PyTorch's FlashAttention over all samples at once, in
-    bfloat16, on GPUs that support it. `sdpa`: one sample after the other. `auto`: `varlen_attn` if possible, otherwise
-    `sdpa`."""
+    """Attention over packed samples. `varlen_attn`: PyTorch's FlashAttention over all samples at once (GPU, bfloat16).
+    `sdpa`: one sample after another. `auto`: `varlen_attn` if supported, otherwise `sdpa`."""
     seed: SignedSeed = 0
     validation: ValidationSpec | None = ValidationSpec()
-    """Held-out KL during training, which `guard`, `keep_best`, `early_stopping` and `optimizer.rate_search` depend on;
-    null measures nothing and disables all four."""
+    """Validation during training; null disables it, and with it `guard`, `keep_best`, `early_stopping` and
+    `optimizer.rate_search`."""
     guard: GuardSpec | None = GuardSpec()
-    """Guard against divergence; null trains on regardless of held-out KL."""
+    """Guard against divergence; null: no rollbacks."""
     keep_best: bool = True
-    """Make the model from the state with the lowest held-out KL (of those within 2% of it the last) instead of the last
-    step."""
+    """Use the state with the lowest held-out KL (the last state within 2% of it) instead of the last step."""
     early_stopping: EarlyStoppingSpec | None = None
-    """End the run once held-out KL no longer falls; null trains to the last step."""
+    """End training when held-out KL stops falling; null: train to the last step."""
 
     @model_validator(mode="after")
     def _validate_early_stopping(self) -> Self:
         if self.early_stopping is not None and self.validation is None:
-            raise ValueError("early_stopping needs held-out KL, but validation is null; leave validation out")
+            raise ValueError("early_stopping needs validation, which is null; remove `validation: null`")
         return self

@@ -69,9 +69,9 @@ def test_workers_that_share_rows_train_as_one(outcomes: dict[tuple[str, int], Ou
 def test_a_spec_whose_sequences_do_not_divide_is_refused() -> None:
     spec: dict[str, Any] = {"name": "n", "sharding": {"sequence_parallel_size": 2}}
     for sections, problem in (
-        ({"resources": {"num_workers": 3}}, "resources.num_workers must be a fixed multiple of it, and is 3"),
+        ({"resources": {"num_workers": 3}}, "resources.num_workers must be a fixed multiple of it, but is 3"),
         ({"resources": {"num_workers": {"min": 2, "max": 4}}}, "fixed multiple"),
-        ({"data": {"max_length": 8191}}, "it must divide data.max_length, which is 8191"),
+        ({"data": {"max_length": 8191}}, "it must divide data.max_length 8191"),
         ({"training": {"compile": True}}, "it cannot be combined with training.compile"),
     ):
         with pytest.raises(ValidationError, match=f"sharding.sequence_parallel_size is 2: .*{problem}"):

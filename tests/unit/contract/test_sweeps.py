@@ -45,12 +45,12 @@ def test_what_is_not_swept_stays() -> None:
 @pytest.mark.parametrize(
     ("sweep", "evaluation", "message"),
     [
-        ({}, {"max_kl": 1.0}, "its lists make 1 trials"),
-        ({"learning_rate": [1e-3]}, {"max_kl": 1.0}, "its lists make 1 trials"),
-        ({"key_value_group_size": [1, 1]}, {"max_kl": 1.0}, "key_value_group_size names a value twice"),
+        ({}, {"max_kl": 1.0}, "its lists result in 1 trials"),
+        ({"learning_rate": [1e-3]}, {"max_kl": 1.0}, "its lists result in 1 trials"),
+        ({"key_value_group_size": [1, 1]}, {"max_kl": 1.0}, "key_value_group_size has a duplicate value"),
         ({"key_value_group_size": [0, 1]}, {"max_kl": 1.0}, "1 to 10,000"),
-        ({"key_value_group_size": [1, 2]}, {}, "needs an accuracy budget"),
-        ({"key_value_group_size": [1, 2]}, {"tasks": ["gsm8k"], "max_drop": None}, "needs an accuracy budget"),
+        ({"key_value_group_size": [1, 2]}, {}, "needs a quality gate"),
+        ({"key_value_group_size": [1, 2]}, {"tasks": ["gsm8k"], "max_drop": None}, "needs a quality gate"),
     ],
 )
 def test_a_sweep_that_cannot_choose_is_refused(sweep: dict[str, Any], evaluation: dict[str, Any], message: str) -> None:

@@ -152,7 +152,7 @@ async def test_a_constraint_that_turns_out_too_complex_is_the_callers_fault(http
 REFUSED = [
     (wanted(), "structured_outputs", "exactly one of"),
     (wanted(regex="a", choice=["b"]), "structured_outputs", "exactly one of"),
-    (wanted(regexp="a"), "structured_outputs", "some of json"),
+    (wanted(regexp="a"), "structured_outputs", "an object with json"),
     (wanted(regex="("), "structured_outputs.regex", "unclosed group"),
     (wanted(regex=7), "structured_outputs.regex", "text"),
     (wanted(regex="\ud800"), "structured_outputs.regex", "surrogate"),

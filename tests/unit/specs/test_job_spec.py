@@ -31,7 +31,7 @@ LISTED = ("swiftkv.prefill_layers",)
             {"publish": {"adapter": True}, "distillation": {"trainable": "tail"}},
             {"publish": {"adapter": True}, "distillation": {"trainable": "all"}},
             "publish.adapter",
-            r"publish\.adapter is true, .* as large as the whole model",
+            r"publish\.adapter is true, .* as large as the model",
         ),
         *(
             ({"swiftkv": BYPASSING, **accepted}, {"swiftkv": {**BYPASSING, **swiftkv}, **refused}, *LISTED, message)
@@ -41,12 +41,17 @@ LISTED = ("swiftkv.prefill_layers",)
                 ({}, {"prefill_layers": [2, 0]}, {}, "use an ascending list"),
                 ({}, {"prefill_layers": "2,0"}, {}, "is '2,0': use ascending layers and ranges, such as 0-2,4,6-16"),
                 ({}, {"prefill_layers": "0-99999" * 400}, {}, "use ascending layers and ranges"),
-                ({}, {"num_key_value_layers": 6}, {}, "makes num_key_value_layers 5, not 6; leave that out"),
+                (
+                    {},
+                    {"num_key_value_layers": 6},
+                    {},
+                    "implies num_key_value_layers 5, not 6; remove num_key_value_layers",
+                ),
                 ({}, {"prefill_reduction": 0.5}, {}, "cannot be combined with prefill_reduction 0.5"),
                 ({}, {"decode_key_value": "shared"}, {}, "'shared'; use own"),
                 ({}, {}, {"sharding": {"sequence_parallel_size": 2}}, "sequence_parallel_size 2; use 1"),
                 ({}, {}, {"training": {"gradient_checkpointing": True}}, "use false"),
-                ({}, {}, {"sweep": {"num_key_value_layers": [4, 5]}}, "num_key_value_layers; leave out one of them"),
+                ({}, {}, {"sweep": {"num_key_value_layers": [4, 5]}}, "num_key_value_layers; remove one of them"),
                 (
                     {"distillation": {"trainable": "all"}, "sharding": {"strategy": "ddp"}},
                     {},
@@ -96,13 +101,13 @@ def test_what_is_named_is_changed_and_the_original_is_not() -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("data.sources.1.weight", "the list has 1 items"),
-        ("data.sources.first.weight", "'first' is not an index from 0 to 0"),
-        (f"data.sources.{'9' * 5000}.weight", "is not an index from 0 to 0"),
-        ("data.sources.1", "the list has 1 items"),
+        ("data.sources.1.weight", "'1' is not an index of a list with 1 items"),
+        ("data.sources.first.weight", "'first' is not an index of a list with 1 items"),
+        (f"data.sources.{'9' * 5000}.weight", "is not an index of a list with 1 items"),
+        ("data.sources.1", "'1' is not an index of a list with 1 items"),
         ("name.first", "'n' has no field 'first'"),
-        ("training.", "a key in it is empty"),
-        ("", "a key in it is empty"),
+        ("training.", "a key is empty"),
+        ("", "a key is empty"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused(path: str, why: str) -> None:
@@ -175,7 +180,7 @@ def test_a_key_given_twice_is_refused_with_both_lines(
     path.write_text(text)
     with pytest.raises(InvalidInputError) as caught:
         read_spec(path)
-    expected = f"{path}: the key {key!r} is given twice, in line {lines[0]} and in line {lines[1]}; give it once"
+    expected = f"{path}: duplicate key {key!r}, in line {lines[0]} and in line {lines[1]}; remove one"
     assert caught.value.message == expected
 
 
